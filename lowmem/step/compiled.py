@@ -5,8 +5,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -16,218 +15,101 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from lowmem.errors import ConfigError
 from lowmem.rules import ParamSpec, UpdateRule
-from lowmem.step.program import Kept, Program
+from lowmem.step.program import Program, Result
 from lowmem.step.record import ParamRecord
-from lowmem.tiles.graph import Compiler, Size, Sizes, try_compiler
-from lowmem.tiles.storage import Held, Storage, part_name
+from lowmem.tiles.blocks import Form, form_of, pieces
+from lowmem.tiles.graph import Compiler, try_compiler
+from lowmem.tiles.stages import CompiledUpdate
+from lowmem.tiles.storage import Float, Held
 from lowmem.tiles.stored import StoredTiles
-from lowmem.tiles.sweep import Reading, Scalars, Sweep
+from lowmem.tiles.sweep import Sweep, Tiles
 from lowmem.tiles.tile import extent
-from lowmem.tiles.traced import Form, TracedTiles, TracedUpdate, UntraceableError, pieces, run_cut
+from lowmem.tiles.traced import GRAD, Arguments, Kind, UntraceableError, signature
 
 logger = logging.getLogger(__name__)
 
 # With fewer trainable elements compilation takes longer than it saves.
 COMPILE_FROM = 1 << 25
 
-# The tensors that a `Reading` may have.
-READ = tuple(each.name for each in fields(Reading) if each.name != "sums_squares")
-
-# Sizes for which Inductor plans: how loops are divided among threads, or a GPU's blocks, and which sums are so long
-# that they are taken in parts (from 4,096 on). Those of a large parameter.
-EXAMPLE = {"batch": 8, "count": 1024, "rows": 16, "cols": 4096}
+# By the rule, or by its class if it has no attributes. None: the rule cannot be traced.
+_TRACED: WeakKeyDictionary[Any, dict[tuple[ParamSpec, Kind], CompiledUpdate] | None] = WeakKeyDictionary()
 
 
-@dataclass(frozen=True)
-class Kind:
-    """The cache key of the compiled code of a rule. No size is part of it: code is compiled for all sizes.
-
-    storage: of the weight.  states: storages of the states that have the size of the parameter.  small: the other
-    states.  elements: dtypes of the gradient and the tensors of weight and states, with the size of their groups.
-    reading: name, dtype and number of dimensions of its tensors.  numbers: names of the rule's.  cut: code is cut at
-    each pass over the tiles.  form: see `Piece`.
-    """
-
-    spec: ParamSpec
-    storage: Storage
-    states: tuple[tuple[str, Storage], ...]
-    small: tuple[tuple[str, Kept], ...]
-    elements: tuple[Kept, ...]
-    device: torch.device
-    batched: bool
-    reading: tuple[tuple[str, torch.dtype, int], ...]
-    sums_squares: bool
-    numbers: tuple[str, ...]
-    cut: bool
-    form: Form
-
-    @property
-    def group(self) -> int:
-        """Elements of a row that are encoded together by some storage."""
-        return max(each.group for each in self.elements)
-
-    @property
-    def draws(self) -> bool:
-        """Returns whether a storage draws random numbers."""
-        return any(storage.draws for storage in (self.storage, *dict(self.states).values()))
+def run_compiled(program: Program, tiles: StoredTiles, states: Mapping[str, Tensor]) -> Result | None:
+    """Updates a parameter as `Program.run` does, by compiled code. Returns None if there is none for such tensors."""
+    held, places = program.held(states), pieces(tiles.layout, program.group)
+    if program.rule.materializes or not places or not _fits(program, tiles, held.values()):
+        return None
+    args = _arguments(program, tiles, states)
+    is_one = len(places) == 1 and program.ranks is None and isinstance(tiles.grad, Tensor)
+    forms = tuple(dict.fromkeys(map(form_of, places)))
+    dims = tuple((key, value.dtype, value.ndim) for key, value in args.items())
+    like = tiles.grad.dtype, is_one, forms, tiles.scalars.names, tiles.reading.sums_squares, dims
+    if like not in program.compiled:
+        kind = Kind(
+            ((GRAD, Float(tiles.grad.dtype)), ("param", program.weight), *program.states.items()),
+            program.group,
+            signature(args),
+            tiles.device,
+            batched=tiles.shape[0] > 1,
+            numbers=tiles.scalars.names,
+            sums_squares=tiles.reading.sums_squares,
+            form=forms[0] if is_one else None,
+        )
+        program.compiled[like] = traced(program.rule, program.spec, kind, forms)
+    update: CompiledUpdate | None = program.compiled[like]
+    if update is None:
+        return None
+    tiles.pieces = places
+    results, square_sums = update.run(tiles, args, held), tiles.reading.square_sums
+    return Result(results["square_sums"] if square_sums is None else square_sums, results.get("sizes"))
 
 
-def trace_update(kind: Kind, rule: UpdateRule) -> TracedUpdate:
-    """Traces and compiles the update of a kind of parameters.
-
-    Arguments: the small states, the tensors of the reading, the rule's numbers in float32 and float64, the key of the
-    noise if some is drawn, if it is cut the parameter's size [B, R, C]; of a tile the gradient, weight and states.
-    """
-    sizes, (batched, lines), group = Sizes(), kind.form, kind.group
-    batch, count, height, cols = map(sizes.size, EXAMPLE.values())
-    tile_batch: Size = batch if batched else 1
-    tile_height: Size = 1 if lines else height
-    full: tuple[Size, Size, Size] = (
-        tile_batch,
-        1 if lines else count * height,
-        count * cols * group if lines else cols * group,
-    )
-    if kind.cut:
-        full = (sizes.size(8) if kind.batched else 1), sizes.size(4096), sizes.size(4096)
-    shared: list[Tensor | Size] = []
-    for _, kept in kind.small:
-        shared.append(sizes.tensor((*extent(kept.extent, full), *kept.extra), kept.dtype, kind.device))
-    shared += [sizes.tensor((1,) * ndim, dtype, kind.device) for _, dtype, ndim in kind.reading]
-    shared += [sizes.tensor((len(kind.numbers),), dtype, kind.device) for dtype in (torch.float32, torch.float64)]
-    if kind.draws:
-        shared.append(sizes.tensor((), torch.int32, kind.device))
-    if kind.cut:
-        shared += full
-    shape = tile_batch, count, tile_height, cols
-    tile = [
-        sizes.tensor(shape if group == 1 else (*shape, group // each.group), each.dtype, kind.device)
-        for each in kind.elements
-    ]
-
-    def update(*args: Any) -> tuple[list[Tensor], TracedTiles]:
-        given = iter(args)
-        states: dict[str, Any] = {name: next(given) for name, _ in kind.small}
-        reading = Reading(**{name: next(given) for name, _, _ in kind.reading}, sums_squares=kind.sums_squares)
-        scalars = Scalars(kind.numbers, next(given), next(given))
-        key = next(given) if kind.draws else None
-        size = tuple(next(given) for _ in full) if kind.cut else None
-        grad, parts = next(given), given
-        weight = Held(kind.storage, tuple(next(parts) for _ in kind.storage.parts))
-        states |= {name: Held(each, tuple(next(parts) for _ in each.parts)) for name, each in kind.states}
-        tiles = TracedTiles(weight, grad, reading, scalars, lines, full=size, key=key)
-        sweep = Sweep(tiles)
-        weighted = rule.update(sweep, kind.spec, states)
-        results = [] if reading.square_sums is not None else [sweep.square_sums]
-        return results if weighted is None else [*results, weighted.view(-1)], tiles
-
-    return TracedUpdate(update, sizes, shared, tile, cut=kind.cut)
+def _fits(program: Program, tiles: StoredTiles, states: Iterable[Held]) -> bool:
+    """Returns whether compiled code takes these tensors."""
+    tensors = *tiles.weight.parts, *(part for state in states for part in state.parts)
+    if [tensor.dtype for tensor in tensors] != program.dtypes:
+        return False
+    return all(tensor.is_contiguous() and tensor.device == tiles.device for tensor in (tiles.grad, *tensors))
 
 
-# Compiled code of a rule, by the rule itself, or by its class if it has no attributes of its own. None: the rule cannot
-# be traced.
-_TRACED: WeakKeyDictionary[Any, dict[Kind, TracedUpdate] | None] = WeakKeyDictionary()
+def _arguments(program: Program, tiles: StoredTiles, states: Mapping[str, Tensor]) -> Arguments:
+    """The arguments of an update, other than the tensors of a tile."""
+    args: Arguments = {**tiles.reading.tensors}
+    for name, kept in program.small.items():
+        args[kept.extent, name] = states[name].view((*extent(kept.extent, tiles.shape), *kept.extra))
+    args["numbers", "single"], args["numbers", "double"] = tiles.scalars.single, tiles.scalars.double
+    if any(storage.draws for storage in (program.weight, *program.states.values())):
+        args["key", ""] = torch.full((), *tiles.keys(), dtype=torch.int32, device=tiles.device)
+    return args
 
 
-def traced(kind: Kind, rule: UpdateRule, first: bool) -> TracedUpdate | None:
-    """The compiled update of a kind of parameters; None if there is none. first: it also computes what lies between two
-    passes.
-    """
+def traced(rule: UpdateRule, spec: ParamSpec, kind: Kind, forms: Sequence[Form]) -> CompiledUpdate | None:
+    """The compiled update of a kind of parameters, for tiles of these forms; None if there is none."""
     key = rule if vars(rule) else type(rule)
     updates = _TRACED.setdefault(key, {})
     if updates is None or Compiler.failure is not None:
         return None
+
+    def update(tiles: Tiles, states: dict[str, Any]) -> dict[Any, Tensor]:
+        sweep = Sweep(tiles)
+        sizes = rule.update(sweep, spec, states)
+        results = {"square_sums": sweep.square_sums} if tiles.reading.square_sums is None else {}
+        return results if sizes is None else {**results, "sizes": sizes.view(-1)}
+
     start = time.perf_counter()
     try:
-        if kind not in updates:
-            updates[kind] = trace_update(kind, rule)
-        updates[kind].compile(first)
+        if (spec, kind) not in updates:
+            updates[spec, kind] = CompiledUpdate(kind, update, forms[0])
+        updates[spec, kind].compile(forms)
     except UntraceableError as error:
         _TRACED[key] = None
         logger.info("updates of rule %s are not compiled: %s", rule.name, error)
     except Exception as error:
-        updates.pop(kind, None)
+        updates.pop((spec, kind), None)
         Compiler.give_up(error)
     Compiler.seconds += time.perf_counter() - start
-    return updates.get(kind)
-
-
-@dataclass(frozen=True)
-class Compiled:
-    """Runs a program by compiled code, with gradients of one kind, whatever the sizes of its tiles.
-
-    kind: of the code, whose form is that of a piece.  names: tensors of the states that have the size of the parameter.
-    """
-
-    program: Program
-    kind: Kind
-    names: tuple[str, ...]
-    _updates: dict[tuple[Form, bool], TracedUpdate | None] = field(default_factory=dict, init=False)
-
-    @classmethod
-    def of(cls, program: Program, tiles: StoredTiles) -> "Compiled | None":
-        """The compiled code of a program for tiles such as these; None if it cannot be compiled."""
-        layout, grad, reading = tiles.layout, tiles.grad, tiles.reading
-        names = tuple(part_name(name, part.name) for name, each in program.states.items() for part in each.parts)
-        weight = [Kept(part.dtype, group=part.group) for part in program.weight.parts]
-        elements = Kept(grad.dtype), *weight, *(program.kept[name] for name in names)
-        parts = pieces(layout, max(each.group for each in elements))
-        if not parts or program.rule.materializes:
-            return None
-        kind = Kind(
-            program.spec,
-            program.weight,
-            tuple(program.states.items()),
-            tuple((name, kept) for name, kept in program.kept.items() if kept.extent != "full"),
-            elements,
-            grad.device,
-            batched=layout.shape[0] > 1,
-            reading=tuple(
-                (name, each.dtype, each.ndim) for name in READ if (each := getattr(reading, name)) is not None
-            ),
-            sums_squares=reading.sums_squares,
-            numbers=tiles.scalars.names,
-            cut=program.ranks is not None or not isinstance(grad, Tensor) or len(parts) > 1,
-            form=parts[0].form,
-        )
-        compiled = cls(program, kind, names)
-        return None if compiled._update(kind.form, True) is None else compiled
-
-    def _update(self, form: Form, first: bool) -> TracedUpdate | None:
-        """The code of pieces of this form. first: it also computes what lies between two passes."""
-        if (form, first) not in self._updates:
-            self._updates[form, first] = traced(replace(self.kind, form=form), self.program.rule, first)
-        return self._updates[form, first]
-
-    def run(self, tiles: StoredTiles, states: Mapping[str, Tensor]) -> list[Tensor] | None:
-        """Updates a parameter, and returns what `trace_update` does; None if compiled code takes no such tensors."""
-        kind, layout = self.kind, tiles.layout
-        tensors = [tiles.grad, *tiles.weight.parts, *(states[name] for name in self.names)]
-        for tensor, kept in zip(tensors, kind.elements, strict=True):
-            if isinstance(tensor, Tensor) and not _fits(tensor, kept.dtype, kind.device):
-                return None
-        parts = pieces(layout, kind.group)
-        if not parts:
-            return None
-        first = parts[0].form
-        updates = {form: self._update(form, form == first) for form in {each.form for each in parts}}
-        if not all(updates.values()):
-            return None
-        shared: list[Any] = [states[name].view((*extent(k.extent, layout.shape), *k.extra)) for name, k in kind.small]
-        shared += [getattr(tiles.reading, name) for name, _, _ in kind.reading]
-        shared += tiles.scalars.single, tiles.scalars.double
-        if kind.draws:
-            shared.append(torch.full((), *tiles.keys(), dtype=torch.int32, device=kind.device))
-        groups = [kept.group for kept in kind.elements]
-        if not kind.cut:
-            shapes = [parts[0].shape(kind.group, group) for group in groups]
-            args = [tensor.view(shape) for tensor, shape in zip(tensors, shapes, strict=True)]  # type: ignore[arg-type]
-            return updates[first].run(*shared, *args)  # type: ignore[union-attr, no-any-return]
-        return run_cut(updates, tiles, parts, shared, groups, tensors)  # type: ignore[arg-type]
-
-
-def _fits(tensor: Tensor, dtype: torch.dtype, device: torch.device) -> bool:
-    """Returns whether compiled code takes a tensor."""
-    return tensor.dtype is dtype and tensor.is_contiguous() and tensor.device == device
+    return updates.get((spec, kind))
 
 
 def decide_compilation(requested: bool | str, records: Collection[ParamRecord]) -> bool:

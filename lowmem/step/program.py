@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from lowmem.errors import UnsupportedError
 from lowmem.placements import in_group
@@ -16,7 +17,9 @@ from lowmem.placements.placed import Placed
 from lowmem.placements.ranks import Ranks
 from lowmem.rules import ParamSpec, UpdateRule
 from lowmem.tiles.layout import Extent, Layout, Span, grouped
-from lowmem.tiles.storage import FLOAT32, ROUNDED_DTYPES, TABLE, Float, Storage, of_state, of_weight, part_name
+from lowmem.tiles.storage import FLOAT32, ROUNDED_DTYPES, TABLE, Float, Held, Storage, of_state, of_weight, part_name
+from lowmem.tiles.stored import StoredTiles
+from lowmem.tiles.sweep import Sweep
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +40,16 @@ class Kept(NamedTuple):
     extra: tuple[int, ...] = ()
 
 
+class Result(NamedTuple):
+    """The measurements of an update, for each parameter that it updated.
+
+    square_sums: of the unscaled, unclipped gradients, float64 [members].  sizes: what `UpdateRule.update` returned.
+    """
+
+    square_sums: Tensor
+    sizes: Tensor | None
+
+
 @dataclass(frozen=True, eq=False)
 class Program:
     """The update of parameters of one kind: equal in group, shape, dtype, device and all that follows from these.
@@ -47,7 +60,7 @@ class Program:
         ranks: those that hold the other shards of each; None where it is complete.
         weight: the storage of the weight.  states: of the states of the parameter's size, by name.
         members: how many parameters it updates at once, as a stack.
-        compiled: its compiled code, by the kind of gradient; None where there is none (`Compiled.of`).
+        compiled: its compiled code, by the kind of arguments; None where there is none.
     """
 
     rule: UpdateRule
@@ -94,6 +107,36 @@ class Program:
                 layout = self.layout.lines(count)
             self._stacked[count] = replace(self, layout=layout, members=count)
         return self._stacked[count]
+
+    @functools.cached_property
+    def small(self) -> dict[str, Kept]:
+        """The states that do not have the size of the parameter."""
+        return {name: kept for name, kept in self.kept.items() if kept.extent != "full"}
+
+    @functools.cached_property
+    def dtypes(self) -> list[torch.dtype]:
+        """The dtypes of the tensors of the weight and of the states of the parameter's size."""
+        return [part.dtype for storage in (self.weight, *self.states.values()) for part in storage.parts]
+
+    @functools.cached_property
+    def group(self) -> int:
+        """Elements of a row that are encoded together by some storage."""
+        return max(storage.group for storage in (self.weight, *self.states.values()))
+
+    def held(self, states: Mapping[str, Tensor]) -> dict[str, Held]:
+        """The states of the parameter's size, each with its storage, from the tensors of all states."""
+        return {
+            name: Held(storage, tuple(states[part_name(name, part.name)] for part in storage.parts))
+            for name, storage in self.states.items()
+        }
+
+    def run(self, tiles: StoredTiles, states: dict[str, Any]) -> Result:
+        """Updates parameters tile by tile. A third-party optimizer puts its new states into `states`."""
+        if not self.rule.materializes:
+            states = {name: states[name] for name in self.small} | self.held(states)
+        sweep = Sweep(tiles)
+        sizes = self.rule.update(sweep, self.spec, states)
+        return Result(sweep.square_sums, sizes)
 
 
 def make_program(placed: Placed, rule: UpdateRule, group: Mapping[str, Any], shard: Shard) -> Program:

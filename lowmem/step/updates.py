@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from lowmem.step.changes import Changes
 from lowmem.step.clipping import Clipping, Decision
-from lowmem.step.compiled import READ, Compiled
+from lowmem.step.compiled import run_compiled
 from lowmem.step.cycle import StepCycle
 from lowmem.step.parameters import Parameters
 from lowmem.step.program import Program
@@ -21,7 +21,7 @@ from lowmem.step.stacks import Stack
 from lowmem.tiles.gradients import ComputedGradient, Gradient
 from lowmem.tiles.graph import Compiler
 from lowmem.tiles.rounding import noise_key
-from lowmem.tiles.storage import Float, Held, part_name
+from lowmem.tiles.storage import Float, Held
 from lowmem.tiles.stored import StoredTiles, begin_storage
 from lowmem.tiles.sweep import Scalars, Sweep
 
@@ -226,37 +226,19 @@ class Updates:
             across=program.ranks,
             tile=PLANNED_TILE if planned else None,
         )
-        results = None
+        result = None
         # a dispatch mode (fake tensors, a memory tracker) looks at each operation, and compiled code has none to show
         if compiles and not _get_current_dispatch_mode():
-            compiled = self._compiled_of(program, tiles)
-            if compiled is not None:
-                results = compiled.run(tiles, state)
-        if results is None:
-            named: dict[str, Any] = dict(state) if program.states else state
-            for name, each in program.states.items():
-                named[name] = Held(each, tuple(named.pop(part_name(name, part.name)) for part in each.parts))
-            sweep = Sweep(tiles)
-            sizes = program.rule.update(sweep, program.spec, named)
-            square_sums = sweep.square_sums
-        else:
-            square_sums = results.pop(0) if reading.square_sums is None else reading.square_sums
-            sizes = results[0] if results else None
-        for record, square_sum in zip(records, _each(square_sums), strict=True):
+            result = run_compiled(program, tiles, state)
+        if result is None:
+            result = program.run(tiles, state)
+        for record, square_sum in zip(records, _each(result.square_sums), strict=True):
             record.square_sum = square_sum
-        for record, size in zip(records, () if sizes is None else _each(sizes), strict=sizes is not None):
-            record.size = size
+        if result.sizes is not None:
+            for record, size in zip(records, _each(result.sizes), strict=True):
+                record.size = size
         if sample is not None:
             self.changes.after(sample, held)
-
-    def _compiled_of(self, program: Program, tiles: StoredTiles) -> Compiled | None:
-        """Returns what runs a program by compiled code; None if it cannot be compiled."""
-        read = (getattr(tiles.reading, name) is None for name in READ)
-        like = tiles.grad.dtype, isinstance(tiles.grad, Tensor), tiles.scalars.names, *read
-        if like not in program.compiled:
-            program.compiled[like] = Compiled.of(program, tiles)
-        compiled: Compiled | None = program.compiled[like]
-        return compiled
 
 
 def initial_tensors(program: Program, names: Iterable[str], shard: Tensor) -> dict[str, Tensor]:

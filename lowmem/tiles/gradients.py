@@ -72,6 +72,10 @@ class ComputedGradient:
         """Of what is read."""
         return torch.float32
 
+    def is_contiguous(self) -> bool:
+        """As a tensor; its blocks are."""
+        return True
+
     @property
     def block_rows(self) -> int:
         """Rows of a block, of which the last one may have fewer."""

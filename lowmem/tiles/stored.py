@@ -14,8 +14,8 @@ from lowmem.tiles.gradients import ComputedGradient, Gradient
 from lowmem.tiles.layout import Layout, Place, cut
 from lowmem.tiles.rounding import mix
 from lowmem.tiles.storage import Held, Storage, Uniform
-from lowmem.tiles.sweep import Given, Reading, Scalars, Tiles, Vectors, vectors_of
-from lowmem.tiles.tile import DIMS, RawTile, Sums, extent
+from lowmem.tiles.sweep import Reading, Scalars, States, Tiles
+from lowmem.tiles.tile import DIMS, RawTile, Sums, Vectors, extent
 from lowmem.tiles.transfers import to_device
 
 # Elements per tile. A CPU wants the few float32 temporaries of a tile in the cache; on a GPU it trades temporary memory
@@ -87,6 +87,7 @@ class StoredTiles(Tiles):
         keys: gives one key per member for random bits, where some are drawn.
         across: the ranks that hold the other shards; None: there are none.
         tile: elements per tile, if not the usual number.
+        pieces: its tiles, if they are not cut by their number of elements.
     """
 
     layout: Layout
@@ -99,6 +100,7 @@ class StoredTiles(Tiles):
     keys: Callable[[], Sequence[int]] = lambda: [0]
     across: Across | None = None
     tile: int | None = None
+    pieces: Sequence[Place] | None = None
 
     def __post_init__(self) -> None:
         self.shape, self.device = self.layout.shape, self.weight.parts[0].device
@@ -107,6 +109,8 @@ class StoredTiles(Tiles):
     @functools.cached_property
     def places(self) -> list[Place]:
         """Where its tiles are."""
+        if self.pieces is not None:
+            return list(self.pieces)
         places = self.layout.places(self.tile or (CPU_TILE if self.device.type == "cpu" else GPU_TILE))
         return _two_of_each_size(places) if is_fake(self.weight.parts[0]) else places
 
@@ -119,20 +123,20 @@ class StoredTiles(Tiles):
         assert isinstance(self.grad, Tensor)  # rules that need it have needs_dense_gradient
         return self.grad
 
-    def reduce(self, body: Callable[[RawTile], Sums], given: Given) -> Sums:
+    def reduce(self, body: Callable[[RawTile], Sums], full: States, vectors: Vectors) -> Sums:
         total = Totals(self.shape, self.device)
         at_once = len(self.places) == 1 and self.places[0].rect.size == self.shape
-        for place, raw in self.over(self.places, given, vectors_of(given)):
+        for place, raw in self.over(self.places, full, vectors):
             if at_once:
                 total.sums = body(raw)
             else:
                 total.add(place, body(raw))
         return total.sums if self.across is None else over_ranks(self.across, total.sums)
 
-    def each(self, body: Callable[[RawTile], None], given: Given, vectors: Vectors) -> None:
-        usual = self.tile is not None or is_fake(self.weight.parts[0])
+    def each(self, body: Callable[[RawTile], Sums | None], full: States, vectors: Vectors) -> None:
+        usual = self.tile is not None or self.pieces is not None or is_fake(self.weight.parts[0])
         places = self.places if usual else self.layout.places(written_tile(self.device))
-        for _, raw in self.over(places, given, vectors):
+        for _, raw in self.over(places, full, vectors):
             body(raw)
         self._written = True
 
@@ -141,7 +145,7 @@ class StoredTiles(Tiles):
             return self.keys()[0]
         return to_device(self.keys(), torch.int32, self.device)[:, None]
 
-    def over(self, places: Sequence[Place], given: Given, vectors: Vectors) -> Iterator[tuple[Place, RawTile]]:
+    def over(self, places: Sequence[Place], full: States, vectors: Vectors) -> Iterator[tuple[Place, RawTile]]:
         """Every second pass goes backwards, and begins with what the one before has left in the cache."""
         if self._written and isinstance(self.grad, ComputedGradient):
             raise UnsupportedError(
@@ -151,14 +155,14 @@ class StoredTiles(Tiles):
         order = places if self._passes % 2 == 0 else places[::-1]
         self._passes += 1
         grad, param = self._own
-        fulls = {name: self._sources(held) for name, held in (given.get("full") or {}).items()}
+        sources = {name: self._sources(held) for name, held in full.items()}
         for place in order:
-            full = {name: _held_at(sources, place) for name, sources in fulls.items()}
-            here = {key: self._broadcast(key[0], value, place) for key, value in vectors.items()}
-            yield place, self._raw(grad.tile(place), _held_at(param, place), full, here)
+            states = {name: _held_at(each, place) for name, each in sources.items()}
+            here = {key: self._part(key[0], value, place) for key, value in vectors.items()}
+            yield place, self._raw(grad.tile(place), _held_at(param, place), states, here)
 
-    def part(self, kind: str, value: Tensor, place: Place) -> Tensor:
-        """The part of a vector of the parameter that is of a tile, in the same dimensions: see `DIMS`."""
+    def _part(self, kind: str, value: Tensor, place: Place) -> Tensor:
+        """The part of a vector of the parameter that belongs to a tile [b, r, c], to which it can be broadcast."""
         if value.ndim == 0:
             return value
         rect = place.rect
@@ -168,14 +172,7 @@ class StoredTiles(Tiles):
             high, low = divmod(rect.cols.start + (1 << 31), 1 << 32)
             value = mix(value + high) if high else value
             value = value if low == 1 << 31 else value + (low - (1 << 31))
-        return value
-
-    def _broadcast(self, kind: str, value: Tensor, place: Place) -> Tensor:
-        """`part`, broadcastable to the tile [b, r, c]."""
-        if value.ndim == 0:
-            return value
-        shape = [n if d in DIMS[kind] else 1 for d, n in enumerate(place.rect.size)]
-        return self.part(kind, value, place).view(shape)
+        return value.view([n if d in DIMS[kind] else 1 for d, n in enumerate(rect.size)])
 
     def _sources(self, held: Held) -> Sources:
         pairs = zip(held.storage.parts, held.parts, strict=True)

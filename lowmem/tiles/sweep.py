@@ -29,6 +29,7 @@ from lowmem.tiles.tile import (
     ReduceFn,
     Sums,
     Tile,
+    Vectors,
     apply_tile,
     reduce_tile,
 )
@@ -37,9 +38,6 @@ from lowmem.tiles.transfers import to_device
 __all__ = ["Given", "Reading", "Scalars", "Sweep", "Tiles", "Vectors"]
 
 States = Mapping[str, Held]
-
-# Kind (see `tile.DIMS`) and name → a vector of the parameter, or what a tile has of it.
-Vectors = dict[tuple[str, str], Tensor]
 
 
 class Given(TypedDict, total=False):
@@ -69,14 +67,18 @@ class Scalars:
         return cls(tuple(numbers), double.float(), double)
 
     @functools.cached_property
-    def singles(self) -> dict[str, Tensor]:
-        """The numbers by name as float32 scalars."""
-        return dict(zip(self.names, self.single.unbind(), strict=True)) if self.names else {}
+    def singles(self) -> Vectors:
+        """The numbers as float32 vectors of the kind "scalar"."""
+        return self._named(self.single)
 
     @functools.cached_property
-    def doubles(self) -> dict[str, Tensor]:
-        """The numbers by name as float64 scalars."""
-        return dict(zip(self.names, self.double.unbind(), strict=True)) if self.names else {}
+    def doubles(self) -> Vectors:
+        """The same in float64."""
+        return self._named(self.double)
+
+    def _named(self, numbers: Tensor) -> Vectors:
+        pairs = zip(self.names, numbers.unbind(), strict=True) if self.names else ()
+        return {("scalar", name): number for name, number in pairs}
 
 
 class Tiles(ABC):
@@ -99,12 +101,18 @@ class Tiles(ABC):
     scalars: Scalars
 
     @abstractmethod
-    def reduce(self, body: Callable[[RawTile], Sums], given: Given) -> Sums:
-        """The sums of `body` over all tiles, of this process and of others."""
+    def reduce(self, body: Callable[[RawTile], Sums], full: States, vectors: Vectors) -> Sums:
+        """Calls `body` with every tile of this process and of others, and returns the sums: row [B, R], col [B, C] and
+        scalar [B].
+
+        Args:
+            full: states of the parameter's size, by the names that `body` has for them.
+            vectors: row [B, R], col [B, C], and scalar [] or [B].
+        """
 
     @abstractmethod
-    def each(self, body: Callable[[RawTile], None], given: Given, vectors: Vectors) -> None:
-        """Calls `body` with every tile."""
+    def each(self, body: Callable[[RawTile], Sums | None], full: States, vectors: Vectors) -> None:
+        """Calls `body`, which writes, with every tile of this process."""
 
     @abstractmethod
     def noise_keys(self) -> Tensor | int:
@@ -114,30 +122,26 @@ class Tiles(ABC):
     def complete_grad(self) -> Tensor:
         """The gradient as one tensor, in the shape of the weight's."""
 
-    def apply(self, body: Callable[[RawTile], None], given: Given, finite: Tensor | None, *, draws: bool) -> None:
-        """Calls `body` with every tile. finite: boolean [members], see `RawTile`.  draws: it draws random bits."""
-        vectors, (batch, rows, _) = vectors_of(given), self.shape
+    def finite_and_noise(self, finite: Tensor | None, *, draws: bool) -> Vectors:
+        """Vectors for a pass that writes. finite: boolean [members], see `RawTile`.  draws: it draws random bits."""
+        vectors, (batch, rows, _) = Vectors(), self.shape
         if finite is not None:  # for each slice of the batch
             vectors["finite", ""] = finite.view(-1, 1).expand(self.members, batch // self.members).reshape(batch)
         if draws:  # int32 arithmetic may wrap
             line = torch.arange(batch * rows // self.members, dtype=torch.int32, device=self.device)
             vectors["noise", ""] = mix(line + self.noise_keys())
-        self.each(body, given, vectors)
+        return vectors
 
     def _raw(self, grad: Tensor, param: Held, full: States, vectors: Vectors) -> RawTile:
-        """A tile from what it has of everything."""
-        named: dict[str, dict[str, Tensor]] = {"row": {}, "col": {}, "scalar": self.scalars.singles.copy()}
-        named |= {"finite": {}, "noise": {}}
-        for (kind, name), value in vectors.items():
-            named[kind][name] = value
-        row, col, scalar, finite, noise = named.values()
-        return RawTile(grad, param, self.reading, full, row, col, scalar, finite.get(""), noise.get(""))
+        """A tile from its tensors."""
+        return RawTile(grad, param, self.reading, full, {**self.scalars.singles, **vectors})
 
 
-def vectors_of(given: Given) -> Vectors:
-    """Rows, columns and scalars."""
+def _split(given: Given) -> tuple[States, Vectors]:
+    """The states of the parameter's size, and its rows, columns and scalars as vectors."""
     named = {"row": given.get("row"), "col": given.get("col"), "scalar": given.get("scalar")}
-    return {(kind, name): value for kind, values in named.items() for name, value in (values or {}).items()}
+    vectors = {(kind, name): value for kind, values in named.items() for name, value in (values or {}).items()}
+    return given.get("full") or {}, vectors
 
 
 class Sweep:
@@ -152,7 +156,7 @@ class Sweep:
     def __init__(self, tiles: Tiles) -> None:
         self._tiles = tiles
         self.shape, self.device = tiles.shape, tiles.device
-        self.scalar = Fields(tiles.scalars.singles)
+        self.scalar = Fields(tiles.scalars.singles, "scalar")
         self.rule_clip_coef = tiles.reading.rule_clip_coef
         self._guarded = True  # by its own measurement
         self._finite = None if tiles.reading.finite is None else tiles.reading.finite.expand(tiles.members)
@@ -160,7 +164,7 @@ class Sweep:
 
     @functools.cached_property
     def double(self) -> Fields:
-        return Fields(self._tiles.scalars.doubles)
+        return Fields(self._tiles.scalars.doubles, "scalar")
 
     @property
     def dtype(self) -> torch.dtype:
@@ -209,17 +213,18 @@ class Sweep:
         The first reduce of a sweep measures the gradient on the way, so measuring costs no pass of its own.
         """
         measure = self._measured is None and self._tiles.reading.square_sums is None
-        sums = self._tiles.reduce(functools.partial(reduce_tile, fn, measure), given)
+        sums = self._tiles.reduce(functools.partial(reduce_tile, fn, measure), *_split(given))
         if measure:
             self._measured = sums.scalar.pop(SQUARE), sums.scalar.pop(REDUCED_SQUARE)
         return sums
 
     def apply(self, fn: ApplyFn, **given: Unpack[Given]) -> None:
         """Writes what `fn` gives for each tile: `param`, and states of the parameter's size by their name in `full`."""
-        held = self._tiles.weight, *(given.get("full") or {}).values()
-        draws = any(each.storage.draws for each in held)
+        full, vectors = _split(given)
+        draws = any(each.storage.draws for each in (self._tiles.weight, *full.values()))
         _ = self.square_sums  # measured before the weight changes, from which a gradient may be computed
-        self._tiles.apply(functools.partial(apply_tile, fn), given, self.finite, draws=draws)
+        vectors |= self._tiles.finite_and_noise(self.finite, draws=draws)
+        self._tiles.each(functools.partial(apply_tile, fn), full, vectors)
 
     def store(self, state: Tensor, value: Tensor) -> Tensor:
         """Writes a small state (row, column or slice) and returns what it holds now, in the state's dtype and shape."""

@@ -6,7 +6,7 @@ has the rows in blocks, [b, n, m, c], or a single row in parts, [b, n, 1, m] (`t
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +19,9 @@ from lowmem.tiles.storage import Held, Uniform
 
 Named = dict[str, Tensor]
 
+# Kind (see `DIMS`) and name → a vector of a parameter, or the part of it that belongs to a tile.
+Vectors = dict[tuple[str, str], Tensor]
+
 # Kind of a vector of a parameter → its dimensions among [B, R, C]. A scalar may also have none.
 DIMS = {
     "row": (0, 1), "row_max": (0, 1), "noise": (0, 1), "col": (0, 2), "scalar": (0,), "slice": (0,), "finite": (0,)
@@ -26,8 +29,8 @@ DIMS = {
 
 
 def extent(kind: str, shape: Sequence[Any]) -> tuple[Any, ...]:
-    """The shape of a vector of this kind of [B, R, C], or of [b, r, c]."""
-    return tuple(shape[d] for d in DIMS[kind])
+    """The shape of a vector of this kind of [B, R, C], or of [b, r, c]; () for another kind."""
+    return tuple(shape[d] for d in DIMS.get(kind, ()))
 
 
 @dataclass
@@ -80,38 +83,45 @@ class Reading:
     sums_squares: bool = False
     square_sums: Tensor | None = None
 
+    @functools.cached_property
+    def tensors(self) -> Vectors:
+        """Its tensors, as vectors of the kind "reading"."""
+        named = ((each.name, getattr(self, each.name)) for each in fields(self))
+        return {("reading", name): value for name, value in named if isinstance(value, Tensor)}
+
 
 class RawTile(NamedTuple):
     """The stored tensors of one tile.
 
-    grad: [b, r, c].  param, full: tensors [b, r, c / group].  reading: of the gradient.  row: [b, r, 1].
-    col: [b, 1, c].  scalar: scalars, or [b, 1, 1]; the numbers of the rule too.  finite: [b, 1, 1], False where
-    everything stays as it is; None: everything is written.  noise: int32 [b, r, 1], which with the number of a column
-    in the tile gives the random bits of an element; None if nothing draws them.
+    grad: [b, r, c].  param, full: tensors [b, r, c / group].  reading: of the gradient.  vectors, by kind and name:
+    row [b, r, 1]; col [b, 1, c]; scalar [] or [b, 1, 1], the numbers of the rule too; finite [b, 1, 1], False where
+    everything stays as it is (absent: everything is written); noise int32 [b, r, 1], which with the number of a column
+    in the tile gives the random bits of an element (absent if nothing draws them).
     """
 
     grad: Tensor
     param: Held
     reading: Reading
     full: Mapping[str, Held]
-    row: Named
-    col: Named
-    scalar: Named
-    finite: Tensor | None
-    noise: Tensor | None
+    vectors: Vectors
 
 
 class Fields:
-    """Tensors by name, as attributes. Each is read when it is first used."""
+    """Tensors by name, as attributes. Each is read when it is first used. kind: of vectors, see `DIMS`."""
 
-    def __init__(self, named: Mapping[str, Any], read: Callable[[Any], Tensor] = lambda tensor: tensor) -> None:
-        self._named, self._read = named, read
+    def __init__(
+        self, named: Mapping[Any, Any], kind: str | None = None, read: Callable[[Any], Tensor] = lambda tensor: tensor
+    ) -> None:
+        self._named, self._kind, self._read = named, kind, read
+
+    def _key(self, name: str) -> Any:
+        return name if self._kind is None else (self._kind, name)
 
     def __contains__(self, name: str) -> bool:
-        return name in self._named
+        return self._key(name) in self._named
 
     def __getattr__(self, name: str) -> Tensor:
-        value = self.__dict__[name] = self._read(self._named[name])
+        value = self.__dict__[name] = self._read(self._named[self._key(name)])
         return value
 
     def get(self, name: str) -> Tensor | None:
@@ -128,8 +138,8 @@ class Tile:
     """
 
     def __init__(self, raw: RawTile) -> None:
-        self._raw, self.full = raw, Fields(raw.full, Held.decode)
-        self.row, self.col, self.scalar = Fields(raw.row), Fields(raw.col), Fields(raw.scalar)
+        self._raw, self.full = raw, Fields(raw.full, read=Held.decode)
+        self.row, self.col, self.scalar = (Fields(raw.vectors, kind) for kind in ("row", "col", "scalar"))
 
     @functools.cached_property
     def unclipped(self) -> Tensor:
@@ -213,20 +223,20 @@ def apply_tile(fn: ApplyFn, raw: RawTile) -> None:
     held = {"param": raw.param, **raw.full}
     drawing = [name for name, each in held.items() if each.storage.draws]
     group = max(each.storage.group for each in held.values())
-    words: list[Tensor] = []
+    finite, words = raw.vectors.get(("finite", "")), list[Tensor]()
 
     def draw(name: str, cols: int, count: int) -> Tensor:
         """Random bits [b, r, c] for what is encoded under this name: one word of an element serves all tensors."""
         if not words:
-            assert raw.noise is not None
-            words.append(mix(raw.noise + realized(torch.arange(cols, dtype=torch.int32, device=raw.noise.device))))
+            noise = raw.vectors["noise", ""]
+            words.append(mix(noise + realized(torch.arange(cols, dtype=torch.int32, device=noise.device))))
         return random_bits(words[0], drawing.index(name), count)
 
     for name, value in fn(Tile(raw)).items():
         uniform = Uniform(functools.partial(draw, name, value.shape[-1]))
         storage, parts = held[name]
         for part, target, new in zip(storage.parts, parts, storage.update(value, uniform, parts), strict=True):
-            result = new if raw.finite is None else torch.where(raw.finite, new, target.to(new.dtype))
+            result = new if finite is None else torch.where(finite, new, target.to(new.dtype))
             if words and value.ndim == 4 and len(parts) > 1 and not part.name:
                 result = tied(result, words[0])  # as the others of its storage, or compiled code makes a copy
             if value.ndim == 4 and part.group < group:  # in the shape of an argument, else compiled code makes a copy

@@ -1,414 +1,227 @@
-"""Tiles of fake tensors, in which an update is traced, and the compiled code of that.
+"""Tiles of fake tensors, over which an update is traced for the compiler."""
 
-A parameter that is one tile is updated by one compiled function. One of several tiles (a shard, a gradient that is
-computed block by block, rows that do not divide into blocks) runs the same code cut at each pass over the tiles: a part
-for every tile, and a part between two passes, where the sums of all tiles and ranks are known.
-"""
-
-import functools
 import math
-import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
-from lowmem.tiles.gradients import Gradient
-from lowmem.tiles.graph import Function, Size, Sizes, compiled, realized, trace
-from lowmem.tiles.layout import Layout, Place, Rect
-from lowmem.tiles.storage import Held
-from lowmem.tiles.stored import Source, StoredTiles, Totals, over_ranks
-from lowmem.tiles.sweep import Given, Reading, Scalars, Tiles, Vectors, vectors_of
-from lowmem.tiles.tile import DIMS, RawTile, Sums, extent
+from lowmem.tiles.blocks import Form
+from lowmem.tiles.graph import Size, Sizes, realized
+from lowmem.tiles.storage import Held, Storage
+from lowmem.tiles.stored import NO_SCALARS
+from lowmem.tiles.sweep import Scalars, States, Tiles
+from lowmem.tiles.tile import DIMS, RawTile, Reading, Sums, Vectors, extent
 
-# Compiled code on a CPU sums columns over this many rows at a time, which the cache holds, and a single line in this
-# many elements at a time.
-BLOCK_ROWS = 16
-LINE = 1024
+# Sizes for which Inductor plans: how loops are divided among threads, or a GPU's blocks, and which sums are so long
+# that they are taken in parts (from 4,096 on). Those of a large parameter: a tile [b, n, m, c], and [B, R, C].
+TILE = 8, 1024, 16, 4096
+PARAMETER = 8, 4096, 4096
 
-# Columns are summed within each block of rows, in vector registers, and then over blocks: so many float32 sums at most
-# exist at a time.
-BLOCK_SUMS = 1 << 20
+# The name of the gradient among the tensors of a tile, which are otherwise those of "param" and of states.
+GRAD = "the gradient"
 
-# Rows of a block, and elements of a part of a single line: as few as the first that divide it, or at least the second.
-ROWS = BLOCK_ROWS, 4
-PART = LINE, 128
+# Arguments of compiled code, by kind and name. Vectors, small states and sums have the kinds of `DIMS`. The others are
+# tensors of the "reading", the "numbers" of the rule ("single", "double"), the "key" of the noise, the "size" of the
+# parameter. The tensors of a tile have a name and the number of a part.
+Arguments = dict[tuple[str, Any], Any]
 
-# A matrix of up to ONE_BLOCK elements may be one block. Larger ones have at least FEWEST blocks, which threads share.
-ONE_BLOCK = 1 << 17
-FEWEST = 16
-
-# Elements that a kernel counts in int32.
-LARGEST = 1 << 31
+# Key and dtype of each argument, and its dimensions after those of its kind; None for a scalar.
+Signature = tuple[tuple[tuple[str, Any], torch.dtype, tuple[int, ...] | None], ...]
 
 
-Result = TypeVar("Result")
-
-# Of a tile: it has several slices of the batch; each of them is a single line. Code is special to that.
-Form = tuple[bool, bool]
+def signature(args: Mapping[tuple[str, Any], Tensor]) -> Signature:
+    """Everything about arguments that does not depend on the size of the parameter."""
+    found = []
+    for key, value in args.items():
+        tail = value.shape[len(DIMS.get(key[0], ())) :]
+        found.append((key, value.dtype, tuple(tail) if value.ndim else None))
+    return tuple(found)
 
 
 class UntraceableError(Exception):
     """An update cannot be traced."""
 
 
-@functools.lru_cache(maxsize=1024)
-def blocks(rows: int, cols: int, group: int = 1) -> tuple[int, int, int] | None:
-    """[blocks, rows of a block, cols] of a matrix, or of a single line cut into parts: [parts, 1, elements of a part],
-    each of complete groups of elements.
+@dataclass(frozen=True)
+class Kind:
+    """Everything that compiled code depends on, except for a rule and its spec. No size is part of it.
 
-    None: it does not divide into such.
+    storages: of the gradient, of the weight and of the states of the parameter's size, by name.  group: elements of a
+    row that some of them encode together.  args: the other arguments.  batched: the parameter has several slices.
+    numbers: names of the rule's.  sums_squares: see `Reading`.  form: of the tile; None: of all tiles together.
     """
-    if rows * cols >= LARGEST or cols % group:
-        return None
-    if rows == 1:
-        usual, least = (-(-number // group) for number in PART)
-        part = _divisor(cols // group, usual, least, small=cols <= ONE_BLOCK)
-        return None if part is None else (cols // group // part, 1, part * group)
-    usual, least = (max(number, -(-rows * cols // BLOCK_SUMS)) for number in ROWS)
-    height = _divisor(rows, usual, least, small=rows * cols <= ONE_BLOCK)
-    return None if height is None else (rows // height, height, cols)
 
-
-def _divisor(length: int, usual: int, least: int, small: bool) -> int | None:
-    """The smallest divisor from `usual` on, else the largest from `least` on, else all of it if it is `small`."""
-    for size in (*range(usual, length // FEWEST + 1), *range(min(usual, length), least - 1, -1)):
-        if length % size == 0:
-            return size
-    return length if small else None
-
-
-class Piece(NamedTuple):
-    """A tile that compiled code takes: where it is, and its blocks."""
-
-    place: Place
-    blocks: tuple[int, int, int]
+    storages: tuple[tuple[str, Storage], ...]
+    group: int
+    args: Signature
+    device: torch.device
+    batched: bool
+    numbers: tuple[str, ...]
+    sums_squares: bool
+    form: Form | None
 
     @property
-    def form(self) -> Form:
-        batch, rows, _ = self.place.rect.size
-        return batch > 1, rows == 1
+    def small(self) -> list[tuple[str, str]]:
+        """The kind and name of the states that do not have the size of the parameter."""
+        return [key for key, *_ in self.args if key[0] in ("row", "col", "slice")]
 
-    def shape(self, group: int, own: int) -> tuple[int, ...]:
-        """The shape of a tensor with a value per `own` elements of a row, in blocks: [b, n, m, c]; where elements of a
-        row are encoded in groups, [b, n, m, c / group, group / own].
-        """
-        count, height, width = self.blocks
-        shape = self.place.rect.size[0], count, height, width // group
-        return shape if group == 1 else (*shape, group // own)
-
-
-@functools.lru_cache(maxsize=1024)
-def pieces(layout: Layout, group: int) -> list[Piece] | None:
-    """The tiles of a shard, as few as possible; None if it does not divide into such.
-
-    group: elements of a row that are encoded together.
-    """
-    found: list[Piece] = []
-    for n, rectangle in enumerate(layout.rectangles):
-        outer, order = rectangle.rect, rectangle.order
-        batch, rows, cols = outer.size
-        if not batch * rows * cols:
-            continue
-        if rectangle.index is not None or order != tuple(range(len(order))):
-            return None  # its elements are not side by side in the order of the view
-        one = next(outer.subdivide(LARGEST - 1)) == outer and blocks(rows, cols, group)
-        for rect in (outer,) if one else _regular(outer):
-            divided = blocks(*rect.size[1:], group)
-            if divided is None:
-                return None
-            found.append(Piece(layout.place(n, rect), divided))
-    return found
+    def example(self, sizes: Sizes) -> Arguments:
+        """Fake arguments: tensors of a tile are [b, n, m, c], or in groups of elements [b, n, m, c / group, group]."""
+        example: Arguments = {}
+        shape: tuple[Size, ...]
+        if self.form is None:
+            shape = (sizes.size(PARAMETER[0]) if self.batched else 1), *map(sizes.size, PARAMETER[1:])
+            example |= {("size", n): size for n, size in enumerate(shape)}
+        else:
+            batched, lines = self.form
+            batch, count, height, cols = map(sizes.size, TILE)
+            tile = (batch if batched else 1), count, (1 if lines else height), cols
+            for name, storage in self.storages:
+                for n, part in enumerate(storage.parts):
+                    grouped = tile if self.group == 1 else (*tile, self.group // part.group)
+                    example[name, n] = sizes.tensor(grouped, part.dtype, self.device)
+            shape = _shape_of(example[GRAD, 0], lines)
+        for key, dtype, tail in self.args:
+            example[key] = sizes.tensor(() if tail is None else (*extent(key[0], shape), *tail), dtype, self.device)
+        return example
 
 
-def _regular(outer: Rect) -> Iterator[Rect]:
-    """A rectangle in parts: a multiple of `BLOCK_ROWS` rows, or of `LINE` elements of a single line, and the rest."""
-    _, rows, cols = outer.size
-    for rect in outer.subdivide(min(rows * cols, LARGEST - 1)):  # one slice of the batch at a time
-        line = rect.size[1] == 1
-        side, step = (rect.cols, LINE) if line else (rect.rows, BLOCK_ROWS)
-        middle = side.stop - (side.stop - side.start) % step
-        for part in (slice(side.start, middle), slice(middle, side.stop)):
-            if part.start < part.stop:
-                yield Rect(rect.batch, rect.rows, part) if line else Rect(rect.batch, part, rect.cols)
+class Pass(NamedTuple):
+    """A pass over the tiles: its function, the names of the states that it reads by its own names, and its vectors."""
+
+    body: Callable[[RawTile], Sums | None]
+    full: dict[str, str]
+    vectors: Vectors
 
 
-@dataclass
-class Pass:
-    """A pass over the tiles, as nodes of a graph.
-
-    entering: kind, source and result of each vector of which tiles take their part (`StoredTiles.part`).
-    leaving: kind, name, source and result of each sum.
-    nodes: those of a tile.
-    """
-
-    entering: list[tuple[str, fx.Node, fx.Node]] = field(default_factory=list)
-    leaving: list[tuple[str, str, fx.Node, fx.Node]] = field(default_factory=list)
-    nodes: set[fx.Node] = field(default_factory=set)
+class NextPass(BaseException):
+    """Ends the trace of an update that has come to a pass."""
 
 
-@dataclass(eq=False)
-class TracedTiles(Tiles):
-    """One tile in blocks, of fake tensors, while an update is traced.
+class Traced(Tiles):
+    """The tiles of an update that is traced.
+
+    Args:
+        kind, args: of the code; fake arguments.
 
     Attributes:
-        weight, grad: in blocks, [b, n, m, c], or in groups of elements, [b, n, m, c / group, group].
-        lines: each slice is a single line in parts, [b, n, 1, m].
-        full: the shape of the parameter, if the tile is one of several; the passes over them are noted in `passes`.
-        key: of the noise, int32 scalar, if noise is drawn.
+        full: states of the parameter's size, by name.
+        next: the pass that the update has come to, if that is not traced with it.
     """
 
-    weight: Held
-    grad: Tensor
-    reading: Reading
-    scalars: Scalars
-    lines: bool
-    full: tuple[Any, Any, Any] | None
-    key: Tensor | None
-    passes: list[Pass] = field(default_factory=list, init=False)
+    full: dict[str, Held]
+    next: Pass | None = None
 
-    def __post_init__(self) -> None:
-        self._blocks = batch, count, height, cols = *self.grad.shape[:3], math.prod(self.grad.shape[3:])
-        self._tile = (batch, 1, count * cols) if self.lines else (batch, count * height, cols)
-        self.shape, self.members, self.device = self.full or self._tile, 1, self.grad.device
+    def __init__(self, kind: Kind, args: Arguments) -> None:
+        self.members, self.device = 1, kind.device
+        tensors = {name: value for (each, name), value in args.items() if each == "reading"}
+        self.reading = Reading(**tensors, sums_squares=kind.sums_squares)
+        self.scalars = NO_SCALARS  # of the code of a single pass, in which the numbers are among the vectors
+        if ("numbers", "single") in args:
+            self.scalars = Scalars(kind.numbers, args["numbers", "single"], args["numbers", "double"])
+        self._key: Tensor | None = args.get(("key", ""))
 
     def complete_grad(self) -> Tensor:
         raise UntraceableError("the rule steps on the parameter as one tensor")
 
-    def reduce(self, body: Callable[[RawTile], Sums], given: Given) -> Sums:
-        def finished(raw: RawTile) -> list[tuple[str, str, Tensor]]:
-            return [(kind, name, self._finished(kind, value)) for kind, name, value in body(raw).items()]
-
-        here, sums = self._pass(finished, given, vectors_of(given))
-        if self.full is not None:
-            for n, (kind, name, value) in enumerate(sums):
-                total, source, result = _standing_for(value, extent(kind, self.shape))
-                here.leaving.append((kind, name, source, result))
-                sums[n] = kind, name, total
-        return Sums.of(sums)
-
-    def _finished(self, kind: str, value: Tensor) -> Tensor:
-        """The sum of a tile from those of its blocks and lines."""
-        if kind == "scalar":
-            return value.sum(-1)
-        if kind == "col":
-            return value.flatten(1) if self.lines else value.sum(-2)
-        if self.lines:
-            return value.sum(-1, keepdim=True) if kind == "row" else value.amax(-1, keepdim=True)
-        return value
-
-    def each(self, body: Callable[[RawTile], None], given: Given, vectors: Vectors) -> None:
-        self._pass(body, given, vectors)
-
     def noise_keys(self) -> Tensor:
-        assert self.key is not None
-        return self.key
+        assert self._key is not None
+        return self._key
 
-    def _pass(self, body: Callable[[RawTile], Result], given: Given, vectors: Vectors) -> tuple[Pass, Result]:
-        """Calls `body` with the tile, and notes what it does."""
-        here, nodes = Pass(), _nodes()
-        for (kind, name), value in vectors.items():
-            if value.ndim:
-                vectors[kind, name] = realized(value.reshape(extent(kind, self.shape)))
-        start = len(nodes)
-        entered = {key: self._entered(here, key[0], value) for key, value in vectors.items()}
-        # here, so that the code of each pass does it: what lies between two passes has no tile
-        full = {name: _in_blocks(held) for name, held in (given.get("full") or {}).items()}
-        result = body(self._raw(_in_blocks(self.grad), _in_blocks(self.weight), full, entered))
-        here.nodes = set(list(nodes)[start:])
-        self.passes.append(here)
-        return here, result
+    def _shaped(self, vectors: Vectors) -> Vectors:
+        """Vectors as row [B, R], col [B, C] and scalar [B], or []."""
+        shapes = {key: extent(key[0], self.shape) for key, value in vectors.items() if value.ndim}
+        return {key: value.reshape(shapes[key]) if key in shapes else value for key, value in vectors.items()}
 
-    def _entered(self, here: Pass, kind: str, value: Tensor) -> Tensor:
-        """A vector, or what the tile takes of it, broadcastable to [b, n, m, c]."""
-        if self.full is not None:
-            value, source, result = _standing_for(value, extent(kind, self._tile) if value.ndim else ())
-            here.entering.append((kind, source, result))
+
+class TracedTile(Traced):
+    """One tile in blocks, [b, n, m, c], or of which each slice is a single line in parts, [b, n, 1, m]."""
+
+    def __init__(self, kind: Kind, args: Arguments) -> None:
+        super().__init__(kind, args)
+        assert kind.form is not None
+        _, self._lines = kind.form
+        self.full = {
+            name: Held(storage, tuple(args[name, n].flatten(3) for n, _ in enumerate(storage.parts)))
+            for name, storage in kind.storages
+        }
+        self.weight, (self._grad,) = self.full.pop("param"), self.full.pop(GRAD).parts
+        self.shape = _shape_of(self._grad, self._lines)
+
+    def reduce(self, body: Callable[[RawTile], Sums], full: States, vectors: Vectors) -> Sums:
+        return self.run(body, full, self._realized(vectors))
+
+    def each(self, body: Callable[[RawTile], Sums | None], full: States, vectors: Vectors) -> None:
+        self.run(body, full, self._realized(vectors))
+
+    def run(self, body: Callable[[RawTile], Sums | None], full: States, vectors: Vectors) -> Sums:
+        """Calls `body` with the tile. vectors: row [b, r], col [b, c], and scalar [b] or []."""
+        here = {key: self._broadcast(key[0], value) for key, value in vectors.items()}
+        sums = body(self._raw(self._grad, self.weight, dict(full), here)) or Sums()
+        return Sums.of((kind, name, self._finished(kind, value)) for kind, name, value in sums.items())
+
+    def _realized(self, vectors: Vectors) -> Vectors:
+        return {key: realized(value) if value.ndim else value for key, value in self._shaped(vectors).items()}
+
+    def _broadcast(self, kind: str, value: Tensor) -> Tensor:
+        """A vector, broadcastable to [b, n, m, c]."""
         if value.ndim == 0:
             return value
-        batch, count, height, width = self._blocks
+        batch, count, height, width = self._grad.shape
         if kind == "col":
-            return value.view((batch, count, 1, width) if self.lines else (batch, 1, 1, width))
-        value = value.view((batch, 1, 1, 1) if self.lines or DIMS[kind] == (0,) else (batch, count, height, 1))
-        if kind == "noise" and self.lines:  # that of a column is counted from the start of its line
+            return value.view((batch, count, 1, width) if self._lines else (batch, 1, 1, width))
+        value = value.view((batch, 1, 1, 1) if self._lines or DIMS[kind] == (0,) else (batch, count, height, 1))
+        if kind == "noise" and self._lines:  # the noise of a column is counted from the start of its line
             parts = realized(torch.arange(count, dtype=torch.int32, device=self.device) * width)
             value = value + parts.view(1, -1, 1, 1)
         return value
 
-
-def _in_blocks(value: Tensor | Held) -> Any:
-    """A tensor, or those of a storage, without the dimension of groups: [b, n, m, c]."""
-    if isinstance(value, Held):
-        return Held(value.storage, tuple(map(_in_blocks, value.parts)))
-    return value.flatten(-2) if value.ndim == 5 else value
-
-
-def _nodes() -> Any:
-    """The nodes that have been traced so far."""
-    from torch.fx.experimental.proxy_tensor import get_proxy_mode
-
-    mode = get_proxy_mode()
-    assert mode is not None  # a tile is traced
-    return mode.tracer.graph.nodes
+    def _finished(self, kind: str, value: Tensor) -> Tensor:
+        """The sum of the tile from the sums of its blocks and lines: [b, r], [b, c] or [b]."""
+        if kind == "scalar":
+            return value.sum(-1)
+        if kind == "col":
+            return value.flatten(1) if self._lines else value.sum(-2)
+        if self._lines:
+            return value.sum(-1, keepdim=True) if kind == "row" else value.amax(-1, keepdim=True)
+        return value
 
 
-def _standing_for(value: Tensor, shape: Sequence[Size]) -> tuple[Tensor, fx.Node, fx.Node]:
-    """A tensor for which the values are known when the code is called, and the nodes of `value` and of that tensor."""
-    new = value.new_empty(tuple(shape))
-    node = next(iter(reversed(_nodes())))
-    return new, node.args[0], node
-
-
-def _repeated(node: fx.Node) -> bool:
-    """Sizes, and the numbers of a rule one by one, which all code computes again that uses them."""
-    number = node.target is operator.getitem and node.args[0].target is torch.ops.aten.unbind.int  # type: ignore[union-attr]
-    return number or (node.op != "placeholder" and not isinstance(node.meta.get("val"), Tensor))
-
-
-def _used_by(nodes: Iterable[fx.Node]) -> dict[fx.Node, None]:
-    """The nodes that these use, in place of those that are computed again what they are computed from."""
-    used: dict[fx.Node, None] = {}
-    for node in nodes:
-        for each in node.all_input_nodes:
-            used |= _used_by([each]) if _repeated(each) else {each: None}
-    return used
-
-
-class Code(NamedTuple):
-    """A part of a graph, compiled: its inputs and outputs as nodes of that graph."""
-
-    run: Function
-    inputs: list[fx.Node]
-    outputs: list[fx.Node]
-
-    @classmethod
-    def of(cls, nodes: Sequence[fx.Node], outputs: Sequence[fx.Node], sizes: Sizes) -> "Code":
-        """Compiles some nodes of a graph."""
-        own = set(nodes)
-        inputs = [node for node in _used_by(nodes) | dict.fromkeys(outputs) if node not in own]
-        graph = fx.Graph()
-        copies = {node: graph.placeholder(f"input{n}") for n, node in enumerate(inputs)}
-        for node in inputs:
-            copies[node].meta = node.meta
-
-        def copy(node: fx.Node) -> fx.Node:
-            if node not in copies:
-                copies[node] = graph.node_copy(node, copy)
-            return copies[node]
-
-        for node in nodes:
-            copy(node)
-        graph.output([copy(node) for node in outputs])
-        module = fx.GraphModule(torch.nn.Module(), graph)
-        return cls(compiled(module, sizes, [node.meta["val"] for node in inputs]), inputs, list(outputs))
-
-
-class TracedUpdate:
-    """Compiled code of an update, of a tile of some form.
+class TracedBetween(Traced):
+    """Stands for all tiles of a parameter while an update is traced up to a pass.
 
     Args:
-        update: called with the arguments; returns tensors, and the tiles that it went over.
-        shared, tile: fake arguments: those that all tiles of a parameter have in common, and those of one tile.
+        sums: kinds and names of the sums of the passes that are done, which are arguments. The next pass that sums
+            ends the trace, by `NextPass`. The one that writes does not, but no other may follow it.
     """
 
-    def __init__(
-        self,
-        update: Callable[..., tuple[list[Tensor], TracedTiles]],
-        sizes: Sizes,
-        shared: Sequence[Tensor | Size],
-        tile: Sequence[Tensor],
-        *,
-        cut: bool,
-    ) -> None:
-        self._sizes, found = sizes, list[TracedTiles]()
+    def __init__(self, kind: Kind, args: Arguments, sums: Sequence[Sequence[tuple[str, str]]]) -> None:
+        super().__init__(kind, args)
+        self.shape = args["size", 0], args["size", 1], args["size", 2]
+        done = [Sums.of((each, name, args[each, (n, name)]) for each, name in keys) for n, keys in enumerate(sums)]
+        self._sums = iter(done)
+        self.full = {name: Held(storage, ()) for name, storage in kind.storages if name != GRAD}
+        self.weight = self.full.pop("param")
 
-        def run(*args: Any) -> list[Tensor]:
-            results, tiles = update(*args)
-            found[:] = [tiles]
-            return results
+    def reduce(self, body: Callable[[RawTile], Sums], full: States, vectors: Vectors) -> Sums:
+        sums = next(self._sums, None)
+        if sums is None:
+            self.each(body, full, vectors)
+            raise NextPass
+        return sums
 
-        self._cut, args = cut, [*shared, *tile]
-        try:
-            graph = trace(run, args)
-        except Exception as error:  # a rule may do anything that PyTorch cannot trace
-            raise UntraceableError(str(error)) from error
-        if not cut:
-            self.run = compiled(graph, sizes, args)
-            return
-        nodes = list(graph.graph.nodes)
-        self.placeholders = [node for node in nodes if node.op == "placeholder"]
-        self.passes = found[0].passes
-        (self.results,) = nodes[-1].args
-        marks = {node for each in self.passes for *_, node in (*each.entering, *each.leaving)}
-        self._between: list[list[fx.Node]] = [[] for _ in range(len(self.passes) + 1)]
-        self._within: list[list[fx.Node]] = [[] for _ in self.passes]
-        begun = 0
-        for node in nodes:
-            if node.op == "call_function" and node not in marks and isinstance(node.meta.get("val"), Tensor):
-                n = next((n for n, each in enumerate(self.passes) if node in each.nodes), None)
-                begun = begun if n is None else n + 1
-                (self._between[begun] if n is None else self._within[n]).append(node)
-        self.within, self.between = list[Code](), list[Code]()
-
-    def compile(self, first: bool) -> None:
-        """Compiles what a tile needs, and with `first` what lies between two passes, if that has not been done."""
-        if not self._cut or (self.within and not first) or self.between:
-            return
-        if not self.within:
-            outputs = [[source for *_, source, _ in each.leaving] for each in self.passes]
-            self.within = [Code.of(*pair, self._sizes) for pair in zip(self._within, outputs, strict=True)]
-        if first:
-            used = {source for each in self.passes for _, source, _ in each.entering} | set(self.results)
-            for nodes in reversed(self._between):
-                code = Code.of(nodes, [node for node in nodes if node in used], self._sizes)
-                used.update(code.inputs)
-                self.between.insert(0, code)
+    def each(self, body: Callable[[RawTile], Sums | None], full: States, vectors: Vectors) -> None:
+        if self.next is not None:
+            raise UntraceableError("the rule has another pass after the one that writes")
+        names = {id(held): name for name, held in self.full.items()}
+        self.next = Pass(body, {name: names[id(held)] for name, held in full.items()}, self._shaped(vectors))
 
 
-def run_cut(
-    updates: Mapping[Form, TracedUpdate],
-    tiles: StoredTiles,
-    pieces: Sequence[Piece],
-    shared: Sequence[Tensor],
-    groups: Sequence[int],
-    tensors: Sequence[Gradient],
-) -> list[Tensor]:
-    """Runs an update over several tiles.
-
-    Args:
-        updates: by the form of a piece.
-        tiles: of the parameter, which say what each takes of vectors.
-        pieces: its tiles.
-        shared: arguments of all tiles.
-        groups, tensors: the gradient and the tensors of weight and states; of how many elements of a row each has one
-            value.
-    """
-    first, sizes = updates[pieces[0].form], tiles.shape
-    common = [*shared, *sizes]
-    values: dict[fx.Node, Any] = dict(zip(first.placeholders, common, strict=False))
-    sources = [Source(tiles.layout, tensor, group) for tensor, group in zip(tensors, groups, strict=True)]
-
-    def between(n: int) -> None:
-        code = first.between[n]
-        values.update(zip(code.outputs, code.run(*(values[node] for node in code.inputs)), strict=True))
-
-    for n, first_pass in enumerate(first.passes):
-        between(n)
-        entering = [(kind, values[source]) for kind, source, _ in first_pass.entering]
-        total = Totals(sizes, tiles.device)
-        for piece in pieces if n % 2 == 0 else reversed(pieces):  # begins with what is in the cache
-            update = updates[piece.form]
-            code, here = update.within[n], update.passes[n]
-            shapes = (piece.shape(max(groups), group) for group in groups)
-            parts = (source.tile(piece.place).view(shape) for source, shape in zip(sources, shapes, strict=True))
-            local = dict(zip(update.placeholders, (*common, *parts), strict=True))
-            for (kind, value), (*_, node) in zip(entering, here.entering, strict=True):
-                local[node] = tiles.part(kind, value, piece.place).contiguous()
-            sums = zip(here.leaving, code.run(*(local[node] for node in code.inputs)), strict=True)
-            total.add(piece.place, Sums.of((kind, name, value) for (kind, name, *_), value in sums))
-        totals = total.sums if tiles.across is None else over_ranks(tiles.across, total.sums)
-        values.update({node: getattr(totals, kind)[name] for kind, name, _, node in first_pass.leaving})
-    between(len(first.passes))
-    return [values[node] for node in first.results]
+def _shape_of(grad: Tensor, lines: bool) -> tuple[Any, Any, Any]:
+    """The size [b, r, c] of a tile, from its gradient in blocks."""
+    batch, count, height, *cols = grad.shape
+    width = math.prod(cols)
+    return (batch, 1, count * width) if lines else (batch, count * height, width)

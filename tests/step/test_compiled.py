@@ -18,17 +18,16 @@ import lowmem
 from lowmem.layers.embedding import compute_gradient
 from lowmem.layers.head import linear_cross_entropy
 from lowmem.rules.rule import TABLE, ParamSpec, UpdateRule
-from lowmem.step import compiled
+from lowmem.step import compiled, updates
 from lowmem.step.compiled import has_compiler
-from lowmem.tiles import storage, stored
-from lowmem.tiles import traced as traced_tiles
+from lowmem.tiles import stages, storage, stored
+from lowmem.tiles.blocks import BLOCK_SUMS, blocks
 from lowmem.tiles.graph import Compiler
 from lowmem.tiles.layout import Layout, View
 from lowmem.tiles.rounding import widen, widen8
 from lowmem.tiles.storage import Held
 from lowmem.tiles.stored import NO_READING, StoredTiles
 from lowmem.tiles.sweep import Scalars, Sweep
-from lowmem.tiles.traced import BLOCK_SUMS, blocks
 
 pytestmark = pytest.mark.cpu_only("the simulated GPU has no compiler")
 
@@ -50,7 +49,7 @@ def graphs(monkeypatch):
     traced = []
     monkeypatch.setattr("lowmem.tiles.graph.fused_operations", dict)
     monkeypatch.setattr(compiled, "_TRACED", {})
-    monkeypatch.setattr(traced_tiles, "compiled", lambda graph, sizes, args: traced.append(graph) or graph)
+    monkeypatch.setattr(stages, "compiled", lambda graph, sizes, args: traced.append(graph) or graph)
     return traced
 
 
@@ -244,10 +243,14 @@ def trained_head(rule, compile, dtype=torch.float32, rows=2203, lengths=LENGTHS,
 @pytest.fixture
 def cut_runs(monkeypatch):
     """The layouts over which compiled code was run, tile by tile."""
-    layouts, run = [], compiled.run_cut
-    monkeypatch.setattr(
-        compiled, "run_cut", lambda updates, tiles, *args: layouts.append(tiles.layout) or run(updates, tiles, *args)
-    )
+    layouts, run = [], stages.CompiledUpdate.run
+
+    def noted(self, tiles, *args):
+        if self._kind.form is None:
+            layouts.append(tiles.layout)
+        return run(self, tiles, *args)
+
+    monkeypatch.setattr(stages.CompiledUpdate, "run", noted)
     return layouts
 
 
@@ -292,7 +295,7 @@ def test_gradients_of_several_lengths_compiled(cut_runs, dtype):
 
 def test_foreign_classes_are_not_traced(graphs, monkeypatch):
     """A trace would be in vain, and what it has seen of a parameter group would outlive the optimizer."""
-    monkeypatch.setattr(compiled, "trace_update", None)
+    monkeypatch.setattr(compiled, "traced", None)
     params, opt = trained("torch.optim.SGD", [MATRIX, CUT[0]], compile=True)
     assert traced_updates(opt) == 0 and not compiled._TRACED and Compiler.failure is None
     gone = weakref.ref(params[0])
@@ -347,8 +350,8 @@ def test_not_finite_leaves_everything_as_it_is(graphs, bad, rules):
 
 def test_memory_in_another_order_is_updated_by_tiles(graphs, monkeypatch):
     """Transposed weights, and gradients that are expanded from a scalar."""
-    results, ran, run = [], [], compiled.Compiled.run
-    monkeypatch.setattr(compiled.Compiled, "run", lambda *args: ran.append((args, run(*args))) or ran[-1][1])
+    results, ran, run = [], [], compiled.run_compiled
+    monkeypatch.setattr(updates, "run_compiled", lambda *args: ran.append((args, run(*args))) or ran[-1][1])
     for compile in (True, False):
         weight, other = torch.nn.Parameter(torch.ones(48, 64).t()), torch.nn.Parameter(torch.ones(64, 48))
         opt = lowmem.FusedOptimizer([weight, other], rule="adalomo", lr=0.1, compile=compile, batching=False)
@@ -434,7 +437,7 @@ def test_many_columns_compiled():
         for w in weights
     ]
     record.rule.update(Sweep(tiles[0]), record.program.spec, {})
-    compiled.Compiled.of(record.program, tiles[1]).run(tiles[1], {})
+    compiled.run_compiled(record.program, tiles[1], {})
     assert weights.unique().numel() == 2 and torch.equal(*weights)
 
 

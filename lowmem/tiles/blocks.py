@@ -1,0 +1,118 @@
+"""Blocks: how compiled code sees a tile, and the tiles of a shard that divide into blocks.
+
+a tile [b, r, c] of several rows          a single line [b, 1, c]
+┌───────────────┐ ─┐                      ┌────┬────┬────┬────┐
+│  m rows       │  │ one block            │ m  │ m  │ m  │ m  │ n parts of m elements
+├───────────────┤ ─┘                      └────┴────┴────┴────┘
+│  m rows       │    n blocks             as [b, n, 1, m]
+└───────────────┘    as [b, n, m, c]
+"""
+
+import functools
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from lowmem.tiles.layout import Layout, Place, Rect
+
+# Of a tile: it has several slices of the batch; each of them is a single line. Code is special to that.
+Form = tuple[bool, bool]
+
+# Compiled code on a CPU sums columns over this many rows at a time, which the cache holds, and a single line in this
+# many elements at a time.
+BLOCK_ROWS = 16
+LINE = 1024
+
+# Columns are summed within each block of rows, in vector registers, and then over blocks: so many float32 sums at most
+# exist at a time.
+BLOCK_SUMS = 1 << 20
+
+# Rows of a block, and elements of a part of a single line: as few as the first that divide it, or at least the second.
+ROWS = BLOCK_ROWS, 4
+PART = LINE, 128
+
+# A matrix of up to ONE_BLOCK elements may be one block. Larger ones have at least FEWEST blocks, which threads share.
+ONE_BLOCK = 1 << 17
+FEWEST = 16
+
+# Elements that a kernel counts in int32.
+LARGEST = 1 << 31
+
+
+@functools.lru_cache(maxsize=1024)
+def blocks(rows: int, cols: int, group: int = 1) -> tuple[int, int, int] | None:
+    """[blocks, rows of a block, cols] of a matrix, or of a single line cut into parts: [parts, 1, elements of a part],
+    each of complete groups of elements.
+
+    None: it does not divide into such.
+    """
+    if rows * cols >= LARGEST or cols % group:
+        return None
+    if rows == 1:
+        usual, least = (-(-number // group) for number in PART)
+        part = _divisor(cols // group, usual, least, small=cols <= ONE_BLOCK)
+        return None if part is None else (cols // group // part, 1, part * group)
+    usual, least = (max(number, -(-rows * cols // BLOCK_SUMS)) for number in ROWS)
+    height = _divisor(rows, usual, least, small=rows * cols <= ONE_BLOCK)
+    return None if height is None else (rows // height, height, cols)
+
+
+def _divisor(length: int, usual: int, least: int, small: bool) -> int | None:
+    """The smallest divisor from `usual` on, else the largest from `least` on, else all of it if it is `small`."""
+    for size in (*range(usual, length // FEWEST + 1), *range(min(usual, length), least - 1, -1)):
+        if length % size == 0:
+            return size
+    return length if small else None
+
+
+@functools.lru_cache(maxsize=1024)
+def pieces(layout: Layout, group: int) -> list[Place] | None:
+    """Cuts a shard into as few tiles as possible that divide into blocks, or returns None where some part cannot be.
+
+    Args:
+        layout: the rectangles of the shard.
+        group: the number of elements of a row that are encoded together.
+    """
+    found: list[Place] = []
+    for n, rectangle in enumerate(layout.rectangles):
+        outer, order = rectangle.rect, rectangle.order
+        batch, rows, cols = outer.size
+        if not batch * rows * cols:
+            continue
+        if rectangle.index is not None or order != tuple(range(len(order))):
+            return None  # its elements are not contiguous in the order of the view
+        one = next(outer.subdivide(LARGEST - 1)) == outer and blocks(rows, cols, group)
+        for rect in (outer,) if one else _regular(outer):
+            if blocks(*rect.size[1:], group) is None:
+                return None
+            found.append(layout.place(n, rect))
+    return found
+
+
+def _regular(outer: Rect) -> Iterator[Rect]:
+    """A rectangle in parts: a multiple of `BLOCK_ROWS` rows, or of `LINE` elements of a single line, and the rest."""
+    _, rows, cols = outer.size
+    for rect in outer.subdivide(min(rows * cols, LARGEST - 1)):  # one slice of the batch at a time
+        line = rect.size[1] == 1
+        side, step = (rect.cols, LINE) if line else (rect.rows, BLOCK_ROWS)
+        middle = side.stop - (side.stop - side.start) % step
+        for part in (slice(side.start, middle), slice(middle, side.stop)):
+            if part.start < part.stop:
+                yield Rect(rect.batch, rect.rows, part) if line else Rect(rect.batch, part, rect.cols)
+
+
+def form_of(place: Place) -> Form:
+    """The form of a tile."""
+    batch, rows, _ = place.rect.size
+    return batch > 1, rows == 1
+
+
+def in_blocks(tensor: Tensor, size: tuple[int, int, int], group: int, own: int) -> Tensor:
+    """A tensor of a tile [b, r, c], with one value per `own` elements of a row, as [b, n, m, c]; where elements are
+    encoded in groups, as [b, n, m, c / group, group / own].
+    """
+    divided = blocks(*size[1:], group)
+    assert divided is not None  # as it is for all `pieces`
+    count, height, width = divided
+    shape = size[0], count, height, width // group
+    return tensor.view(shape if group == 1 else (*shape, group // own))
