@@ -46,7 +46,7 @@ class Changes:
             self._sampled.update(trained[:: -(-len(trained) // PARAMETERS)])
         if self._sampled.isdisjoint(records) or not isinstance(grad, Tensor):
             return None
-        where = _where(weight.parts[0].shape, weight.storage.in_codes)
+        where = _where(weight.parts[0].shape, weight.storage.is_quantized)
         return Sample(where, _sampled(weight, where).clone(), grad[where] != 0)
 
     def after(self, sample: Sample, weight: Held) -> None:
@@ -68,7 +68,7 @@ class Changes:
 
 def _sampled(weight: Held, where: tuple[slice, ...]) -> Tensor:
     """The sampled elements of a weight, dequantized if it is quantized."""
-    if not weight.storage.in_codes:
+    if not weight.storage.is_quantized:
         return weight.parts[0][where]
     pairs = zip(weight.parts, weight.storage.parts, strict=True)
     return weight.storage.decode(tuple(cut(tensor, where, part.group) for tensor, part in pairs))

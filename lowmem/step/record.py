@@ -94,7 +94,7 @@ def weights_in_words(records: Iterable[ParamRecord]) -> str:
 
 
 def _weight_in_words(record: ParamRecord) -> str:
-    if record.claimed and record.program.weight.in_codes:
+    if record.claimed and record.program.weight.is_quantized:
         return f"{record.program.weight} (rounding stochastic)"
     dtype = record.param.dtype
     how = f"rounding {rounding_of(record.rule, record.group, dtype)}" if dtype in ROUNDED_DTYPES else "exact"

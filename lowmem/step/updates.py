@@ -116,7 +116,7 @@ class Updates:
         if like not in self._stacks:
             # shards have to be one tile when they are stacked, on every rank
             alone = program.ranks is not None and not program.layout.one_line
-            alone |= program.weight.in_codes  # which stay where they are
+            alone |= program.weight.is_quantized  # which stay where they are
             alone |= program.span.numel > SMALL or not self._batching or program.rule.materializes
             full = min(STACK // max(1, program.span.numel), program.spec.together or STACK)
             self._stacks[like] = None if alone else Stack(program, full)
@@ -147,7 +147,7 @@ class Updates:
     def begin_state(self, record: ParamRecord) -> None:
         """Makes those states of a parameter that it does not have: before its first update, or after a reset."""
         program, state = record.program, self.state[record.param]
-        there = {*state, *(program.extra_names if record.extra or program.weight.in_codes else ())}
+        there = {*state, *(program.extra_names if record.extra or program.weight.is_quantized else ())}
         if not (missing := [name for name in program.kept if name not in there]):
             return
         new = initial_tensors(program, missing, self._shard.read(record.param))

@@ -18,10 +18,9 @@ WIDEST = 1 << 30
 
 
 class View(NamedTuple):
-    """The dimensions of a parameter that are batch, rows and cols, each in the order in which they are laid side by
-    side.
+    """The dimensions of a parameter that form its batch, its rows and its columns, in order.
 
-    What a rule sums or factors, it does within each slice of the batch.
+    A rule sums and factors within each slice of the batch.
     """
 
     batch: tuple[int, ...] = ()
@@ -30,13 +29,13 @@ class View(NamedTuple):
 
     @classmethod
     def vector(cls, ndim: int) -> "View":
-        """All elements in one row, whatever the shape."""
+        """Returns the view of any shape as a single row."""
         return cls(cols=tuple(range(ndim)))
 
     @classmethod
     def matrix(cls, ndim: int) -> "View":
-        """A vector is one row, three dimensions are a stack of matrices (experts), and a convolution is the matrix that
-        it multiplies its patches with, [out, in * kernel].
+        """Returns the view of a parameter as a matrix: a vector is one row, three dimensions are a stack of matrices
+        (experts), and a convolution is [out, in * kernel].
         """
         if ndim < 2:
             return cls.vector(ndim)
@@ -44,36 +43,40 @@ class View(NamedTuple):
         return cls((0,) if first else (), (int(first),), tuple(range(1 + first, ndim)))
 
     def sizes(self, shape: tuple[int, ...]) -> tuple[int, int, int]:
-        """A shape as [batch, rows, cols]."""
+        """Returns a shape as [batch, rows, cols]."""
         batch, rows, cols = (math.prod(shape[d] for d in side) for side in self)
         return batch, rows, cols
 
     def state_shape(self, extent: Extent, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The logical shape of a state: the parameter's own, or its batch dimensions and those of rows or cols."""
+        """Returns the logical shape of a state: the parameter's shape, or its batch dimensions and its row or column
+        dimensions.
+        """
         if extent == "full":
             return shape
         dims = self.batch + {"row": self.rows, "col": self.cols, "slice": ()}[extent]
         return tuple(shape[d] for d in dims)
 
     def has_groups(self, shape: tuple[int, ...], group: int) -> bool:
-        """Returns whether rows consist of groups of `group` elements that follow one another in memory."""
+        """Returns whether rows consist of complete groups of `group` elements that are contiguous in memory."""
         return group == 1 or (self.cols[-1:] == (len(shape) - 1,) and shape[-1] % group == 0)
 
     def stacked(self) -> "View":
-        """The view of several parameters of this view, stacked along a new first dimension."""
+        """Returns the view of several such parameters stacked along a new first dimension."""
         batch, rows, cols = (tuple(d + 1 for d in side) for side in self)
         return View((0, *batch), rows, cols)
 
 
 class Rect(NamedTuple):
-    """A rectangle of a parameter seen as [batch, rows, cols], in the parameter's own coordinates."""
+    """A rectangle of a parameter viewed as [batch, rows, cols], in coordinates of the full parameter."""
 
     batch: slice
     rows: slice
     cols: slice
 
     def subdivide(self, tile: int) -> Iterator["Rect"]:
-        """Rectangles of about `tile` elements each that cover this one: whole slices, whole rows, or parts of a row."""
+        """Yields rectangles of about `tile` elements that cover this one: whole slices, whole rows, or parts of a
+        row.
+        """
         b, r, c = self.size
         if not b * r * c:
             yield self
@@ -93,21 +96,21 @@ class Rect(NamedTuple):
 
     @property
     def size(self) -> tuple[int, int, int]:
-        """Numbers of batch, rows and cols: [b, r, c]."""
+        """The size [b, r, c]."""
         batch, rows, cols = (side.stop - side.start for side in self)
         return batch, rows, cols
 
 
 def _cut(side: slice, length: int) -> Iterator[slice]:
-    """A side in parts of this length, of which the last one may be shorter."""
+    """Yields parts of a side that have this length; the last one may be shorter."""
     for start in range(side.start, side.stop, length):
         yield slice(start, min(start + length, side.stop))
 
 
 @dataclass(frozen=True)
 class Span:
-    """The shard of a parameter of `shape` that a rank holds: elements from `start` to `stop`, in the order of its
-    dimensions. Where there are other ranks, each holds `size` of them, the last ones fewer or none.
+    """The shard of a parameter of `shape` on this rank: elements from `start` to `stop` in row-major order. Each rank
+    has `size` of them. The last ranks may have fewer or none.
     """
 
     shape: tuple[int, ...]
@@ -117,21 +120,21 @@ class Span:
 
     @functools.cached_property
     def numel(self) -> int:
-        """Elements of the parameter."""
+        """Number of elements of the parameter."""
         return math.prod(self.shape)
 
     @property
     def held(self) -> int:
-        """Elements of it that are here."""
+        """Number of elements on this rank."""
         return self.stop - self.start
 
     def grouped(self, group: int) -> "Span":
-        """The span of a tensor with one value per `group` elements of a row."""
+        """Returns the span of a tensor with one value per `group` elements of a row."""
         return Span(grouped(self.shape, group), self.start // group, self.stop // group, self.size // group)
 
 
 def grouped(shape: Sequence[int], group: int) -> tuple[int, ...]:
-    """The shape of a tensor with one value per `group` elements of a row."""
+    """Returns the shape of a tensor with one value per `group` elements of a row."""
     return tuple(shape) if group == 1 else (*shape[:-1], shape[-1] // group)
 
 
@@ -139,7 +142,7 @@ Box = tuple[slice, ...]
 
 
 def cut(tensor: Tensor, inner: Box | None, group: int = 1) -> Tensor:
-    """A part of a tensor with one value per `group` elements of a row (None: all of it), in its memory."""
+    """Returns a view of a part of a tensor that has one value per `group` elements of a row. inner: None for all."""
     if inner is None:
         return tensor
     if group > 1:
@@ -149,9 +152,10 @@ def cut(tensor: Tensor, inner: Box | None, group: int = 1) -> Tensor:
 
 
 class Place(NamedTuple):
-    """Where a tile of a parameter is.
+    """The position of a tile.
 
-    rectangle: number of its rectangle in the layout.  rect: in the view.  inner: in that rectangle; None: all of it.
+    rectangle: the number of its rectangle in the layout.  rect: its coordinates in the parameter.  inner: its
+    coordinates in that rectangle; None if it is the whole rectangle.
     """
 
     rectangle: int
@@ -161,10 +165,11 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Rectangle:
-    """A rectangle of a parameter, and where it is in a shard.
+    """A rectangle of a parameter, and its position in the shard.
 
-    rect: in [batch, rows, cols].  start, stop: elements of the flat shard, which viewed in `shape` hold it at `index`
-    (None: all of it) with the dimensions in `order`.
+    rect: its coordinates in [batch, rows, cols].  start, stop: the elements of the flat shard that contain it.  shape:
+    the shape in which they are viewed.  index: the part of this view (None: all).  order: permutes its dimensions to
+    batch, rows, cols.
     """
 
     rect: Rect
@@ -175,9 +180,8 @@ class Rectangle:
     order: tuple[int, ...]
 
     def view(self, shard: Tensor, group: int = 1) -> Tensor:
-        """The rectangle in a shard of the parameter: flat, or in its own shape and however that lies in memory.
-
-        A tensor with one value per `group` elements of a row gives [batch, rows, cols / group].
+        """Returns the rectangle as a view [b, r, c / group] of a shard, which has one value per `group` elements of a
+        row. The shard is flat, or has the shape of the parameter in any memory order.
         """
         shape, (batch, rows, cols) = grouped(self.shape, group), self.rect.size
         if shard.shape != shape:
@@ -190,9 +194,16 @@ class Rectangle:
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """The rectangles of a [batch, rows, cols] parameter that a process holds.
+    """The rectangles that a shard of a parameter consists of.
 
-    shape: that of the full parameter as [batch, rows, cols].  rectangles: those of the shard.
+        elements 5 to 20 of a matrix [4, 6] are three rectangles:
+
+        · · · · · ▪      the end of a row
+        ▪ ▪ ▪ ▪ ▪ ▪ ┐    whole rows
+        ▪ ▪ ▪ ▪ ▪ ▪ ┘
+        ▪ ▪ · · · ·      the start of a row
+
+    shape: of the full parameter, [B, R, C].  rectangles: of the shard, in the order of its elements.
     """
 
     shape: tuple[int, int, int]
@@ -201,9 +212,8 @@ class Layout:
 
     @classmethod
     def of(cls, shape: tuple[int, ...], view: View, start: int = 0, stop: int | None = None) -> "Layout":
-        """The elements from `start` to `stop` of a parameter in the order of its dimensions: all of them by default.
-
-        A range of a matrix is the end of a row, whole rows, and the start of a row.
+        """Returns the layout of the elements from `start` to `stop` of a parameter in row-major order, by default of
+        all.
         """
         sizes, numel = view.sizes(shape), math.prod(shape)
         stop = numel if stop is None else stop
@@ -231,11 +241,11 @@ class Layout:
 
     @property
     def one_line(self) -> bool:
-        """Returns whether the parameter is a single line, of which every range is a single rectangle."""
+        """Returns whether the parameter is a single row, so that every range of elements is one rectangle."""
         return self.shape[:2] == (1, 1)
 
     def lines(self, count: int) -> "Layout":
-        """The layout of `count` such shards stacked, of parameters that are `one_line`."""
+        """Returns the layout of `count` such shards stacked, for parameters that are `one_line`."""
         (only,) = self.rectangles
         here = only.rect.size[0] * only.rect.size[2]  # none, if the rank holds nothing
         rect = Rect(slice(0, count if here else 0), only.rect.rows, only.rect.cols)
@@ -243,25 +253,25 @@ class Layout:
         return Layout((count, 1, self.shape[2]), (stacked,))
 
     def place(self, n: int, rect: Rect) -> Place:
-        """Where a tile in rectangle number `n` is."""
+        """Returns the position of a tile of rectangle number `n`."""
         outer = self.rectangles[n].rect
         inner = tuple(slice(s.start - o.start, s.stop - o.start) for s, o in zip(rect, outer, strict=True))
         return Place(n, rect, None if rect == outer else inner)
 
     def places(self, tile: int) -> list[Place]:
-        """The shard cut into tiles of about so many elements."""
+        """Cuts the shard into tiles of about `tile` elements."""
         if tile not in self._places:
             outer = [rectangle.rect for rectangle in self.rectangles]
             self._places[tile] = [self.place(n, rect) for n, each in enumerate(outer) for rect in each.subdivide(tile)]
         return self._places[tile]
 
     def views(self, shard: Tensor, group: int = 1) -> list[Tensor]:
-        """A shard as one [batch, rows, cols] view per rectangle; see `Rectangle.view`."""
+        """Returns one view [b, r, c / group] of a shard per rectangle; see `Rectangle.view`."""
         return [rectangle.view(shard, group) for rectangle in self.rectangles]
 
 
 def _merged(shape: tuple[int, ...], view: View) -> tuple[tuple[int, ...], View]:
-    """The same in fewer dimensions: those that follow one another on the same side are one."""
+    """Merges consecutive dimensions on the same side of the view."""
     follows = {after for side in view for d, after in itertools.pairwise(side) if after == d + 1}
     number, sizes = {}, list[int]()
     for d, size in enumerate(shape):
@@ -274,7 +284,11 @@ def _merged(shape: tuple[int, ...], view: View) -> tuple[tuple[int, ...], View]:
 
 
 def _boxes(start: int, stop: int, shape: tuple[int, ...]) -> Iterator[Box]:
-    """The boxes that a range of elements consists of, in its order, each with all of its last dimensions."""
+    """Yields the boxes that a range of elements consists of, in order.
+
+    elements 3 to 14 of shape [2, 3, 4], as (plane, rows, cols):
+    (0, 0, 3:4)  (0, 1:3, 0:4)  (1, 0, 0:2)
+    """
     if start >= stop:
         return
     inner = math.prod(shape[1:])
@@ -292,8 +306,8 @@ def _boxes(start: int, stop: int, shape: tuple[int, ...]) -> Iterator[Box]:
 
 
 def _looped(side: tuple[int, ...], box: Box, shape: tuple[int, ...]) -> list[int]:
-    """Dimensions of one side that are gone through one by one, so that the others are a run of its coordinates, and one
-    of memory.
+    """Returns the dimensions of one side to iterate over, so that the others form one contiguous range of coordinates
+    and of memory.
     """
     looped: list[int] = []
     after: int | None = None  # the first dimension of the run
@@ -313,7 +327,7 @@ def _looped(side: tuple[int, ...], box: Box, shape: tuple[int, ...]) -> list[int
 
 
 def _side(side: tuple[int, ...], box: Box, shape: tuple[int, ...]) -> slice:
-    """Where a box lies among the coordinates of one side."""
+    """Returns the coordinates of a box on one side of the view."""
     start, length = 0, 1
     for d in side:
         start, length = start * shape[d] + box[d].start, length * (box[d].stop - box[d].start)
@@ -321,8 +335,8 @@ def _side(side: tuple[int, ...], box: Box, shape: tuple[int, ...]) -> slice:
 
 
 def block_starts(size: int, step: int, tensor: Tensor) -> Sequence[int]:
-    """The starts of blocks of `step`. A dry run with fake tensors needs the first two, and the last, which may be
-    smaller: equal blocks take equal memory.
+    """Returns the starts of blocks of `step`. A dry run with fake tensors needs the first two and the last alone, since
+    equal blocks take equal memory.
     """
     starts = range(0, size, step)
     dry = is_fake(tensor) and not torch.compiler.is_compiling()  # compiled code is traced with fake tensors, too

@@ -1,7 +1,7 @@
-"""Storage: how float32 values are held between two sweeps.
+"""Storage: how float32 values are stored between two sweeps.
 
-A storage says which tensors hold a float32 tensor, how a tile of them is decoded to float32, and how a float32 tile is
-encoded. Weights, optimizer states and waiting gradients all have one. A rule never learns which. `register` adds one.
+A storage defines the tensors that store a float32 tensor, and converts tiles from and to float32. Weights, optimizer
+states and waiting gradients each have a storage, which a rule never learns. `register` adds one.
 """
 
 import functools
@@ -25,7 +25,7 @@ LARGEST_GROUP = 1024
 
 
 class Part(NamedTuple):
-    """One of the tensors of a storage: its dtype, and of how many elements of a row it holds one value."""
+    """One tensor of a storage: its dtype, and the number of elements of a row that share one of its values."""
 
     name: str
     dtype: torch.dtype
@@ -35,10 +35,10 @@ class Part(NamedTuple):
 @dataclass(frozen=True)
 class Uniform:
     """Random numbers in the shape of a tile, one per element: float32 between 0 and 1, odd multiples of 2⁻²⁴. A value
-    between two others goes up where they are less than the way that it has come: `uniform() < value - value.floor()`.
+    between two integers is rounded up where `uniform() < value - value.floor()`.
 
     Attributes:
-        bits: gives so many bits of them, 16 to 23, as int32.
+        bits: returns random bits, 16 to 23 per element, as int32.
     """
 
     bits: Callable[[int], Tensor]
@@ -48,18 +48,18 @@ class Uniform:
 
     @classmethod
     def half(cls, value: Tensor) -> "Uniform":
-        """One half for every element of `value`: rounding to the nearest, where it would be at random."""
+        """One half for every element of `value`, which makes stochastic rounding round to nearest."""
         return cls(lambda count: torch.full_like(value, 1 << count - 1, dtype=torch.int32))
 
 
 class Storage(ABC):
-    """The way in which a float32 tensor is stored: a format, and the rounding into it. Subclasses are formats, and
-    frozen dataclasses: equal ones share compiled code.
+    """The way in which a float32 tensor is stored: a format, and the rounding into it. Each format is a subclass and a
+    frozen dataclass. Equal storages share compiled code.
 
     Attributes:
-        parts: the tensors. The first one has an element for each element of the float32 tensor. Zeros in all of them
-            decode to zeros.
-        draws: `encode` draws random numbers.
+        parts: the stored tensors. The first one has an element for each element of the float32 tensor. Zeros in all of
+            them decode to zeros.
+        draws: `encode` uses random numbers.
     """
 
     parts: tuple[Part, ...]
@@ -67,14 +67,16 @@ class Storage(ABC):
 
     @abstractmethod
     def decode(self, stored: tuple[Tensor, ...]) -> Tensor:
-        """The float32 values [..., n] of tiles of the parts: [..., n / group] each."""
+        """Returns the float32 values [..., n] of tiles of the parts, [..., n / group] each."""
 
     @abstractmethod
     def encode(self, value: Tensor, uniform: Uniform) -> tuple[Tensor, ...]:
-        """Tiles of the parts for float32 values [..., n]: numbers that the dtypes of the parts hold, in any dtype."""
+        """Returns tiles of the parts for float32 values [..., n]. Their dtype may be wider than the part's dtype, which
+        can represent all their values.
+        """
 
     def update(self, value: Tensor, uniform: Uniform, stored: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """`encode`, where tiles of the parts hold an earlier value."""
+        """As `encode`, given the tiles of the parts that store the previous value."""
         return self.encode(value, uniform)
 
     @property
@@ -88,8 +90,8 @@ class Storage(ABC):
         return max(part.group for part in self.parts)
 
     @property
-    def in_codes(self) -> bool:
-        """Returns whether the tensor itself is none of the parts, which all have names."""
+    def is_quantized(self) -> bool:
+        """Returns whether quantized values take the place of the tensor itself, so that all parts have names."""
         return bool(self.parts[0].name)
 
     @property
@@ -100,8 +102,8 @@ class Storage(ABC):
 
 @dataclass(frozen=True)
 class Float(Storage):
-    """A float dtype: rounded to the nearest value, ties to even, or up or down at random so that the mean is the value.
-    float32 holds every result exactly.
+    """A float dtype: rounded to nearest, ties to even, or stochastically so that the mean is the value. float32 stores
+    every result exactly.
     """
 
     dtype: torch.dtype
@@ -127,8 +129,8 @@ FLOAT32 = Float(torch.float32)
 
 @dataclass(frozen=True)
 class Compensated(Storage):
-    """Kahan summation: what rounding to the nearest value cut off is stored too, in 16 bits, or in 8 bits, which with
-    bfloat16 gives some 16 bits of precision and are rounded up or down at random so that the mean is the value.
+    """Kahan summation: the residual of rounding to nearest is stored too, in 16 bits, or in 8 bits that are rounded
+    stochastically, which with bfloat16 gives about 16 bits of precision.
     """
 
     dtype: torch.dtype
@@ -152,13 +154,13 @@ class Compensated(Storage):
 
 @dataclass(frozen=True)
 class Moment(Storage):
-    """Running means of g or g² in 8 bits, in groups along a row that have a bfloat16 scale each, their largest value
-    rounded up. Codes are finer where values are small: one of g, x = m/scale, is companded to 2x/(1+|x|) (FlashOptim,
-    arXiv:2602.23349), and one of g² is held as its square root.
+    """Running means of g or g² in 8 bits, in groups along a row. Each group has a bfloat16 scale, its largest value
+    rounded up. Codes are finer where values are small: a mean of g, x = m/scale, is companded to 2x/(1+|x|)
+    (FlashOptim, arXiv:2602.23349), and a mean of g² is stored as its square root.
 
-    A code of g² stands for at least 1/256 of the largest root: zero would make the step m/√v enormous. A group of
-    zeros is zero. Rounding at random is unbiased in the value, not in the code: a mean of g² with a β₂ of 0.999 would
-    add up what the curve of the root is off, a thousand times.
+    A code of g² stands for at least 1/256 of the largest root, because zero would make the step m/√v enormous. A group
+    of zeros is zero. Stochastic rounding is unbiased in the value, not in the code. Otherwise a mean of g² with a β₂ of
+    0.999 would accumulate the bias of the square root a thousand times.
     """
 
     signed: bool
@@ -198,12 +200,14 @@ class Moment(Storage):
 
 @dataclass(frozen=True)
 class Integer(Storage):
-    """Multiples of a bfloat16 unit that the elements of a group along a row share, rounded up or down at random: an
-    integer of 8 bits, or of 10 or 12 whose low bits are packed apart. A byte has those of the elements of a group that
-    are a quarter of it apart (10 bits), or a half (12 bits).
+    """Integers of 8, 10 or 12 bits, rounded stochastically, times a bfloat16 unit per group of elements along a row.
+    The low bits of 10 and 12 are packed separately: a byte has the low bits of elements that are a quarter of the group
+    apart (10 bits), or half of it (12 bits).
+
+        12 bits, a group of 64: codes int8 [64], high bits │ low uint8 [32], elements 0 and 32, 1 and 33, … │ unit [1]
 
     A group keeps its unit while its largest element is at least 3/4 of the largest multiple. So elements that do not
-    change stay as they are to the last bit, and those that change little are rarely rounded.
+    change keep every bit, and elements that change little are rarely rounded.
     """
 
     bits: int
@@ -221,17 +225,17 @@ class Integer(Storage):
 
     @property
     def _low(self) -> int:
-        """The number of low bits of an element."""
+        """The number of separately packed bits of an element."""
         return self.bits - 8
 
     @property
     def _planes(self) -> tuple[int, int]:
-        """The low bits of how many elements are in a byte, and how many bytes of them a group has."""
+        """The number of elements per byte of low bits, and the number of such bytes per group."""
         per_byte = 8 // self._low if self._low else 1
         return per_byte, self.size // per_byte
 
     def _shifts(self, device: torch.device) -> Tensor:
-        """Where low bits are in a byte: int32 [per byte, 1]."""
+        """The positions of low bits in a byte, int32 [elements per byte, 1]."""
         return torch.arange(0, 8, self._low, dtype=torch.int32, device=device).unsqueeze(-1)
 
     @property
@@ -273,7 +277,7 @@ class Integer(Storage):
 
 @dataclass(frozen=True)
 class Shown(Storage):
-    """A weight that another storage holds; the parameter shows its value to the model, in the parameter's dtype."""
+    """A weight that is stored in `held`. The parameter is a copy of it, rounded to the parameter's dtype."""
 
     dtype: torch.dtype
     held: Storage
@@ -300,7 +304,7 @@ class Shown(Storage):
         return self.held.decode(held), *held
 
 
-# Makes a storage for tensors of a dtype; `signed` says whether they may be negative.
+# Makes a storage for tensors of a dtype and for whether they may be negative, `signed`.
 Maker = Callable[[torch.dtype, bool], Storage]
 MakerType = TypeVar("MakerType", bound=Maker)
 
@@ -312,9 +316,9 @@ TABLE: dict[str, Maker] = {
     "compensated8": lambda dtype, signed: Compensated(dtype, 8),
     "master": lambda dtype, signed: FLOAT32,
 }
-_FLOATS = frozenset(TABLE)  # float32 holds every result exactly, and needs none of them
+_FLOATS = frozenset(TABLE)  # float32 stores every result exactly, and needs none of them
 
-# Those of states alone.
+# Names that only `state_storage` takes.
 MOMENTS: dict[str, Maker] = {
     "8bit": lambda dtype, signed: Moment(signed),
     "8bit_64": lambda dtype, signed: Moment(signed, 64),
@@ -324,13 +328,13 @@ MOMENTS: dict[str, Maker] = {
 # Bits of the formats of weights that `lowmem.quantize_` takes, by name.
 WEIGHT_FORMATS = {"int8": 8, "int10": 10, "int12": 12}
 
-# Dtypes by the names that `state_storage` takes too: float32 as it is, the others rounded stochastically.
+# Dtypes that `state_storage` takes too, by name. 16-bit states are rounded stochastically.
 STATE_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in STORED_DTYPES}
 
 
 def register(name: str) -> Callable[[MakerType], MakerType]:
     """Adds a storage to the table, for `rounding` and `state_storage`: a class, or a function that returns a `Storage`.
-    It is called with a dtype, that of the parameter or bfloat16 for a state, and whether values may be negative.
+    It is called with a dtype (the parameter's dtype, or bfloat16 for a state) and whether values may be negative.
 
     Raises:
         ConfigError: the name is taken, or a group of the storage does not divide 1,024.
@@ -359,7 +363,7 @@ def state_storages() -> list[str]:
 
 @functools.cache
 def of_state(name: str, signed: bool = True, dtype: torch.dtype = torch.bfloat16) -> Storage:
-    """The storage of a tensor, by its name."""
+    """Returns a storage by its name."""
     name, dtype = ("stochastic", STATE_DTYPES[name]) if name in STATE_DTYPES else (name, dtype)
     maker = MOMENTS.get(name) or TABLE[name]
     return FLOAT32 if name in _FLOATS and dtype == torch.float32 else maker(dtype, signed)
@@ -367,23 +371,23 @@ def of_state(name: str, signed: bool = True, dtype: torch.dtype = torch.bfloat16
 
 @functools.cache
 def of_weight(rounding: str, dtype: torch.dtype) -> Storage:
-    """The storage of a weight, whose first part is the parameter, of this dtype."""
+    """Returns the storage of a weight of this dtype. Its first part is the parameter."""
     held = of_state(rounding, True, dtype)
-    if held.parts[0].dtype == dtype and not held.in_codes:
+    if held.parts[0].dtype == dtype and not held.is_quantized:
         return held
     return Shown(dtype, held, "weight32" if held == FLOAT32 else "codes")
 
 
 class Held(NamedTuple):
-    """A weight, or a state of its size, as a sweep reads and writes it: its storage and the tensors of that."""
+    """A weight, or a state of its size, as a sweep reads and writes it: its storage and the stored tensors."""
 
     storage: Storage
     parts: tuple[Tensor, ...]
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the tensor itself; float32 where there are codes in its place."""
-        return torch.float32 if self.storage.in_codes else self.storage.parts[0].dtype
+        """The dtype of the tensor itself; float32 where it is quantized."""
+        return torch.float32 if self.storage.is_quantized else self.storage.parts[0].dtype
 
     def decode(self) -> Tensor:
         """The float32 values."""
@@ -391,5 +395,5 @@ class Held(NamedTuple):
 
 
 def part_name(state: str, part: str) -> str:
-    """The name under which one tensor of a state's storage is kept and saved."""
+    """Returns the name under which one tensor of a state's storage is saved."""
     return f"{state}.{part}" if part else state

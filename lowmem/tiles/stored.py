@@ -1,4 +1,4 @@
-"""Tiles of tensors as they are stored: the loop over a parameter in which nothing is compiled."""
+"""Tiles of stored tensors, and the loop over them."""
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -18,20 +18,20 @@ from lowmem.tiles.sweep import Reading, Scalars, States, Tiles
 from lowmem.tiles.tile import DIMS, RawTile, Sums, Vectors, extent
 from lowmem.tiles.transfers import to_device
 
-# Elements per tile. A CPU wants the few float32 temporaries of a tile in the cache; on a GPU it trades temporary memory
-# against launches. Sums depend on it in their last bits, so it is the same everywhere where something is summed.
+# Elements per tile. On a CPU the few float32 temporaries of a tile should fit into the cache. On a GPU more temporary
+# memory means fewer launches. The last bits of sums depend on it, so all passes that sum use the same number.
 CPU_TILE = 1 << 17
 GPU_TILE = 1 << 22
 
 NO_READING, NO_SCALARS = Reading(), Scalars.of({})
 
 
-# Bytes of free GPU memory for each element of a tile that is written: 16 float32 temporaries may take an eighth of it.
+# Bytes of free GPU memory per element of a tile that is written: 16 float32 temporaries may take an eighth of it.
 _FREE = 8 * 16 * 4
 
 
 def written_tile(device: torch.device) -> int:
-    """Elements per tile where nothing is summed, so that no bit depends on it: as many as free memory has room for."""
+    """Returns the number of elements per tile of a pass that sums nothing: as many as free memory allows."""
     if device.type != "cuda":
         return CPU_TILE if device.type == "cpu" else GPU_TILE
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -39,16 +39,15 @@ def written_tile(device: torch.device) -> int:
 
 
 class Across(Protocol):
-    """The ranks that hold a shard of the parameter each."""
+    """The ranks that the parameter is sharded over."""
 
     def all_reduce(self, tensors: Sequence[Tensor], *, largest: bool = False) -> list[Tensor]:
-        """Each float32 tensor summed over the ranks, or its elementwise maximum, in one collective."""
+        """Returns float32 tensors summed over the ranks, or their elementwise maximum, in one collective."""
 
 
 class Source:
-    """A tensor of a shard, or a gradient that is computed as it is read: tiles are taken from it.
-
-    group: elements of a row of which it has one value.
+    """A shard that tiles are taken from: a tensor with one value per `group` elements of a row, or a gradient that is
+    computed as it is read.
     """
 
     def __init__(self, layout: Layout, tensor: Gradient, group: int = 1) -> None:
@@ -56,7 +55,7 @@ class Source:
         self._views = layout.views(tensor, group) if isinstance(tensor, Tensor) else None
 
     def tile(self, place: Place) -> Tensor:
-        """[b, r, c / group], in its memory."""
+        """Returns a view [b, r, c / group] of the tile."""
         if isinstance(self._tensor, ComputedGradient):
             return cut(self._tensor.view(self._layout.rectangles[place.rectangle]), place.inner)
         assert self._views is not None
@@ -67,7 +66,7 @@ Sources = tuple[Storage, list[Source]]
 
 
 def _held_at(sources: Sources, place: Place) -> Held:
-    """One tile of each tensor of a storage."""
+    """Returns one tile of each tensor of a storage."""
     storage, parts = sources
     return Held(storage, tuple(part.tile(place) for part in parts))
 
@@ -77,17 +76,17 @@ class StoredTiles(Tiles):
     """Tiles that are views of the parameter, its gradient and its states.
 
     Attributes:
-        layout: the local shard of the parameter in [batch, rows, cols].
-        weight: the local shard of the parameter and the other tensors of its storage.
-        grad: the local shard of the gradient, in the dtype it came in; or one that is computed as it is read, and then
-            `layout` is of its blocks.
-        reading: what happens to the gradient as it is read.
+        layout: of the local shard of the parameter.
+        weight: the local shard of the parameter, and the other tensors of its storage.
+        grad: the local shard of the gradient, in any dtype; or a gradient that is computed as it is read, with a
+            `layout` of its blocks.
+        reading: the processing of the gradient as it is read.
         scalars: the numbers of the rule.
-        members: how many parameters are stacked.
-        keys: gives one key per member for random bits, where some are drawn.
-        across: the ranks that hold the other shards; None: there are none.
-        tile: elements per tile, if not the usual number.
-        pieces: its tiles, if they are not cut by their number of elements.
+        members: number of parameters that are stacked.
+        keys: returns one seed of random bits per member. It is called only if random bits are needed.
+        across: the ranks that have the other shards, or None.
+        tile: elements per tile; None for the default.
+        pieces: the tiles themselves, for compiled code.
     """
 
     layout: Layout
@@ -108,7 +107,7 @@ class StoredTiles(Tiles):
 
     @functools.cached_property
     def places(self) -> list[Place]:
-        """Where its tiles are."""
+        """The positions of its tiles."""
         if self.pieces is not None:
             return list(self.pieces)
         places = self.layout.places(self.tile or (CPU_TILE if self.device.type == "cpu" else GPU_TILE))
@@ -146,7 +145,7 @@ class StoredTiles(Tiles):
         return to_device(self.keys(), torch.int32, self.device)[:, None]
 
     def over(self, places: Sequence[Place], full: States, vectors: Vectors) -> Iterator[tuple[Place, RawTile]]:
-        """Every second pass goes backwards, and begins with what the one before has left in the cache."""
+        """Yields the tiles. Every second pass goes backwards, so that it begins with tiles that are in the cache."""
         if self._written and isinstance(self.grad, ComputedGradient):
             raise UnsupportedError(
                 "this rule reads the gradient once more after it has written the weight, from which the gradient is "
@@ -162,7 +161,7 @@ class StoredTiles(Tiles):
             yield place, self._raw(grad.tile(place), _held_at(param, place), states, here)
 
     def _part(self, kind: str, value: Tensor, place: Place) -> Tensor:
-        """The part of a vector of the parameter that belongs to a tile [b, r, c], to which it can be broadcast."""
+        """Returns the part of a vector of the parameter that belongs to a tile, broadcastable to [b, r, c]."""
         if value.ndim == 0:
             return value
         rect = place.rect
@@ -180,13 +179,13 @@ class StoredTiles(Tiles):
 
 
 class Totals:
-    """Sums of a parameter of `shape`, [B, R, C], from those of its tiles."""
+    """Adds up the sums of a parameter [B, R, C] over its tiles."""
 
     def __init__(self, shape: tuple[int, int, int], device: torch.device) -> None:
         self._shape, self._device, self.sums = shape, device, Sums()
 
     def add(self, place: Place, part: Sums) -> None:
-        """Adds the sums of a tile: [b, r], [b, c] or [b]."""
+        """Adds the sums of a tile: row [b, r], col [b, c], scalar [b]."""
         for kind, name, value in part.items():
             largest, into = kind == "row_max", getattr(self.sums, kind)
             if name not in into:
@@ -197,7 +196,7 @@ class Totals:
 
 
 def over_ranks(across: Across, local: Sums) -> Sums:
-    """The sums of all ranks."""
+    """Returns the sums over all ranks."""
     total: list[tuple[str, str, Tensor]] = []
     for largest in (False, True):
         sums = [each for each in local.items() if (each[0] == "row_max") is largest]
@@ -207,8 +206,8 @@ def over_ranks(across: Across, local: Sums) -> Sums:
 
 
 def begin_storage(layout: Layout, weight: Held) -> None:
-    """Encodes a weight, before its first update, into the tensors that its storage has in addition to the parameter:
-    not at random, so that the weight stays what it is, as far as it can be held.
+    """Encodes a weight before its first update into the tensors that its storage adds to the parameter. It is rounded
+    to nearest, so that the weight changes as little as possible.
     """
     tiles = StoredTiles(layout, weight, weight.parts[0])
     for _, raw in tiles.over(tiles.places, {}, {}):
@@ -218,8 +217,8 @@ def begin_storage(layout: Layout, weight: Held) -> None:
 
 
 def _two_of_each_size(places: Sequence[Place]) -> list[Place]:
-    """The tiles that a dry run needs: equal ones take equal memory, once the first one has made the sums over all of
-    them.
+    """Returns the tiles that a dry run needs. Tiles of equal size take equal memory, except for the first one, which
+    allocates the sums.
     """
     of_size: dict[tuple[int, ...], list[Place]] = {}
     for place in places:
@@ -231,19 +230,19 @@ def _two_of_each_size(places: Sequence[Place]) -> list[Place]:
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """The elements in the order of their memory, whatever the order of dimensions: a view of one dimension."""
+    """Returns a view of one dimension: the elements in memory order."""
     return tensor.view(-1) if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))
 
 
 def tiles(tensor: Tensor) -> tuple[Tensor, ...]:
-    """`flat`, cut into tiles."""
+    """Cuts `flat` into tiles."""
     return flat(tensor).split(CPU_TILE if tensor.device.type == "cpu" else GPU_TILE)
 
 
 def add(total: Tensor, grad: Tensor) -> None:
-    """Adds a gradient to a sum in the same layout, to which it may be narrower.
+    """Adds a gradient to a sum of the same memory order, whose dtype may be wider.
 
-    torch would make a copy of the whole gradient in the dtype of the sum, in four times the time on a CPU.
+    torch would copy the whole gradient in the dtype of the sum, and take four times as long on a CPU.
     """
     if grad.dtype == total.dtype or grad.stride() != total.stride():
         total.add_(grad)

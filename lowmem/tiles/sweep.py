@@ -1,8 +1,8 @@
 """The sweep: passes over a parameter, its gradient and its states, tile by tile, in float32.
 
-A rule passes module-level functions of one `Tile` to `Sweep.reduce` and `Sweep.apply`. Everything a rule must not know
-is in this folder: tile size, device, storage, compilation, how many small parameters are stacked into one and, through
-`Layout`, which shard of the parameter this process holds.
+A rule passes module-level functions of one `Tile` to `Sweep.reduce` and `Sweep.apply`. Everything that a rule must not
+know is in this folder: tile size, device, storage, compilation, how many small parameters are stacked, and which shard
+of the parameter is on this rank.
 """
 
 import functools
@@ -54,7 +54,7 @@ class Given(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Scalars:
-    """The numbers that a rule computes once per group and step, as vectors on the device of a parameter."""
+    """The numbers that a rule computes once per group and step, on the device of a parameter."""
 
     names: tuple[str, ...]
     single: Tensor  # float32 [n]
@@ -62,7 +62,7 @@ class Scalars:
 
     @classmethod
     def of(cls, numbers: Mapping[str, float], device: torch.device | str = "cpu") -> "Scalars":
-        """Sent to the device at once, without waiting for it."""
+        """Sends numbers to a device without synchronizing with it."""
         double = to_device([*numbers.values()], torch.float64, torch.device(device))
         return cls(tuple(numbers), double.float(), double)
 
@@ -82,14 +82,14 @@ class Scalars:
 
 
 class Tiles(ABC):
-    """A parameter, its gradient and its states, cut into tiles: what a sweep goes over.
+    """A parameter, its gradient and its states, cut into tiles.
 
     Attributes:
         shape: of the parameter, [B, R, C].
         members: how many parameters are stacked in the batch.
-        device: where they are.
+        device: of all of them.
         weight: the parameter with its storage.
-        reading: what happens to the gradient as it is read.
+        reading: the processing of the gradient as it is read.
         scalars: the numbers of the rule.
     """
 
@@ -116,14 +116,14 @@ class Tiles(ABC):
 
     @abstractmethod
     def noise_keys(self) -> Tensor | int:
-        """A number for each parameter, from which its random bits are made: int32 [members, 1], or a scalar for one."""
+        """Returns the seed of each parameter's random bits: int32 [members, 1], or a scalar for one parameter."""
 
     @abstractmethod
     def complete_grad(self) -> Tensor:
-        """The gradient as one tensor, in the shape of the weight's."""
+        """Returns the gradient as one tensor of the weight's shape."""
 
     def finite_and_noise(self, finite: Tensor | None, *, draws: bool) -> Vectors:
-        """Vectors for a pass that writes. finite: boolean [members], see `RawTile`.  draws: it draws random bits."""
+        """Returns two vectors of a pass that writes, see `RawTile`. finite: boolean [members].  draws: needs noise."""
         vectors, (batch, rows, _) = Vectors(), self.shape
         if finite is not None:  # for each slice of the batch
             vectors["finite", ""] = finite.view(-1, 1).expand(self.members, batch // self.members).reshape(batch)
@@ -133,7 +133,7 @@ class Tiles(ABC):
         return vectors
 
     def _raw(self, grad: Tensor, param: Held, full: States, vectors: Vectors) -> RawTile:
-        """A tile from its tensors."""
+        """Returns a tile: grad [b, r, c], vectors of the tile."""
         return RawTile(grad, param, self.reading, full, {**self.scalars.singles, **vectors})
 
 
@@ -148,8 +148,8 @@ class Sweep:
     """The reads and writes of one update, given to `UpdateRule.update`.
 
     Attributes:
-        shape: of the parameter, or of a stack of them, [batch, rows, cols].
-        scalar: what the rule's `scalars` returned, as float32 scalars.  double: the same in float64.
+        shape: of the parameter, or of a stack of them, [B, R, C].
+        scalar: the numbers that the rule's `scalars` returned, as float32 scalars.  double: the same in float64.
         rule_clip_coef: see `Reading`.
     """
 
@@ -168,17 +168,17 @@ class Sweep:
 
     @property
     def dtype(self) -> torch.dtype:
-        """In which the weight is stored."""
+        """The dtype in which the weight is stored."""
         return self._tiles.weight.dtype
 
     @property
     def count(self) -> int:
-        """Elements in each slice of the batch."""
+        """Number of elements in each slice of the batch."""
         return self.shape[1] * self.shape[2]
 
     @functools.cached_property
     def square_sums(self) -> Tensor:
-        """Sum of the squares of each parameter's unscaled, unclipped gradient over all shards: float64 [members]. It is
+        """The sum of squares of each parameter's unscaled, unclipped gradient over all shards, float64 [members]. It is
         summed in float32 unless that overflows.
         """
         if self._tiles.reading.square_sums is not None:
@@ -192,7 +192,7 @@ class Sweep:
     def finite(self) -> Tensor | None:
         """Returns whether each gradient is free of Inf and NaN: boolean [members], on the device.
 
-        `apply` and `store` leave everything of a parameter as it was where it is False. None: everything is written.
+        `apply` and `store` leave a parameter unchanged where it is False. None: everything is written.
         """
         if self._finite is None and self._guarded:
             reading = self._tiles.reading
@@ -204,13 +204,13 @@ class Sweep:
         return self._finite
 
     def pass_nonfinite(self) -> None:
-        """Writes everything from here on: the rule says what a gradient that is not finite does."""
+        """Makes later writes unconditional. The rule itself handles gradients that are not finite."""
         self._guarded = False
 
     def reduce(self, fn: ReduceFn, **given: Unpack[Given]) -> Sums:
-        """Sums of what `fn` names: rows [B, R], columns [B, C], scalars [B], all float32.
+        """Returns the sums that `fn` asks for: rows [B, R], columns [B, C], scalars [B], all float32.
 
-        The first reduce of a sweep measures the gradient on the way, so measuring costs no pass of its own.
+        The first reduce of a sweep also measures the gradient, so measuring does not need a separate pass.
         """
         measure = self._measured is None and self._tiles.reading.square_sums is None
         sums = self._tiles.reduce(functools.partial(reduce_tile, fn, measure), *_split(given))
@@ -219,7 +219,7 @@ class Sweep:
         return sums
 
     def apply(self, fn: ApplyFn, **given: Unpack[Given]) -> None:
-        """Writes what `fn` gives for each tile: `param`, and states of the parameter's size by their name in `full`."""
+        """Writes the values that `fn` returns for each tile: `param`, and states by their name in `full`."""
         full, vectors = _split(given)
         draws = any(each.storage.draws for each in (self._tiles.weight, *full.values()))
         _ = self.square_sums  # measured before the weight changes, from which a gradient may be computed
@@ -227,7 +227,7 @@ class Sweep:
         self._tiles.each(functools.partial(apply_tile, fn), full, vectors)
 
     def store(self, state: Tensor, value: Tensor) -> Tensor:
-        """Writes a small state (row, column or slice) and returns what it holds now, in the state's dtype and shape."""
+        """Writes a small state (row, column or slice), and returns its new value in the state's dtype and shape."""
         new, finite = value.view_as(state), self.finite
         if finite is not None and self._tiles.members == 1:
             new = torch.where(finite.view(()), new, state)
@@ -243,10 +243,11 @@ class Sweep:
 
     @contextmanager
     def materialized(self) -> Iterator[Tensor]:
-        """The local shard as one leaf tensor with `.grad`, for optimizers that are not written as reduce and apply.
+        """Yields the local shard as one leaf tensor with `.grad`, for optimizers that are not written as reduce and
+        apply.
 
-        It is the parameter itself where that can hold the result (float32, or nearest rounding), else a float32 copy
-        that is written back tile by tile. The gradient is unscaled and clipped in place.
+        It is the parameter itself if its storage is a plain cast (float32, or nearest rounding). Otherwise it is a
+        float32 copy, which is written back tile by tile. The gradient is unscaled and clipped in place.
         """
         weight, grad = self._tiles.weight, self._tiles.complete_grad()
         _ = self.square_sums  # measured before anything changes the gradient

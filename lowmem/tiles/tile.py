@@ -1,7 +1,7 @@
-"""One tile: what a rule's function reads of it, what is summed of it, and how its results are written.
+"""One tile: the argument of a rule's function, its sums, and the write of its results.
 
-Shapes: the view of a parameter is [B, R, C], and a tile [b, r, c], some rows and columns of b slices of it. Traced code
-has the rows in blocks, [b, n, m, c], or a single row in parts, [b, n, 1, m] (`tiles/traced.py`).
+Shapes: a parameter is viewed as [B, R, C], and a tile of it is [b, r, c]. Traced code has the rows of a tile in blocks,
+[b, n, m, c], or a single row in parts, [b, n, 1, m] (`tiles/blocks.py`).
 """
 
 import functools
@@ -29,16 +29,16 @@ DIMS = {
 
 
 def extent(kind: str, shape: Sequence[Any]) -> tuple[Any, ...]:
-    """The shape of a vector of this kind of [B, R, C], or of [b, r, c]; () for another kind."""
+    """Returns the shape of a vector of this kind for a parameter [B, R, C] or a tile [b, r, c]; () for other kinds."""
     return tuple(shape[d] for d in DIMS.get(kind, ()))
 
 
 @dataclass
 class Sums:
-    """The tiles [b, r, c] that a reduce function wants summed; and the sums over [B, R, C] that `Sweep.reduce` returns.
+    """The tensors [b, r, c] that a reduce function wants summed; and the sums that `Sweep.reduce` returns.
 
-    row: name → along each row, [B, R].  col: name → along each column, [B, C].  scalar: name → over both, [B].
-    row_max: name → not a sum but the largest along each row, [B, R].
+    row: name → sum of each row, [B, R].  col: name → sum of each column, [B, C].  scalar: name → sum of each slice,
+    [B].  row_max: name → maximum of each row, [B, R].
     """
 
     row: Named = field(default_factory=dict)
@@ -48,7 +48,7 @@ class Sums:
 
     @classmethod
     def of(cls, items: Iterable[tuple[str, str, Tensor]]) -> "Sums":
-        """Sums from items such as those of `items`."""
+        """Undoes `items`."""
         sums = cls()
         for kind, name, value in items:
             getattr(sums, kind)[name] = value
@@ -63,16 +63,16 @@ class Sums:
 
 @dataclass(frozen=True)
 class Reading:
-    """The processing of a gradient as it is read, and what the step has decided about it.
+    """The processing of a gradient as it is read, and the decisions of the step about it.
 
     inverse_scale: float32 scalar that the gradient is multiplied by first, or None.
-    limit: float32 scalar >= 0; the gradient is clamped to +-limit after that, or None.
+    limit: float32 scalar >= 0. The gradient is clamped to +-limit after that. None: it is not.
     clip_coef: float32 scalar that it is multiplied by after that, or None.
-    rule_clip_coef: clip coefficient of the rule's own clipping that the rule applies itself, or None.
-    finite: boolean, a scalar or [members]; False leaves everything as it is. None: the sweep decides for itself, per
-    parameter, for which an Inf or NaN in its gradient counts.
-    sums_squares: where the sweep decides, squares that overflow float32 count as well.
-    square_sums: those of the unscaled gradients, float64 [members], where they have been measured already.
+    rule_clip_coef: clip coefficient that the rule applies itself, or None.
+    finite: boolean, a scalar or [members]. False leaves everything unchanged. None: the sweep decides for each
+    parameter, by whether its gradient has an Inf or NaN.
+    sums_squares: if the sweep decides, squares that overflow float32 count as well.
+    square_sums: of the unscaled gradients, float64 [members], if they have been measured before.
     """
 
     inverse_scale: Tensor | None = None
@@ -94,9 +94,9 @@ class RawTile(NamedTuple):
     """The stored tensors of one tile.
 
     grad: [b, r, c].  param, full: tensors [b, r, c / group].  reading: of the gradient.  vectors, by kind and name:
-    row [b, r, 1]; col [b, 1, c]; scalar [] or [b, 1, 1], the numbers of the rule too; finite [b, 1, 1], False where
-    everything stays as it is (absent: everything is written); noise int32 [b, r, 1], which with the number of a column
-    in the tile gives the random bits of an element (absent if nothing draws them).
+    row [b, r, 1], col [b, 1, c], scalar [] or [b, 1, 1] with the numbers of the rule, finite [b, 1, 1] (False leaves
+    everything unchanged), noise int32 [b, r, 1] (with the number of a column in the tile it gives the random bits of an
+    element). finite and noise are absent where they are not needed.
     """
 
     grad: Tensor
@@ -133,8 +133,8 @@ class Tile:
     """One tile as a rule's function sees it: everything float32, everything broadcastable to [b, r, c].
 
     grad: the gradient [b, r, c], unscaled, clamped by value, multiplied by the clip coefficient.  param: the weight
-    [b, r, c].  full [b, r, c], row [b, r, 1], col [b, 1, c]: what the rule passes to the sweep.  scalar [] or
-    [b, 1, 1]: likewise, and the numbers of the rule (`scalars`).
+    [b, r, c].  full [b, r, c], row [b, r, 1], col [b, 1, c]: arguments of the sweep.  scalar [] or [b, 1, 1]: likewise,
+    and the numbers of the rule (`scalars`).
     """
 
     def __init__(self, raw: RawTile) -> None:
@@ -171,8 +171,8 @@ class Tile:
         return self._raw.param.decode()
 
     def stored(self, value: Tensor, like: str = "param") -> Tensor:
-        """A float32 tile rounded to the dtype of the weight, or to that of a full state if the rule says it: arithmetic
-        in that dtype.
+        """Rounds a float32 tile to the dtype of the weight, or of the state `like` if the rule defines its dtype. So a
+        rule computes in that dtype.
         """
         held = self._raw.param if like == "param" else self._raw.full[like]
         return nearest(value, held.dtype if like == "param" or held.storage.is_cast else torch.float32)
@@ -181,21 +181,22 @@ class Tile:
 ReduceFn = Callable[[Tile], Sums]
 ApplyFn = Callable[[Tile], Named]
 
-# Among the sums over everything, those that measure the gradient.
+# Names of the scalar sums that measure the gradient.
 SQUARE, REDUCED_SQUARE = "square of the gradient", "square of the gradient times a small number"
 
 
 def reduce_tile(fn: ReduceFn, measure: bool, raw: RawTile) -> Sums:
-    """The sums of one tile, with `measure` also those that measure its gradient: row [b, r], col [b, c], scalar [b].
+    """Returns the sums of one tile, row [b, r], col [b, c] and scalar [b]; with `measure` also the squares of its
+    gradient.
 
-    Of blocks [b, n, m, c]: row [b, n * m], col [b, n, c] and scalar [b, n * m], for compiled code sums blocks and lines
-    side by side in vector registers.
+    A tile in blocks [b, n, m, c] returns row [b, n * m], col [b, n, c] and scalar [b, n * m], because compiled code
+    sums blocks and lines in parallel vector registers.
     """
     tile, in_blocks = Tile(raw), raw.grad.ndim == 4
     totals = Sums()
 
     def along(value: Tensor) -> Tensor:
-        """`value`, to be summed along rows in the same loop as all other values of the tile."""
+        """Makes compiled code sum `value` along rows in the same loop as all other values of the tile."""
         return tied(value, raw.grad[..., :1, :1]) if in_blocks else value
 
     def total(value: Tensor) -> Tensor:
@@ -219,14 +220,14 @@ def reduce_tile(fn: ReduceFn, measure: bool, raw: RawTile) -> Sums:
 
 
 def apply_tile(fn: ApplyFn, raw: RawTile) -> None:
-    """Writes what a rule's function gives for a tile: values [b, r, c]."""
+    """Writes the values [b, r, c] that a rule's function returns for a tile."""
     held = {"param": raw.param, **raw.full}
     drawing = [name for name, each in held.items() if each.storage.draws]
     group = max(each.storage.group for each in held.values())
     finite, words = raw.vectors.get(("finite", "")), list[Tensor]()
 
     def draw(name: str, cols: int, count: int) -> Tensor:
-        """Random bits [b, r, c] for what is encoded under this name: one word of an element serves all tensors."""
+        """Random bits [b, r, c] for one of the tensors. Each element has one random word for all tensors."""
         if not words:
             noise = raw.vectors["noise", ""]
             words.append(mix(noise + realized(torch.arange(cols, dtype=torch.int32, device=noise.device))))
@@ -238,7 +239,7 @@ def apply_tile(fn: ApplyFn, raw: RawTile) -> None:
         for part, target, new in zip(storage.parts, parts, storage.update(value, uniform, parts), strict=True):
             result = new if finite is None else torch.where(finite, new, target.to(new.dtype))
             if words and value.ndim == 4 and len(parts) > 1 and not part.name:
-                result = tied(result, words[0])  # as the others of its storage, or compiled code makes a copy
+                result = tied(result, words[0])  # like the other parts, or compiled code makes a copy
             if value.ndim == 4 and part.group < group:  # in the shape of an argument, else compiled code makes a copy
                 target, result = (each.unflatten(-1, (-1, group // part.group)) for each in (target, result))
             target.copy_(result)
