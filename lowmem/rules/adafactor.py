@@ -28,7 +28,7 @@ def moved(t: Tile) -> dict[str, Tensor]:
 
 @register("adafactor")
 class Adafactor(UpdateRule):
-    """v ← β₂v + (1-β₂)(g² + ε₁), factored into `v_row` and `v_col` where there are dimensions for it, β₂ = 1 -
+    """v ← β₂v + (1-β₂)(g² + ε₁), factored into `v_row` and `v_col` if the dimensions allow it, β₂ = 1 -
     t^-decay_rate with t = step - step_offset; u = g/√v, divided by max(1, rms(u)/clipping_threshold); with s =
     lr·clip(rms(w), ε₂, max_parameter_scale), or lr: w ← (1 - weight_decay_rate)·w - s·u, or with `beta1` the running
     mean of s·u instead.
@@ -37,7 +37,7 @@ class Adafactor(UpdateRule):
     found in a parameter's name counts. `logical_factor_rules` ("standard", or axis name → role) is about the axes in
     `param_logical_axes` (parameter name → axis names), and comes before `factor_map`. A rule is None (unfactored),
     "HEURISTIC", or the role of each dimension: ROW and COLUMN dimensions are factored, each slice of BATCH dimensions
-    is updated as a parameter of its own, and so are slices of NONE ones, except that they share scale and clipping. As
+    is updated as a separate parameter, and so are slices of NONE dimensions, but these share scale and clipping. As
     in the source, vectors and matrices follow the heuristic unless their rule has BATCH: a matrix is factored if both
     dimensions are at least `min_dim_size_to_factor`. A 3-D parameter without a rule is a stack of matrices (experts),
     each of which follows the heuristic; more dimensions need a rule.

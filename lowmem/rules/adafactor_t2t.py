@@ -1,4 +1,4 @@
-"""Adafactor as Tensor2Tensor has it: own schedules, unbiased bfloat16, simulated quantisation (its `adafactor.py`)."""
+"""Adafactor as Tensor2Tensor has it: schedules, unbiased bfloat16, simulated quantisation (its `adafactor.py`)."""
 
 import functools
 import math
@@ -80,8 +80,8 @@ class AdafactorT2T(UpdateRule):
     the golden ratio. `simulated_quantize_bits` rounds rows of float32 weights (last dimension, more than one element)
     down to multiples of their largest magnitude over 2^(bits-1) - 1, after adding that noise in multiples.
 
-    `factor_stacks`: a 3-D parameter is a stack of matrices (experts), each factored, scaled and clipped as a parameter
-    of its own. False: it is unfactored, as everything but matrices is in the source. Momentum is kept in
+    `factor_stacks`: a 3-D parameter is a stack of matrices (experts), each factored, scaled and clipped as a separate
+    parameter. False: it is unfactored, as everything but matrices is in the source. Momentum is stored in
     `dtype_momentum`, or in the weight's dtype, as in the source.
 
     Differs from its source: the term mean(g²)·1e-30 is omitted, which is there to confound a compiler and changes

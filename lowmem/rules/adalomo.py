@@ -12,9 +12,9 @@ class AdaLomo(UpdateRule):
     """v ← β₂v + (1-β₂)(g² + ε₁) as the outer product of its row and column means, β₂ = 1 - step^decay_rate;
     u = g/√v, divided by max(1, rms(u)/clip_threshold); w ← (1 - α·weight_decay)w - αu with α = lr·max(ε₂, rms(w)).
 
-    Matrices keep `exp_avg_sq_row` [rows] and `exp_avg_sq_col` [cols] in float32, 0-D and 1-D parameters `exp_avg_sq` in
-    their own shape. A 3-D parameter is a stack of matrices (experts), each factored and normalised as if it were a
-    parameter of its own. With more dimensions it is a convolution, the matrix [out, in * kernel].
+    Matrices have states `exp_avg_sq_row` [rows] and `exp_avg_sq_col` [cols] in float32, 0-D and 1-D parameters
+    `exp_avg_sq` in their own shape. A 3-D parameter is a stack of matrices (experts), each factored and normalised like
+    a separate parameter. With more dimensions it is a convolution, viewed as the matrix [out, in * kernel].
 
     Differs from its source where that fails: the clip coefficient of an earlier step is never used again, and
     parameters of 0, 3 and more dimensions work. As there, `clip_norm` measures gradients before `clip_value` clamps.

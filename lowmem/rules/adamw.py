@@ -59,10 +59,10 @@ class AdamW(UpdateRule):
 def of_torch(
     groups: Sequence[Mapping[str, Any]], states: Mapping[Any, Mapping[str, Tensor]], own: Sequence[Mapping[str, Any]]
 ) -> tuple[list[dict[str, Any]], dict[Any, dict[str, Tensor]]]:
-    """Groups and states of a saved `torch.optim.AdamW` as those of rule "adamw"; `own` are the groups that take them.
+    """Converts groups and states of a saved `torch.optim.AdamW` for rule "adamw". own: the groups that load them.
 
     Raises:
-        CheckpointError: it was trained with an option that the rule does not have, or its parameters have other names.
+        CheckpointError: it was trained with an option that the rule does not support, or with other parameter names.
     """
     converted = []
     for n, (group, ours) in enumerate(zip(groups, own, strict=True)):

@@ -1,4 +1,4 @@
-"""A second moment kept as row and column means, and clipping of the update: Shazeer and Stern 2018, arXiv:1804.04235.
+"""A second moment as row and column means, and clipping of the update: Shazeer and Stern 2018, arXiv:1804.04235.
 
 Tile functions read the inverse root of the second moment as `row.r` and `col.c`, or the unfactored state `full.v`.
 """
@@ -16,12 +16,12 @@ from lowmem.tiles.tile import Sums, Tile
 
 
 def exactly(value: Tensor, like: str = "param") -> Tensor:
-    """In place of `Tile.stored` or `Sweep.stored`, where arithmetic is in float32."""
+    """Replaces `Tile.stored` or `Sweep.stored` for arithmetic in float32."""
     return value
 
 
 def param_square(t: Tile) -> Tensor:
-    """w², in the weight's dtype if there is a number `as_stored`."""
+    """w², in the weight's dtype if the rule has a number `as_stored`."""
     square = t.param.square()
     return t.stored(square) if "as_stored" in t.scalar else square
 
@@ -55,7 +55,7 @@ def squares(t: Tile) -> Sums:
 
 def moved(t: Tile, rounded: Callable[..., Tensor] = exactly) -> dict[str, Tensor]:
     """w ← keep·w - step·change, or minus the running mean of step·change if there is momentum `m`; and v if it is
-    unfactored. rounded: what is done to products with a stored tensor, see `Tile.stored`.
+    unfactored. rounded: applied to products with a stored tensor, see `Tile.stored`.
     """
     step, new = change(t) * t.scalar.step, {}
     if "m" in t.full:
@@ -67,10 +67,10 @@ def moved(t: Tile, rounded: Callable[..., Tensor] = exactly) -> dict[str, Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class FactoredSpec(ParamSpec):
-    """Its states are v, or the row and the column means of v, and momentum `m` if there is some.
+    """Its states are v, or the row and the column means of v, and momentum `m` if the rule uses momentum.
 
-    normalised: the factor that is divided by its mean.  alike: this many consecutive slices of the batch share their
-    scale and clipping.  scaled: steps are relative to the weight's own size.
+    normalised: the factor that is divided by its mean.  alike: number of consecutive slices of the batch that share
+    scale and clipping.  scaled: steps are relative to the size of the weight.
     """
 
     normalised: Literal["row", "col"] = "row"
@@ -81,9 +81,9 @@ class FactoredSpec(ParamSpec):
 class Change(NamedTuple):
     """A gradient divided by the root of its second moment, which each pass of the sweep computes again.
 
-    vectors: arguments of the sweep for tile functions that use `change`.  size: the root mean square of the weight, at
-    least the number `least`, float32 [batch].  divisor: of the change, whose root mean square is then at most the
-    number `threshold`, if there is one.
+    vectors: arguments of the sweep for tile functions that use `change`.  size: the root mean square of the weight,
+    float32 [B], at least the number `least`.  divisor: of the change, which limits its root mean square to the number
+    `threshold`, float32 [B]; 1 without such a number.
     """
 
     vectors: dict[str, Any]
@@ -92,16 +92,16 @@ class Change(NamedTuple):
 
 
 def moment_scalars(gain: float, eps: float, least: float) -> dict[str, float]:
-    """The numbers that `precondition` reads. gain: 1-β₂ of the step.  eps: added to g².  least: scale of a step."""
+    """Returns the numbers for `precondition`. gain: 1-β₂ of the step.  eps: added to g².  least: scale of a step."""
     return {"gain": gain, "beta2": 1.0 - gain, "eps": eps, "least": least}
 
 
 def precondition(sweep: Sweep, spec: FactoredSpec, state: State) -> Change:
     """Updates the second moment and measures the change that results: one pass unfactored, two factored.
 
-    It reads `moment_scalars`, and where there are these numbers: `threshold`, see `Change`; `most`, the largest scale
-    of a step; `as_stored`: weights are squared, and their size is computed, in the weight's dtype; `skip_nan`: elements
-    of row and column means that would become NaN stay as they are.
+    It reads `moment_scalars`, and these optional numbers: `threshold`, see `Change`; `most`, the largest scale of a
+    step; `as_stored`: weights are squared, and their size is computed, in the weight's dtype; `skip_nan`: elements of
+    row and column means that would become NaN are left unchanged.
     """
     (_, rows, cols), number = sweep.shape, sweep.scalar
     names = {each.extent: name for name, each in spec.states.items() if name != "m"}

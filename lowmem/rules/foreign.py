@@ -1,4 +1,4 @@
-"""Any `torch.optim.Optimizer` subclass as a rule: it steps on one parameter at a time, as if there were no other."""
+"""Any `torch.optim.Optimizer` subclass as a rule. It steps on one parameter at a time, as if it were the only one."""
 
 import importlib
 import inspect
@@ -26,50 +26,50 @@ from lowmem.tiles.sweep import Sweep
 
 logger = logging.getLogger(__name__)
 
-# Names of distributions that differ from the module that they install.
+# Modules whose distribution has another name.
 _DISTRIBUTIONS = {"lomo_optim": "lomo-optim", "optimi": "torch-optimi"}
 
 # Keys of our parameter groups that a constructor does not take, unless its signature names them.
 _NO_ARGUMENTS = GROUP_KEYS | {COUNTS}
 
-# A class is tried on parameters with as many dimensions as those of its group, or else on its group's own with at most
-# so many elements. Optimizers with few bits per state have full ones for small parameters.
+# A trial uses parameters with the group's numbers of dimensions, else parameters of the group with at most _TRIED
+# elements. Optimizers with low-bit states have full ones for small parameters.
 _TRIAL_SHAPES: dict[int, list[tuple[int, ...]]] = {
     0: [(), ()], 1: [(96,), (160,)], 2: [(64, 64), (32, 160)],
     3: [(4, 32, 40), (2, 8, 8)], 4: [(16, 32, 3, 3), (8, 16, 1, 1)],
 }  # fmt: skip
 _TRIED = 1 << 20
 
-# Of each step, those of all parameters.
+# For each step, the gradients of all parameters.
 _Grads = list[list[Tensor | None]]
 
-# Steps of a trial, the sizes of its gradients, and the element at which a shard ends.
+# Number of steps of a trial, the scales of its gradients, and the element at which a shard ends.
 _TRIAL_STEPS, _TRIAL_SIZES, _CUT = 12, (1e-3, 1.0, 1e3), 1500
 
 
 @dataclass(frozen=True, kw_only=True)
 class ForeignSpec(ParamSpec):
-    """The class makes its states itself at the first update. name: of the parameter.  hyper: its group, live."""
+    """The class creates its states itself at the first update. name: of the parameter.  hyper: its group, live."""
 
     name: str
     hyper: Hyper = field(compare=False, repr=False)
 
 
 class ForeignRule(UpdateRule):
-    """Runs an optimizer class on one parameter at a time and holds its state for the parameter.
+    """Runs an optimizer class on one parameter at a time, and stores its state for the parameter.
 
     A state may consist of tensors, numbers, strings, containers of them and objects of the class's own package. Tensor
-    subclasses, such as the low-bit states of torchao, are held as the tensors in them. A number that the class has in
-    its parameter group, on itself or in its state apart from parameters is a count of steps, and is held in our
+    subclasses, such as the low-bit states of torchao, are stored as their inner tensors. A number in the class's
+    parameter group, on the class itself or in its state apart from parameters counts steps, and is stored in our
     parameter group.
 
-    A trial on small tensors compares steps on all of them with steps on one at a time: it refuses classes that combine
-    parameters and those that do not run. With a rounding other than `nearest` the class steps on a float32 copy of the
+    A trial on small tensors compares steps on all of them with steps on one at a time. It raises for classes that
+    combine parameters or do not run. With a rounding other than `nearest` the class steps on a float32 copy of the
     parameter.
 
     Raises:
         ConfigError: the class does not read an option.
-        UnsupportedError: the class cannot run fused; the message says why and names what can.
+        UnsupportedError: the class cannot run fused. The message gives the reason and an alternative.
     """
 
     keeps = "the states of the class"
@@ -94,12 +94,12 @@ class ForeignRule(UpdateRule):
         if driven or isinstance(getattr(cls, "param_groups", None), property):
             self._refuse("wraps other optimizers, each of which would see all parameters. Use the wrapped optimizer.")
         self._open_ended = any(a.kind is a.VAR_KEYWORD for a in arguments)
-        # an argument without a default is known by its name; `check` refuses a group that does not set it
+        # an argument without a default is listed too; `check` raises for a group that does not set it
         self.defaults = {  # type: ignore[misc]
             a.name: a.default for a in arguments if a.kind not in (a.VAR_KEYWORD, a.VAR_POSITIONAL)
         }
-        self._full: set[str] = set()  # states that have an element for each of their parameter's
-        self._shape: tuple[int, ...] = (64, 64)  # of a parameter that it can be constructed for
+        self._full: set[str] = set()  # states of the parameter's shape
+        self._shape: tuple[int, ...] = (64, 64)  # of a parameter for which it can be constructed
         self._counts = False  # whether the class has numbers that change
         self._instances: dict[int, Instance] = {}  # by the id of our group
         self._dtypes: dict[str, torch.dtype] = {}  # of parameters, when they were first admitted
@@ -108,7 +108,7 @@ class ForeignRule(UpdateRule):
         return isinstance(other, ForeignRule) and self.cls is other.cls
 
     def takes(self, key: str, of_group: bool) -> bool:
-        return of_group or self._open_ended or key in self.defaults  # a trial refuses what the class does not read
+        return of_group or self._open_ended or key in self.defaults  # a trial raises for unread ones
 
     def check(self, hyper: Hyper) -> None:
         for key, value in hyper.items():
@@ -121,7 +121,7 @@ class ForeignRule(UpdateRule):
     # -- the trial -------------------------------------------------------------------------------------------------
 
     def adopt(self, hyper: Hyper, sharded: bool) -> None:
-        """By trial, on the device of the parameters. Settings that the class derives from others are set in `hyper`."""
+        """Tries the class on the device of the parameters. Settings that it derives from others are set in `hyper`."""
         self._instances.pop(id(hyper), None)  # of a group that is gone
         params = [param for param in hyper["params"] if param.requires_grad]
         real = [param for param in params if not (param.is_meta or is_fake(param))]
@@ -157,7 +157,7 @@ class ForeignRule(UpdateRule):
             )
 
     def _try(self, hyper: Hyper, starts: Sequence[Tensor], grads: _Grads, sharded: bool) -> None:
-        """Refuses a class whose steps on parameters one at a time are not its steps on all of them."""
+        """Raises if steps on parameters one at a time differ from steps on all of them."""
         self._shape = tuple(starts[0].shape)
         params = [start.clone().requires_grad_() for start in starts]
         together = self._made(params, hyper, groups=1 + bool(self._instances))
@@ -182,7 +182,7 @@ class ForeignRule(UpdateRule):
             self._try_shards(hyper, starts[-1], [step[-1] for step in grads if step[-1] is not None])
 
     def _try_shards(self, hyper: Hyper, start: Tensor, grads: Sequence[Tensor]) -> None:
-        """Refuses a class whose steps on two shards of a matrix are not the shards of its steps on the matrix."""
+        """Raises if steps on two shards of a matrix differ from steps on the matrix."""
         # some differ where a gradient is nearly at right angles to the rows
         along = (grads[0] * start).sum(-1, keepdim=True) / start.square().sum(-1, keepdim=True) * start
         grads = [grads[0] - along + 0.004 * start * (grads[0].norm() / start.norm()), *grads]
@@ -190,7 +190,7 @@ class ForeignRule(UpdateRule):
             (full,), _, (state,) = self._one_at_a_time(hyper, [start], [[grad] for grad in grads])
             parts, *cut = (tensor.flatten().tensor_split([_CUT]) for tensor in (start, *grads))
             shards, *_ = self._one_at_a_time(hyper, parts, [[*each] for each in cut])
-            # a state of another size is not cut and gathered as shards are
+            # states of other sizes are not sharded
             cuttable = all(v.numel() in (1, start.numel()) for v in state.values() if isinstance(v, Tensor))
             if cuttable and torch.allclose(full.flatten(), torch.cat(shards), rtol=1e-5, atol=1e-7, equal_nan=True):
                 return
@@ -206,7 +206,7 @@ class ForeignRule(UpdateRule):
     def _one_at_a_time(
         self, hyper: Hyper, starts: Sequence[Tensor], grads: _Grads
     ) -> tuple[list[Tensor], dict[str, Any], list[State]]:
-        """Steps as in training. Returns the weights, the numbers that have changed, and the states."""
+        """Steps as in training. Returns the weights, the numbers that changed, and the states."""
         params, states = [start.clone() for start in starts], [State() for _ in starts]
         group, changed = {**hyper}, set[str]()
         instance = self._new(group)
@@ -269,7 +269,7 @@ class ForeignRule(UpdateRule):
     def _step(
         self, instance: Instance, param: Tensor, state: State, hyper: Hyper, first: torch.dtype | None = None
     ) -> State:
-        if not state and instance.eager:  # as it would have been made with the optimizer
+        if not state and instance.eager:  # the class creates states in its constructor
             then = param.detach().to(first).requires_grad_()
             state = pack_state(self.name, self._made([then], hyper).state[then])
         return instance.step(param, state, hyper)
@@ -282,7 +282,7 @@ class ForeignRule(UpdateRule):
         return Instance(self.name, optimizer, self._arguments(hyper), hyper)
 
     def _extra(self, hyper: Hyper) -> dict[str, Any]:
-        """Keys of a parameter group that the signature of the constructor does not name."""
+        """Returns the keys of a parameter group that are not in the constructor's signature."""
         return {key: value for key, value in hyper.items() if key not in self.defaults and key not in _NO_ARGUMENTS}
 
     def _arguments(self, hyper: Hyper) -> dict[str, Any]:
@@ -290,7 +290,7 @@ class ForeignRule(UpdateRule):
         return {**named, **self._extra(hyper)} if self._open_ended else named
 
     def _made(self, params: list[Tensor], hyper: Hyper, groups: int = 1) -> torch.optim.Optimizer:
-        """A new object of the class, for parameters in so many groups."""
+        """Returns a new object of the class, with the parameters in this number of groups."""
         extra = self._extra(hyper)
         watched = [Watched({"params": params[n::groups], **extra}) for n in range(groups)]
         optimizer = self.cls(watched if extra or groups > 1 else params, **self._arguments(hyper))
@@ -301,7 +301,7 @@ class ForeignRule(UpdateRule):
 
 @contextmanager
 def _isolated() -> Iterator[None]:
-    """A trial leaves no trace, and compiles nothing: torchao's step would take seconds."""
+    """Restores random states and warnings after a trial, and disables torch.compile, which torchao's step uses."""
     python, numpy = random.getstate(), sys.modules.get("numpy")
     numpys, eager = numpy and numpy.random.get_state(), torch.compiler.set_stance("force_eager")
     try:
@@ -315,7 +315,7 @@ def _isolated() -> Iterator[None]:
 
 
 def _random_states() -> list[Any]:
-    """Of the generator of Python, and of that of NumPy if it is imported."""
+    """Returns the states of Python's random generator, and of NumPy's if it is imported."""
     states: list[Any] = [random.getstate()]
     if numpy := sys.modules.get("numpy"):
         _, key, *rest = numpy.random.get_state()
@@ -324,7 +324,7 @@ def _random_states() -> list[Any]:
 
 
 def _trial(shapes: Sequence[tuple[int, ...]], absent: bool, device: torch.device) -> tuple[list[Tensor], _Grads]:
-    """Parameters, and their gradients of each step, always the same. absent: one of them has no gradient once."""
+    """Returns parameters and their gradients for each step, always the same. absent: one gradient is missing."""
     source = torch.Generator().manual_seed(0)
 
     def drawn(shape: tuple[int, ...], size: float = 1.0) -> Tensor:
@@ -341,10 +341,10 @@ def _trial(shapes: Sequence[tuple[int, ...]], absent: bool, device: torch.device
 
 
 def import_optimizer(path: str) -> type[torch.optim.Optimizer | UpdateRule]:
-    """The class of an optimizer, or of a rule, at an import path such as `torch.optim.AdamW`.
+    """Returns the class of an optimizer or rule from an import path such as `torch.optim.AdamW`.
 
     Raises:
-        ConfigError: the module, the name in it, or such a class under that name does not exist.
+        ConfigError: the module or the class does not exist.
     """
     module_name, _, attribute = path.rpartition(".")
     package = module_name.partition(".")[0]

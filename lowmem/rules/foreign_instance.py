@@ -17,7 +17,7 @@ COUNTS = "counts"
 # Keys of our parameter groups that a class does not expect in its own.
 _NOT_IN_GROUP = frozenset(("params", "param_names", COUNTS, *ENGINE_KEYS))
 
-# Types of what a class counts with on itself. Values of other types stay as its last step left them.
+# Types of attributes that count steps. Attributes of other types keep their values between parameters.
 _PLAIN = (Tensor, int, float, str, bool, type(None))
 
 
@@ -31,22 +31,23 @@ def refuse_combination(name: str, detail: str) -> NoReturn:
 
 
 class Instance:
-    """An optimizer without parameters: it is given one for a step, with its state, and nothing of it stays.
+    """An optimizer without parameters. For each update it is given a parameter with its state, and releases both
+    afterwards.
 
-    What it counts with apart from the states of parameters are its numbers. For every parameter of a step they are at
-    first as they were when the step began; those that the step changes are put into our parameter group. So they change
-    once in a step, as in one on all parameters.
+    Values outside of the states of parameters, such as step counts, are its numbers. They are reset to their values at
+    the beginning of the step before each parameter, and the values that changed are written to our parameter group. So
+    they change once per step, as in a step on all parameters.
 
     Attributes:
-        eager: it makes the states of parameters when it is constructed.
-        numbers: those of a new object.
-        changes: those that this step has changed; None before its first update.
+        eager: it creates the states of parameters in its constructor.
+        numbers: of a new object.
+        changes: numbers that this step has changed; None before its first update.
 
     Args:
         name: of the class.
         optimizer: a new object of it.
-        arguments: those that it was made with. Settings that it has made from others, a limit from a rate, or a rate of
-            its own for a group, are put into `hyper`.
+        arguments: of its constructor. Settings that it has derived from them, such as a limit from a rate, are written
+            to `hyper`.
     """
 
     def __init__(self, name: str, optimizer: torch.optim.Optimizer, arguments: Hyper, hyper: Hyper) -> None:
@@ -61,17 +62,15 @@ class Instance:
         self._release()
 
     def serves(self, arguments: Hyper) -> bool:
-        """Returns whether a new object with these arguments would be the same, apart from what its parameter group
-        shows.
-        """
+        """Returns whether a new object with these arguments would be the same, except for its parameter group."""
         return self._hidden == self._hidden_of(arguments)
 
     def _hidden_of(self, arguments: Hyper) -> dict[str, Any]:
-        """Arguments that its parameter group does not show, and those for which it takes a value of its own."""
+        """Returns the arguments that are missing from its parameter group, or None and replaced by a default."""
         return {key: value for key, value in arguments.items() if key not in self.numbers or value is None}
 
     def begin(self, hyper: Hyper) -> None:
-        """A step begins with the settings and the counts of our group."""
+        """Begins a step with the settings and the counts of our group."""
         self._start, self.changes = {**self.numbers}, None
         for key, value in {**hyper, **hyper.get(COUNTS, {})}.items():
             old = self.numbers.get(key)
@@ -129,8 +128,8 @@ class Instance:
 
 
 def numbers_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The values in its parameter group and, with "self." and "state." in front of their names, those on itself and in
-    its state apart from parameters.
+    """Returns the values in its parameter group, its attributes (with the prefix "self.") and the values in its state
+    that do not belong to a parameter (with the prefix "state.").
     """
     return {
         **{key: value for key, value in optimizer.param_groups[0].items() if key != "params"},
@@ -140,10 +139,10 @@ def numbers_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def number_of(name: str, key: str, value: Any) -> Any:
-    """A number that the class `name` counts with, as JSON.
+    """Returns a number of the class `name` as JSON.
 
     Raises:
-        UnsupportedError: it is, or contains, a tensor of several elements or on a device, or cannot be saved.
+        UnsupportedError: it contains a tensor on a device or with several elements, or cannot be saved.
     """
     form = pack_state(name, {key: value})
     number = form.pop(key)
@@ -157,12 +156,12 @@ def number_of(name: str, key: str, value: Any) -> Any:
 
 
 def _own(value: Any) -> Any:
-    """A copy of what the class or a user may write to."""
+    """Copies a value that the class or a user may modify."""
     if isinstance(value, Tensor):
         return value.clone() if value.numel() == 1 else value
     return copy.deepcopy(value) if isinstance(value, dict | list | deque) else value
 
 
 def _comparable(value: Any, original: Any) -> Any:
-    """`original`, of which `value` is a copy, or of a tensor what changes when it is written to, without reading it."""
+    """Returns a value that changes if `value`, a copy of `original`, is modified. Tensors are not read."""
     return (id(value), value._version) if isinstance(value, Tensor) else original

@@ -1,4 +1,4 @@
-"""The state that an optimizer class of another package keeps for a parameter, as tensors and JSON."""
+"""Converts the state that a third-party optimizer stores for a parameter to tensors and JSON, and back."""
 
 import sys
 from collections import deque
@@ -13,11 +13,11 @@ from lowmem.errors import UnsupportedError
 
 
 def pack_state(owner: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The state that the class `owner` keeps for a parameter, as tensors and JSON.
+    """Converts the state that the class `owner` stores for a parameter to tensors and JSON.
 
     Raises:
-        UnsupportedError: a value that is not made of tensors, numbers, strings, containers of them and objects of the
-            class's own package.
+        UnsupportedError: a value consists of anything but tensors, numbers, strings, containers of them and objects of
+            the class's own package.
     """
     state: dict[str, Any] = {}
     try:
@@ -41,7 +41,7 @@ def _package(name: str) -> str:
 
 
 def _pack(value: Any, name: str, tensors: dict[str, Any], package: str) -> Any:
-    """`value` as JSON; the tensors in it go into `tensors`, under names that begin with `name`."""
+    """Returns `value` as JSON. Its tensors are added to `tensors`, under names that begin with `name`."""
 
     def pack(key: Any, item: Any) -> Any:
         return _pack(item, f"{name}.{key}", tensors, package)
@@ -74,7 +74,7 @@ def _pack(value: Any, name: str, tensors: dict[str, Any], package: str) -> Any:
 
 
 def unpack(form: Any, tensors: dict[str, Any] | None = None, package: str = "") -> Any:
-    """Undoes `pack_state` for one value; the tensors in it are taken out of `tensors`."""
+    """Undoes `pack_state` for one value. Its tensors are removed from `tensors`."""
     tensors = {} if tensors is None else tensors
 
     def items(pairs: Any) -> dict[Any, Any]:

@@ -15,7 +15,7 @@ def moved(t: Tile) -> dict[str, Tensor]:
 
 @register("lomo")
 class Lomo(UpdateRule):
-    """w ← (1 - lr·weight_decay)·w - lr·g. Keeps nothing.
+    """w ← (1 - lr·weight_decay)·w - lr·g. It has no states.
 
     In float32 without weight decay this is `torch.optim.SGD`, bit for bit on the CPU.
     """

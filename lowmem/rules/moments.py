@@ -1,4 +1,4 @@
-"""Running means of g and g², and the correction of their bias: what Adam and its kin have in common."""
+"""Running means of g and g² with bias correction, for Adam and similar rules."""
 
 import torch
 from torch import Tensor
@@ -8,19 +8,19 @@ from lowmem.tiles.sweep import Sweep
 
 
 def averages(beta1: float, beta2: float) -> dict[str, float]:
-    """The weights of the old value and of the new one in two running means."""
+    """Returns the weights of the old and the new value in two running means."""
     return {"beta1": beta1, "gain1": 1.0 - beta1, "beta2": beta2, "gain2": 1.0 - beta2}
 
 
 def moment_states(mean: str, square: str) -> dict[str, StateSpec]:
-    """The states of a running mean of g and one of g², and a count of updates, `step`."""
+    """Returns the states of running means of g and g², and a count of updates, `step`."""
     return {"step": StateSpec("slice", torch.int64), mean: StateSpec("full"), square: StateSpec("full", signed=False)}
 
 
 def next_count(sweep: Sweep, state: State) -> Tensor:
-    """Counts an update in the state `step` and returns the count with this update, int64 [members].
+    """Counts an update in the state `step`, and returns the count including this update, int64 [members].
 
-    The count is on the device: a skipped update does not count, and the host does not wait to know.
+    Skipped updates are not counted. The count is on the device, so the host does not synchronize.
     """
     count: Tensor = state["step"] + 1
     sweep.store(state["step"], count)
@@ -28,6 +28,7 @@ def next_count(sweep: Sweep, state: State) -> Tensor:
 
 
 def correction(beta: Tensor, count: Tensor) -> Tensor:
-    """1 - beta^count in float64, to the bits of Python; torch's vector code rounds differently. beta: a scalar."""
+    """Returns 1 - beta^count in float64, with the bits of Python's pow. beta: a scalar.  count: int64 [members]."""
+    # torch's vector code rounds differently
     strided = count.double().unsqueeze(-1).expand(*count.shape, 2).contiguous()[..., 0]
     return 1.0 - torch.pow(beta, strided)

@@ -1,6 +1,6 @@
-"""Hyperparameters of a rule: what they are by default, and checks of what they may be.
+"""Defaults and checks of the hyperparameters of a rule.
 
-A check raises `ConfigError`, which names the hyperparameter, its value and what is allowed.
+A check raises `ConfigError`, which names the hyperparameter, its value and the allowed values.
 """
 
 import operator
@@ -18,18 +18,18 @@ _COMPARISONS = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": ope
 
 
 def hyperparameters(**options: tuple[Any, Check]) -> tuple[dict[str, Any], dict[str, Check]]:
-    """The `defaults` and `checks` of a rule, from name=(default, check)."""
+    """Returns the `defaults` and `checks` of a rule, from name=(default, check)."""
     return {name: pair[0] for name, pair in options.items()}, {name: pair[1] for name, pair in options.items()}
 
 
 def that(condition: bool, option: str, value: object, allowed: str) -> None:
-    """Raises `ConfigError` naming the hyperparameter, its value and what is allowed, unless `condition` holds."""
+    """Raises `ConfigError` with the hyperparameter, its value and the allowed values, unless `condition` holds."""
     if not condition:
         raise ConfigError(f"{option}={value!r} is out of range; allowed: {allowed}")
 
 
 def check(valid: Callable[[Any], bool], allowed: str) -> Check:
-    """Allows values that are `valid`, which `allowed` says in words."""
+    """Allows values that are `valid`. allowed: a description of these."""
     return lambda option, value: that(valid(value), option, value, allowed)
 
 
@@ -78,11 +78,11 @@ betas = pair("two numbers >= 0 and < 1", rate, rate)
 
 
 def dtype_of(value: Any) -> torch.dtype | None:
-    """The dtype in which a state is held, from its name or the dtype itself; None if it is neither."""
+    """Returns the dtype of a state, from its name or the dtype itself, or None for any other value."""
     return value if value in STORED_DTYPES else STATE_DTYPES.get(value)
 
 
 def dtype(*, none: str) -> Check:
-    """Allows "float32", "bfloat16" and "float16", and None, which stands for what `none` says."""
+    """Allows "float32", "bfloat16", "float16" and None. none: a description of the meaning of None."""
     allowed = f"{', '.join(STATE_DTYPES)}, or None for {none}"
     return check(lambda value: dtype_of(value) is not None or value is None, allowed)

@@ -21,19 +21,19 @@ State = dict[str, Any]
 # Keys of a parameter group that are options of the engine, not hyperparameters of a rule.
 ENGINE_KEYS = ("rule", "rounding", "state_storage")
 
-# Keys of a parameter group that are not hyperparameters: those of torch, of its schedulers and of this package.
+# Keys of a parameter group that are not hyperparameters, from torch, its schedulers and this package.
 GROUP_KEYS = frozenset(("params", "param_names", "name", "initial_lr", "max_lr", "min_lr", *ENGINE_KEYS))
 
 
 @dataclass(frozen=True)
 class StateSpec:
-    """One state of a parameter; it is zero before the first update.
+    """One state of a parameter. It is zero before the first update.
 
-    extent: `full` has an element per element of the parameter; `row`, `col` and `slice` have the parameter's batch
-    dimensions and, in this order, its row dimensions, its column dimensions, or none.
-    dtype: None is the user's `state_storage` where the extent is `full`, else float32. A dtype is part of the rule,
-    rounded to the nearest value; "weight" is the dtype of the weight.
-    extra: dimensions after those of the extent.  signed: whether elements may be negative.
+    extent: `full` has the shape of the parameter. `row`, `col` and `slice` have its batch dimensions, followed by its
+    row dimensions, its column dimensions, or nothing.
+    dtype: None uses the user's `state_storage` if the extent is `full`, else float32. A dtype is part of the rule, and
+    values are rounded to nearest; "weight" is the dtype of the weight.
+    extra: additional last dimensions.  signed: whether elements may be negative.
     """
 
     extent: Extent
@@ -43,7 +43,7 @@ class StateSpec:
 
     @property
     def held_as_asked(self) -> bool:
-        """Returns whether the user's `state_storage` holds it."""
+        """Returns whether it is stored as the user's `state_storage` says."""
         return self.extent == "full" and self.dtype is None
 
 
@@ -52,7 +52,7 @@ class ParamSpec:
     """The decisions of a rule about a parameter before its first update. A rule may add fields.
 
     view: its dimensions as [batch, rows, cols].  states: by name.
-    together: the most small parameters of equal spec that are updated as one stack; None: as many as fit.
+    together: maximum number of small parameters of equal spec per stack; None: as many as fit.
     """
 
     view: View
@@ -64,9 +64,9 @@ class ParamSpec:
 class GroupNorms:
     """The gradients of a parameter group before the first update of a step, for a rule that clips by norm itself.
 
-    norms: 2-norm of each gradient as the rule would read it, float32 [parameters], 0 where there is none.
+    norms: 2-norm of each gradient as the rule would read it, float32 [parameters], 0 for a missing gradient.
     total: the 2-norm over all groups, float32 scalar.  states: of each parameter, empty before its first update.
-    frozen: the states of parameters that are frozen by now.  memory: see `UpdateRule.group_memory`.
+    frozen: the states of parameters that are now frozen.  memory: see `UpdateRule.group_memory`.
     """
 
     hyper: Hyper
@@ -81,8 +81,8 @@ class GroupNorms:
 class GroupClip:
     """The result of `UpdateRule.clip_by_norm`.
 
-    coef: float32 scalar that gradients of the group are multiplied by.  by_rule: it does not multiply gradients, and
-    updates read it as `sweep.rule_clip_coef`.  memory: the new one of the group.
+    coef: float32 scalar that gradients of the group are multiplied by.  by_rule: updates read it as
+    `sweep.rule_clip_coef` instead.  memory: the new memory of the group.
     """
 
     coef: Tensor
@@ -91,30 +91,30 @@ class GroupClip:
 
 
 class UpdateRule(ABC):
-    """One optimizer, for one parameter, in float32, whatever the device, dtype, tile, rank and placement.
+    """One optimizer, for one parameter, in float32, independent of device, dtype, tile, rank and placement.
 
     A subclass names its hyperparameters in `defaults` and is added to the table by `@register`. Small parameters of
-    equal spec may be updated as one stack: `sweep.shape` then has the batches of all of them, one after the other, and
-    states have a leading dimension. A rule computes within each slice of the batch, or groups of slices by its spec.
+    equal spec may be updated as one stack. The batch of `sweep.shape` then concatenates their batches, and states have
+    an additional first dimension. A rule computes within each slice of the batch, or groups of slices by its spec.
 
     Attributes:
         name, source, keeps, exactness, defaults: for the table of rules.
-        states: by name, the same for each parameter, which is one row; a rule with others overrides `spec`.
-        usual_lr: a learning rate for fine-tuning, and where it is from; empty if none is usual.
-        relative: where its steps are relative to the size of the weights, the range of its rate that gives what AdamW's
-            gives, times the rms of the weights and over AdamW's rate.
+        states: by name, for rules that view every parameter as one row. Other rules override `spec`.
+        usual_lr: a learning rate for fine-tuning and its source, or empty.
+        relative: for rules whose steps are relative to the size of the weights, the range of (learning rate · rms of
+            the weights / AdamW's learning rate) that trains as AdamW does.
         checks: of hyperparameters, by name (`lowmem.rules.require`).
-        decay: the name of its weight decay, if it has one.
-        norm_option: the name of the hyperparameter that makes it clip by norm itself (`clip_by_norm`), if it has one.
-        elementwise: its update of a shard takes nothing that is summed over elements.
-        materializes: it updates by `Sweep.materialized`, one parameter at a time, and in a way that cannot be undone on
-            the device: the host has to know before that the step is not skipped.
+        decay: the name of its weight decay, if any.
+        norm_option: the hyperparameter that makes the rule itself clip by norm (`clip_by_norm`), if any.
+        elementwise: its update uses no sums over elements.
+        materializes: it updates by `Sweep.materialized`, one parameter at a time. The device cannot undo such an
+            update, so the host has to know before it whether the step is skipped.
         every_parameter: a parameter without gradient is updated as if its gradient were zero.
         norm_before_clip_value: clip_norm measures gradients before clip_value clamps them.
-        sums_squares: its states are of no use once squares of the gradient, or their sum, overflow float32 (a norm of
-            9e18). A parameter with such a gradient is left as it is.
-        needs_dense_gradient: it reads the gradient as one tensor, or after it has written the parameter. Others can
-            read one that is computed, block by block, in every pass.
+        sums_squares: a parameter is left unchanged if the squares of its gradient, or their sum, overflow float32 (a
+            norm of 9e18), because they would make its states useless.
+        needs_dense_gradient: it reads the gradient as one tensor, or after it has written the parameter. Other rules
+            can read gradients that are computed block by block in every pass.
     """
 
     name: ClassVar[str]
@@ -146,7 +146,7 @@ class UpdateRule(ABC):
         return nbytes / math.prod(shape)
 
     def equals(self, other: "UpdateRule") -> bool:
-        """Returns whether a rule of this name updates as this one does."""
+        """Returns whether another rule of this name gives the same updates."""
         return type(self) is type(other) and vars(self) == vars(other)
 
     def takes(self, key: str, of_group: bool) -> bool:
@@ -162,11 +162,11 @@ class UpdateRule(ABC):
         """Raises `UnsupportedError` if it cannot update a new group of an optimizer, or shards of it if `sharded`."""
 
     def rounding(self, hyper: Hyper, dtype: torch.dtype) -> str:
-        """The rounding of weights of a 16-bit `dtype` where that of the group is "auto"."""
+        """Returns the rounding that "auto" stands for, for weights of a 16-bit dtype."""
         return "stochastic"
 
     def rates(self, weights: Iterable[Tensor], adamw: float = 2e-5) -> str:
-        """Learning rates for fine-tuning these weights, where AdamW would be given `adamw`, as by TRL; in words."""
+        """Describes learning rates for fine-tuning these weights. adamw: AdamW's learning rate, by default TRL's."""
         words = "its usual rate is {:g} ({})".format(*self.usual_lr) if self.usual_lr else "its usual rate is unknown"
         if self.relative is None:
             return words
@@ -190,54 +190,52 @@ class UpdateRule(ABC):
             )
 
     def end(self, hyper: Hyper) -> None:  # noqa: B027 (most rules keep nothing of a step)
-        """A step has ended that was not skipped."""
+        """Is called at the end of a step that was not skipped."""
 
     def takes_nonfinite(self, hyper: Hyper) -> bool:
-        """Returns whether it says itself what Inf and NaN in a gradient do, so that they skip neither parameter nor
-        step.
-        """
+        """Returns whether the rule itself handles Inf and NaN in a gradient, so that nothing is skipped."""
         return False
 
     def names(self, hyper: Hyper) -> Iterable[str]:
-        """Names of parameters in the hyperparameters; each has to exist."""
+        """Returns the names of parameters in the hyperparameters. Each of them has to exist."""
         return ()
 
     def needs_norm(self, hyper: Hyper) -> str | None:
-        """The hyperparameter, with its value, that needs the norm over all gradients before the first update."""
+        """Returns the hyperparameter that needs the norm over all gradients before the first update, with its value."""
         value = hyper.get(self.norm_option)
         return f"{self.norm_option}={value!r}" if value else None
 
     def clip_by_norm(self, group: GroupNorms) -> GroupClip:
-        """Clips a group that `needs_norm`, once per step. The memory of a skipped step is dropped."""
+        """Clips a group that `needs_norm`, once per step. The new memory is discarded if the step is skipped."""
         raise AssertionError(f"{self.name} needs no norm")
 
     def group_memory(self, hyper: Hyper) -> dict[str, Tensor]:
-        """Tensors that `clip_by_norm` keeps for a group, float32, as they are before the first step."""
+        """Returns the initial float32 tensors that `clip_by_norm` stores for a group."""
         return {}
 
     def without_decay(self) -> dict[str, Any]:
-        """The hyperparameters of a group whose weights do not decay, such as norms and biases."""
+        """Returns the hyperparameters of a group without weight decay, such as norms and biases."""
         return {self.decay: 0.0}
 
     def spec(self, name: str, shape: tuple[int, ...], hyper: Hyper) -> ParamSpec:
-        """Decides how the parameter `name` of `shape` is updated; `update` receives it. Edits of the group that would
-        change it are refused.
+        """Returns the spec of the parameter `name` of `shape`, for `update`. Edits of the group that would change it
+        raise an error.
 
         Raises:
-            ConfigError: the hyperparameters do not cover this parameter, or are impossible for it.
+            ConfigError: the hyperparameters do not cover this parameter, or are invalid for it.
         """
         return ParamSpec(View.vector(len(shape)), self.states)
 
     def unspecified_state(self, state: str, hyper: Hyper) -> Literal["full", "device", "host"] | None:
-        """Where a state that no `StateSpec` names is held: sharded as its parameter is (`full`), or as it is, on the
-        device or on the host. None: there is no such state.
+        """Returns the location of a state without a `StateSpec`: sharded like its parameter (`full`), or unsharded on
+        the device or the host. None: the rule has no such state.
         """
         return None
 
     def scalars(self, hyper: Hyper, step: int) -> dict[str, float]:
-        """The numbers of a step, by the names under which `update` and tile functions read them (`Sweep.scalar`,
-        `Tile.scalar`). It is called once per group and step, before anything is updated. A choice for the whole group
-        is a number that is there or not.
+        """Returns the numbers of a step, by the names under which `update` and tile functions read them
+        (`Sweep.scalar`, `Tile.scalar`). It is called once per group and step, before anything is updated. A choice for
+        the whole group is expressed by the presence of a number.
 
         Args:
             hyper: the parameter group, with `lr` as the scheduler left it.
@@ -250,23 +248,22 @@ class UpdateRule(ABC):
 
     @abstractmethod
     def update(self, sweep: Sweep, spec: Any, state: State) -> Tensor | None:
-        """One update, by the numbers that `scalars` returned. Where code is compiled it is traced once, for all
-        parameters of a kind and all steps, so it depends on its arguments alone; it may ask which numbers there are.
+        """Updates a parameter: any number of `sweep.reduce`, then one `sweep.apply`. It is traced once for all parameters
+        of a kind and all steps, so it must depend on its arguments alone. It may branch on the presence of numbers.
 
         Returns:
-            For a rule with `statistics`, the size that the norm of each stacked gradient is weighted by, float32
-            [members]; else None.
+            For a rule with `statistics`, the weights of the norms of gradients, float32 [members]; else None.
         """
 
     def statistics(
         self, names: Sequence[str], squares: Tensor, sizes: Tensor, groups: Sequence[tuple[Hyper, Mapping[str, Tensor]]]
     ) -> dict[str, float | str]:
-        """Metrics of a step for the log.
+        """Returns metrics of a step for the log.
 
         Args:
             names: the parameters that were updated.
-            squares: of the norms of their unscaled gradients, float32 [parameters].
-            sizes: what `update` returned for them, float32 [parameters].
+            squares: squared norms of their unscaled gradients, float32 [parameters].
+            sizes: results of `update` for them, float32 [parameters].
             groups: hyperparameters and memory of each group.
         """
         return {}
@@ -310,5 +307,5 @@ def register(name: str) -> Callable[[RuleClass], RuleClass]:
 
 
 def numbers(hyper: Hyper, **options: str) -> dict[str, float]:
-    """The hyperparameters among these that are not None, by other names."""
+    """Returns the hyperparameters that are not None, from name=option, by these names."""
     return {name: hyper[option] for name, option in options.items() if hyper[option] is not None}

@@ -1,4 +1,4 @@
-"""Compiled programs: `rule.update` of a kind of parameters, traced once, for tiles of any size and number."""
+"""Runs programs as compiled code, which is traced once for each kind of parameters."""
 
 import importlib.util
 import logging
@@ -31,12 +31,12 @@ logger = logging.getLogger(__name__)
 # With fewer trainable elements compilation takes longer than it saves.
 COMPILE_FROM = 1 << 25
 
-# By the rule, or by its class if it has no attributes. None: the rule cannot be traced.
+# Compiled updates by rule, or by its class if it has no attributes. None: the rule cannot be traced.
 _TRACED: WeakKeyDictionary[Any, dict[tuple[ParamSpec, Kind], CompiledUpdate] | None] = WeakKeyDictionary()
 
 
 def run_compiled(program: Program, tiles: StoredTiles, states: Mapping[str, Tensor]) -> Result | None:
-    """Updates a parameter as `Program.run` does, by compiled code. Returns None if there is none for such tensors."""
+    """Updates a parameter as `Program.run` does, but with compiled code. Returns None if there is none for it."""
     held, places = program.held(states), pieces(tiles.layout, program.group)
     if program.rule.materializes or not places or not _fits(program, tiles, held.values()):
         return None
@@ -66,7 +66,7 @@ def run_compiled(program: Program, tiles: StoredTiles, states: Mapping[str, Tens
 
 
 def _fits(program: Program, tiles: StoredTiles, states: Iterable[Held]) -> bool:
-    """Returns whether compiled code takes these tensors."""
+    """Returns whether the tensors have the dtypes, the device and the memory order of compiled code."""
     tensors = *tiles.weight.parts, *(part for state in states for part in state.parts)
     if [tensor.dtype for tensor in tensors] != program.dtypes:
         return False
@@ -74,7 +74,7 @@ def _fits(program: Program, tiles: StoredTiles, states: Iterable[Held]) -> bool:
 
 
 def _arguments(program: Program, tiles: StoredTiles, states: Mapping[str, Tensor]) -> Arguments:
-    """The arguments of an update, other than the tensors of a tile."""
+    """Returns the arguments of compiled code, except for the tensors of a tile."""
     args: Arguments = {**tiles.reading.tensors}
     for name, kept in program.small.items():
         args[kept.extent, name] = states[name].view((*extent(kept.extent, tiles.shape), *kept.extra))
@@ -85,7 +85,7 @@ def _arguments(program: Program, tiles: StoredTiles, states: Mapping[str, Tensor
 
 
 def traced(rule: UpdateRule, spec: ParamSpec, kind: Kind, forms: Sequence[Form]) -> CompiledUpdate | None:
-    """The compiled update of a kind of parameters, for tiles of these forms; None if there is none."""
+    """Returns the compiled update of a kind of parameters, for tiles of these forms; None if there is none."""
     key = rule if vars(rule) else type(rule)
     updates = _TRACED.setdefault(key, {})
     if updates is None or Compiler.failure is not None:

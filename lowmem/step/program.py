@@ -1,4 +1,4 @@
-"""Programs: how parameters of a kind are updated and stored, decided when they are claimed."""
+"""Programs: the update and the storage of one kind of parameters, defined when they are claimed."""
 
 import functools
 import logging
@@ -23,15 +23,15 @@ from lowmem.tiles.sweep import Sweep
 
 logger = logging.getLogger(__name__)
 
-# A smaller parameter has float32 states in place of a storage with groups, and its weight is rounded at random. Shards
-# of it might not divide into groups, and a state has the same form on any number of ranks.
+# Smaller parameters have float32 states instead of a storage with groups, and stochastic rounding. Their shards might
+# not divide into groups, and a state has the same form for any number of ranks.
 SMALLEST_GROUPED = 1 << 12
 
 
 class Kept(NamedTuple):
-    """A tensor that is kept for a parameter: a state, or a part of the storage of one or of the weight.
+    """A tensor that is stored for a parameter: a state, or one tensor of the storage of a state or of the weight.
 
-    extent, extra: as in `StateSpec`.  group: elements of a row of which it has one value; 0 if the extent is not full.
+    extent, extra: as in `StateSpec`.  group: elements of a row per value; 0 if the extent is not full.
     """
 
     dtype: torch.dtype
@@ -41,9 +41,8 @@ class Kept(NamedTuple):
 
 
 class Result(NamedTuple):
-    """The measurements of an update, for each parameter that it updated.
-
-    square_sums: of the unscaled, unclipped gradients, float64 [members].  sizes: what `UpdateRule.update` returned.
+    """The measurements of an update: square_sums of the unscaled, unclipped gradients, float64 [members]; and the sizes
+    that `UpdateRule.update` returned, if any.
     """
 
     square_sums: Tensor
@@ -52,14 +51,14 @@ class Result(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """The update of parameters of one kind: equal in group, shape, dtype, device and all that follows from these.
+    """The update of parameters of one kind: of equal group, shape, dtype and device.
 
     Attributes:
         rule, spec: of the parameters.
-        span: which elements of each are on this rank.  layout: in which rectangles.
-        ranks: those that hold the other shards of each; None where it is complete.
-        weight: the storage of the weight.  states: of the states of the parameter's size, by name.
-        members: how many parameters it updates at once, as a stack.
+        span: the elements of each parameter on this rank.  layout: their rectangles.
+        ranks: the ranks that each parameter is sharded over; None if it is complete.
+        weight: the storage of the weight.  states: the storages of the states of the parameter's size, by name.
+        members: number of parameters that it updates at once, as a stack.
         compiled: its compiled code, by the kind of arguments; None where there is none.
     """
 
@@ -76,12 +75,12 @@ class Program:
 
     @functools.cached_property
     def extra_names(self) -> tuple[str, ...]:
-        """Names of the tensors that hold the weight together with the parameter, or in its place."""
+        """Names of the tensors that store the weight together with the parameter, or instead of it."""
         return tuple(part.name for part in self.weight.parts if part.name)
 
     @functools.cached_property
     def kept(self) -> dict[str, Kept]:
-        """The tensors that are kept for a parameter, by name: those of `extra_names`, and its states."""
+        """The tensors that are stored for a parameter, by name: `extra_names`, and its states."""
         kept = {part.name: Kept(part.dtype, group=part.group) for part in self.weight.parts if part.name}
         for name, state in self.spec.states.items():
             if state.extent == "full":
@@ -93,13 +92,13 @@ class Program:
         return kept
 
     def shape_of(self, kept: Kept, shape: Sequence[int] | None = None) -> tuple[int, ...]:
-        """The logical shape of one of them. One of the parameter's size has that of a shard, if `shape` is given."""
+        """Returns the logical shape of one of them. shape: of a shard, instead of the full parameter."""
         if kept.extent == "full":
             return grouped(self.span.shape if shape is None else shape, kept.group)
         return self.spec.view.state_shape(kept.extent, self.span.shape) + kept.extra
 
     def stacked(self, count: int) -> "Program":
-        """The program of so many such parameters as one."""
+        """Returns the program that updates `count` such parameters as one."""
         if count not in self._stacked:
             if self.ranks is None:
                 layout = Layout.of((count, *self.span.shape), self.spec.view.stacked())
@@ -124,7 +123,7 @@ class Program:
         return max(storage.group for storage in (self.weight, *self.states.values()))
 
     def held(self, states: Mapping[str, Tensor]) -> dict[str, Held]:
-        """The states of the parameter's size, each with its storage, from the tensors of all states."""
+        """Returns the states of the parameter's size with their storages, from the tensors of all states."""
         return {
             name: Held(storage, tuple(states[part_name(name, part.name)] for part in storage.parts))
             for name, storage in self.states.items()
@@ -140,13 +139,13 @@ class Program:
 
 
 def make_program(placed: Placed, rule: UpdateRule, group: Mapping[str, Any], shard: Shard) -> Program:
-    """Decides how a parameter is updated and stored, by what its group says now.
+    """Defines the update of a parameter by the current settings of its group.
 
-    A storage with groups holds parameters whose rows consist of complete groups, also when they are sharded. Those of
-    fewer than `SMALLEST_GROUPED` elements, mostly vectors, have float32 states and weights rounded at random.
+    A storage with groups requires rows, and shards, of complete groups. Parameters of fewer than `SMALLEST_GROUPED`
+    elements, mostly vectors, have float32 states and stochastic rounding instead.
 
     Raises:
-        UnsupportedError: its rule cannot update it, or a storage cannot hold it.
+        UnsupportedError: its rule cannot update it, or a storage does not fit it.
     """
     span, dtype, states = placed.span, placed.param.dtype, dict[str, Storage]()
 
@@ -166,7 +165,7 @@ def make_program(placed: Placed, rule: UpdateRule, group: Mapping[str, Any], sha
         spec = rule.spec(placed.name, span.shape, group)
         layout = shard.layout(placed, spec.view)
         if (quantized := shard.quantized(placed.param)) is not None:
-            _refuse_for_codes(rule, rounding)
+            _require_quantizable(rule, rounding)
         small = Float(dtype, draws=dtype in ROUNDED_DTYPES)
         weight = fitting(weight_storage(rounding, dtype), small) if quantized is None else quantized.format
         for name, state in spec.states.items():
@@ -183,8 +182,8 @@ def make_program(placed: Placed, rule: UpdateRule, group: Mapping[str, Any], sha
     return Program(rule, spec, span, layout, shard.ranks_of(placed.param), weight, states)
 
 
-def _refuse_for_codes(rule: UpdateRule, rounding: str) -> None:
-    """Raises `UnsupportedError` for what cannot update a weight that is held in codes."""
+def _require_quantizable(rule: UpdateRule, rounding: str) -> None:
+    """Raises `UnsupportedError` for rules and roundings that do not support quantized weights."""
     if rule.materializes:
         raise UnsupportedError(
             f"is quantized, but {rule.name} needs an ordinary matrix. Use a rule of lowmem, such as 'adalomo'"
@@ -198,18 +197,18 @@ def _refuse_for_codes(rule: UpdateRule, rounding: str) -> None:
 
 
 def weight_storage(rounding: str, dtype: torch.dtype) -> Storage:
-    """The storage of a weight; a rule that rounds in its own way gives numbers that the dtype has."""
+    """Returns the storage of a weight. A rule with a custom rounding returns values that the dtype represents."""
     return of_weight(rounding if rounding in TABLE else "nearest", dtype)
 
 
 def rounding_of(rule: UpdateRule, group: Mapping[str, Any], dtype: torch.dtype) -> str:
-    """The rounding of a group's weights of this dtype, where "auto" is that of its rule."""
+    """Returns the rounding of a group's weights of this dtype. "auto" is the rule's default."""
     return rule.rounding(group, dtype) if group["rounding"] == "auto" else str(group["rounding"])
 
 
 @functools.cache
 def _warn_of_lost_updates(dtype: torch.dtype, cls: str | None) -> None:
-    """Warns of weights that are rounded to the nearest value, once per process. cls: of another package, if it is."""
+    """Warns of weights that are rounded to nearest, once per process. cls: the third-party optimizer class, if any."""
     if in_group() and dist.get_rank() > 0:
         return
     logger.warning(

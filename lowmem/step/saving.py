@@ -111,7 +111,7 @@ def _initial(parameters: Parameters, record: ParamRecord) -> dict[str, Any]:
         return {}
     shard = parameters.shard
     owner = Owner(record, record.group, record.program_of(record.group, shard))
-    quantized = owner.program.extra_names if owner.program.weight.in_codes else ()
+    quantized = owner.program.extra_names if owner.program.weight.is_quantized else ()
     names = [name for name in owner.program.kept if name not in quantized]
     return _kept(_sources(shard, owner, initial_tensors(owner.program, names, shard.read(record.param))))
 

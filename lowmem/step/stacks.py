@@ -1,4 +1,4 @@
-"""Small parameters that are updated as one: which gradients wait for one another."""
+"""Stacks: small parameters that are updated as one."""
 
 from dataclasses import dataclass, field
 
@@ -13,8 +13,8 @@ class Stack:
     """Parameters of one program, whose gradients wait until the stack is full.
 
     Attributes:
-        full: how many of them are updated as one.
-        records, grads: of those that wait.
+        full: number of parameters that are updated as one.
+        records, grads: the waiting parameters and their gradients.
     """
 
     program: Program
@@ -23,7 +23,7 @@ class Stack:
     grads: list[Tensor] = field(default_factory=list)
 
     def empty(self) -> tuple[list[ParamRecord], list[Tensor]]:
-        """Returns the parameters and gradients that wait, and forgets them."""
+        """Removes and returns the waiting parameters and gradients."""
         waiting = self.records, self.grads
         self.records, self.grads = [], []
         return waiting

@@ -1,4 +1,4 @@
-"""From reduced gradients to sweeps: a large parameter by itself, small ones in stacks, shards that are measured."""
+"""Runs the updates of parameters: large ones one by one, small ones in stacks, shards after they are measured."""
 
 import logging
 from collections import deque
@@ -27,30 +27,30 @@ from lowmem.tiles.sweep import Scalars, Sweep
 
 logger = logging.getLogger(__name__)
 
-# Elements up to which a parameter is small: launching its update takes longer than the update. Where small parameters
-# are stacked they are not compiled, so that alone or in a stack they get the same bits, and torch sums so few elements
-# in one order only.
+# Elements up to which a parameter is small: launching its update takes longer than the update. With stacks, small
+# parameters are not compiled, so that they get the same bits alone and in a stack: torch has only one order of summing
+# so few elements.
 SMALL = 1 << 14
 
-# Elements per tile in a plan for a GPU, where there is next to nothing to keep in a tile of compiled code.
+# Elements per tile in a plan for a GPU, where the temporaries of compiled code are negligible.
 PLANNED_TILE = 1 << 16
 
-# Elements in a stack: the gradients that wait for it are part of the memory of "one gradient".
+# Maximum elements per stack. Waiting gradients count towards the memory of "one gradient".
 STACK = 1 << 18
 
-# Elements of shards that wait to be measured, at most: on a large model those of a layer or two.
+# Maximum elements of shards that wait to be measured: on a large model, the shards of a layer or two.
 SHARDS = 1 << 25
 
 
 class Updates:
-    """Runs the rules of parameters whose gradients are reduced.
+    """Updates parameters whose gradients are reduced.
 
     Args:
         parameters, cycle, clipping: of the optimizer.
-        compiled: update large parameters by compiled code.
+        compiled: whether to update large parameters by compiled code.
 
     Attributes:
-        state: parameter → its states, made before its first update.
+        state: parameter → its states, which are created before its first update.
         changes: counts the weights that updates change.
     """
 
@@ -64,7 +64,7 @@ class Updates:
         self._shards: deque[tuple[ParamRecord, Tensor]] = deque()  # that wait to be measured
 
     def begin(self, step: int) -> None:
-        """A step begins: every rule computes the numbers of its groups, or refuses them."""
+        """Begins a step: every rule computes the numbers of its groups, or raises."""
         groups = self._parameters.groups
         self._numbers = {id(group.live): group.rule.scalars(group.live, step) for group in groups}
         self._scalars.clear()
@@ -78,21 +78,20 @@ class Updates:
         return self._scalars[where]
 
     def _measure(self, record: ParamRecord, grad: Tensor) -> Tensor:
-        """The sum of squares of this rank's shard of an unscaled gradient, float64 scalar."""
+        """Returns the sum of squares of this rank's shard of an unscaled gradient, float64 scalar."""
         reading, held = self.clipping.reading([record], grad, None), Held(Float(grad.dtype), (grad,))
         return Sweep(StoredTiles(record.program.layout, held, grad, reading)).square_sums.view(())
 
     def put(self, record: ParamRecord, grad: Gradient, decision: Decision | None) -> None:
-        """Updates a parameter, or lets its gradient wait until a stack of such parameters is full.
+        """Updates a parameter, or stores its gradient until a stack of such parameters is full.
 
-        A rule whose update is elementwise has nothing to sum over ranks, but all of them have to know whether a
-        gradient is finite before the first one writes. Shards for such a rule wait until they take as much memory as
-        one full gradient, and are measured together.
+        An elementwise rule has no sums over ranks, but all ranks must know whether a gradient is finite before the
+        first one writes. So shards wait until they take as much memory as one full gradient, and are measured together.
         """
         program = record.program
         large_shard = program.ranks is not None and program.span.numel > SMALL
         if large_shard and program.rule.elementwise and decision is None:
-            assert isinstance(grad, Tensor)  # what is reduced is one
+            assert isinstance(grad, Tensor)  # a reduced gradient is never computed as it is read
             self._shards.append((record, grad))
             spans = [each.span for each, _ in self._shards]
             if sum(span.size for span in spans) >= min(SHARDS, max(span.numel for span in spans)):  # on every rank
@@ -103,27 +102,27 @@ class Updates:
         if stack is None:
             self._update_one(record, grad, decision)
             return
-        assert isinstance(grad, Tensor)  # a small gradient is never computed as it is read
+        assert isinstance(grad, Tensor)
         stack.records.append(record)
-        # one that waits holds no other memory: FSDP2's are views of those of a whole module
+        # a gradient of FSDP2 is a view of its module's gradients, which would stay in memory while it waits
         stack.grads.append(grad.clone() if grad.untyped_storage().nbytes() > grad.nbytes else grad)
         if len(stack.records) >= stack.full:
             self._update_stack(stack, decision)
 
     def _stack_of(self, program: Program, dtype: torch.dtype) -> Stack | None:
-        """The stack that parameters join with gradients of this dtype; None: each is updated by itself."""
+        """Returns the stack for a program and a dtype of gradients, or None to update each parameter alone."""
         like = program, dtype
         if like not in self._stacks:
-            # shards have to be one tile when they are stacked, on every rank
+            # stacked shards have to be one tile on every rank, and quantized tensors are not copied
             alone = program.ranks is not None and not program.layout.one_line
-            alone |= program.weight.is_quantized  # which stay where they are
+            alone |= program.weight.is_quantized
             alone |= program.span.numel > SMALL or not self._batching or program.rule.materializes
             full = min(STACK // max(1, program.span.numel), program.spec.together or STACK)
             self._stacks[like] = None if alone else Stack(program, full)
         return self._stacks[like]
 
     def put_zeros(self, records: Iterable[ParamRecord], decision: Decision | None) -> None:
-        """Updates parameters that got no gradient as if it were zero, where their rule asks for it."""
+        """Updates parameters without a gradient as if it were zero, if their rule asks for it."""
         for record in records:
             if record.rule.every_parameter and record.trained and not self.cycle.has_fired(record.name):
                 shard = self._shard.read(record.param)
@@ -131,7 +130,7 @@ class Updates:
                 self.put(record, zero.expand(shard.shape), decision)
 
     def flush(self, decision: Decision | None) -> None:
-        """Updates the parameters whose gradients wait: no other one will arrive in this step."""
+        """Updates the parameters whose gradients wait, after the last gradient of a step."""
         if self._shards:
             self._update_shards()
         for stack in self._stacks.values():
@@ -139,13 +138,13 @@ class Updates:
                 self._update_stack(stack, decision)
 
     def drop(self) -> None:
-        """Forgets the gradients that wait: their backward failed."""
+        """Discards the gradients that wait, after their backward has failed."""
         self._shards.clear()
         for stack in filter(None, self._stacks.values()):
             stack.empty()
 
     def begin_state(self, record: ParamRecord) -> None:
-        """Makes those states of a parameter that it does not have: before its first update, or after a reset."""
+        """Creates the missing states of a parameter, before its first update or after a reset."""
         program, state = record.program, self.state[record.param]
         there = {*state, *(program.extra_names if record.extra or program.weight.is_quantized else ())}
         if not (missing := [name for name in program.kept if name not in there]):
@@ -162,7 +161,7 @@ class Updates:
         self._shard.write(record.param, shard)
 
     def _update_shards(self) -> None:
-        """Measures the shards that wait, in one collective, and updates their parameters."""
+        """Measures the waiting shards in one collective, and updates their parameters."""
         records = [record for record, _ in self._shards]
         ranks = records[0].program.ranks
         assert ranks is not None
@@ -175,7 +174,7 @@ class Updates:
 
     @torch.no_grad()
     def _update_stack(self, stack: Stack, decision: Decision | None) -> None:
-        """Updates parameters as one: their tensors are stacked, and written back to where they were."""
+        """Updates parameters as one: stacks their tensors, and copies the results back."""
         records, grads = stack.empty()
         if len(records) == 1:
             self._update_one(records[0], grads[0], decision)
@@ -185,7 +184,7 @@ class Updates:
         program = stack.program.stacked(len(records))
         states = [self.state[record.param] for record in records]
         params = [record.param for record in records]
-        in_place = program.ranks is None  # parameters that are complete, which need not be read one by one
+        in_place = program.ranks is None  # complete parameters are stacked without reading them one by one
         shards = params if in_place else [self._shard.read(param) for param in params]
         columns = [shards, *map(list, zip(*(record.extra for record in records), strict=True))]
         columns += [[state[name] for state in states] for name in states[0]]
@@ -206,7 +205,7 @@ class Updates:
         state: dict[str, Any],
         decision: Decision | None,
     ) -> None:
-        """Runs a program on the tensors of its parameters."""
+        """Runs a program on the tensors of its parameters, and notes the results in their records."""
         reading = self.clipping.reading(records, grad, decision)
         self.cycle.moved = True
         held = Held(program.weight, weight)
@@ -227,7 +226,7 @@ class Updates:
             tile=PLANNED_TILE if planned else None,
         )
         result = None
-        # a dispatch mode (fake tensors, a memory tracker) looks at each operation, and compiled code has none to show
+        # a dispatch mode (fake tensors, a memory tracker) has to see each operation, which compiled code hides
         if compiles and not _get_current_dispatch_mode():
             result = run_compiled(program, tiles, state)
         if result is None:
@@ -242,7 +241,7 @@ class Updates:
 
 
 def initial_tensors(program: Program, names: Iterable[str], shard: Tensor) -> dict[str, Tensor]:
-    """Returns tensors that are kept for a parameter as they are before its first update. shard: of the weight."""
+    """Returns new tensors of a parameter with these names, before its first update. shard: of the weight."""
     new = {}
     for name in names:
         kept = program.kept[name]
@@ -253,5 +252,5 @@ def initial_tensors(program: Program, names: Iterable[str], shard: Tensor) -> di
 
 
 def _each(values: Tensor) -> Sequence[Tensor]:
-    """The elements."""
+    """Returns the elements as scalars."""
     return [values.view(())] if values.numel() == 1 else values.view(-1).unbind()

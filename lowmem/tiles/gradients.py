@@ -1,7 +1,7 @@
-"""Gradients that are computed as they are read: a block of rows at a time, as often as a rule has passes.
+"""Gradients that are computed as they are read: a block of rows at a time, once for each pass of a rule.
 
-The gradient of a vocabulary matrix, which an output head and an embedding have, is larger than any other, and what it
-is computed from is small: hidden states, or the indices and the gradient of what an embedding returned.
+The gradients of an output head and of an embedding have a row per word of the vocabulary, and are larger than any
+other. The tensors that they are computed from are small: hidden states, or indices and the gradient of the output.
 """
 
 import functools
@@ -14,8 +14,8 @@ from torch import Tensor
 
 from lowmem.tiles.layout import Layout, Rectangle, View
 
-# Gradients are computed as they are read where what they are computed from takes this many times less memory. For more
-# tokens a tensor is hardly larger, and computed once.
+# Gradients are computed as they are read if the tensors for it take this many times less memory. With more tokens a
+# dense gradient is hardly larger, and it is computed only once.
 TIMES_LESS = 4
 
 
@@ -45,21 +45,21 @@ class Contribution(ABC):
 
     @abstractmethod
     def add_to(self, rows: Tensor, start: int) -> None:
-        """Adds rows of the contribution, from `start` on, to float32 `rows` [block, cols]."""
+        """Adds the rows of the contribution that begin at `start` to float32 `rows` [block, cols]."""
 
 
 @dataclass(eq=False)
 class ComputedGradient:
     """The gradient of a contiguous matrix [rows, cols] as the sum of contributions, which are added as it is read.
 
-    Contributions may depend on the parameter: rows of the gradient on the same rows of it alone. So a sweep may write
-    rows of the parameter once it has read the gradient of those rows for the last time. Of everything else they have
-    copies (`Contribution.copy`), since parameters are updated while backward runs and buffers are reused. The training
-    loop may change the parameter between two backwards: what is stored over the end of a backward is a tensor.
+    Rows of the gradient may depend on the same rows of the parameter. So a sweep writes rows of the parameter after it
+    has read their gradient for the last time. All other tensors are copies (`Contribution.copy`), since parameters are
+    updated while backward runs and buffers are reused. The training loop may change the parameter between two
+    backwards, so a gradient that is stored over the end of a backward is converted to a tensor.
 
     Attributes:
         shape: [rows, cols], of the full parameter.  device: where it is computed.
-        contributions: what it is the sum of.
+        contributions: the terms of its sum.
     """
 
     shape: tuple[int, ...]
@@ -69,20 +69,20 @@ class ComputedGradient:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of what is read."""
+        """The dtype in which it is read."""
         return torch.float32
 
     def is_contiguous(self) -> bool:
-        """As a tensor; its blocks are."""
+        """Returns True, as its blocks are contiguous."""
         return True
 
     @property
     def block_rows(self) -> int:
-        """Rows of a block, of which the last one may have fewer."""
+        """Number of rows per block; the last one may have fewer."""
         return min(self.shape[0], *(part.block_rows for part in self.contributions))
 
     def blocks(self) -> Iterator[tuple[int, Tensor]]:
-        """Each block as float32 [rows, cols], with the number of its first row. It may be changed in place."""
+        """Yields the first row and the float32 values [rows, cols] of each block, which may be changed in place."""
         for start in range(0, self.shape[0], self.block_rows):
             yield start, self._rows(start, start + self.block_rows)
 
@@ -95,7 +95,7 @@ class ComputedGradient:
         return block
 
     def elements(self, start: int, count: int) -> Tensor:
-        """Returns `count` elements from `start` on, in the order of rows, float32, padded with zeros."""
+        """Returns `count` elements from `start` on in row-major order, float32, padded with zeros."""
         rows, cols = self.shape
         stop = min(start + count, rows * cols)
         if start >= stop:
@@ -105,29 +105,29 @@ class ComputedGradient:
         return torch.nn.functional.pad(flat, (0, start + count - stop))
 
     def add_to(self, total: Tensor) -> None:
-        """Adds all of it to a tensor of the parameter's shape."""
+        """Adds the gradient to a tensor of the parameter's shape."""
         for start, block in self.blocks():
             total[start : start + len(block)] += block
 
     def dense(self, dtype: torch.dtype) -> Tensor:
-        """All of it as one tensor, rounded once."""
+        """Returns the gradient as one tensor, rounded once."""
         grad = torch.empty(self.shape, dtype=dtype, device=self.device)
         for start, block in self.blocks():
             grad[start : start + len(block)] = block
         return grad
 
     def layout(self, view: View) -> Layout:
-        """The parameter in rectangles of which each lies in one block."""
+        """Returns a layout of the parameter with rectangles that each lie within one block."""
         rows, cols = self.shape
         return _in_blocks(rows, cols, view, self.block_rows)
 
     def view(self, rectangle: Rectangle) -> Tensor:
-        """The gradient of a rectangle of `layout(...)`: [batch, rows, cols]."""
+        """Returns the gradient of a rectangle of `layout(...)`, float32 [b, r, c]."""
         here = replace(rectangle, start=0, stop=rectangle.stop - rectangle.start)
         return here.view(self.read(rectangle.start // self.shape[1]))
 
     def read(self, start: int) -> Tensor:
-        """The block that begins at row `start`, which stays until another one is read."""
+        """Returns the block that begins at row `start`, which stays in memory until another one is read."""
         if self._held is None or self._held[0] != start:
             self._held = None  # freed before the next one is allocated
             self._held = start, self._rows(start, start + self.block_rows)
@@ -136,7 +136,7 @@ class ComputedGradient:
 
 @functools.lru_cache(maxsize=64)
 def _in_blocks(rows: int, cols: int, view: View, block_rows: int) -> Layout:
-    """The layout of a matrix that is cut every `block_rows` rows."""
+    """Returns the layout of a matrix that is cut every `block_rows` rows."""
     rectangles: list[Rectangle] = []
     for start in range(0, rows, block_rows):
         first, last = start * cols, min(start + block_rows, rows) * cols

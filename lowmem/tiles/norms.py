@@ -1,26 +1,28 @@
-"""Norms of gradients: in float32 as PyTorch computes them, and right as well where squares overflow float32.
+"""Norms of gradients: computed in float32 like PyTorch's, but also correct where squares overflow float32.
 
-A sum of squares is measured twice: of the values, and of the values times `REDUCED`, a power of two. The device takes
-the second where the first overflows. Only an element that is Inf or NaN makes a norm in float64 Inf or NaN.
+A sum of squares is measured twice: of the values, and of the values times `REDUCED`, a power of two. The second one is
+used where the first overflows. A float64 norm is Inf or NaN only if an element is.
 """
 
 import torch
 from torch import Tensor
 
-# Times this, the squares of finite float32 values, and sums of up to 2⁶³ of them, do not overflow float32.
+# The squares of finite float32 values times this, and sums of up to 2⁶³ of them, do not overflow float32.
 REDUCED = 2.0**-96
 
-# Rules that keep a mean of squares in float32 take gradients whose sum of squares is less than this.
+# Rules with a mean of squares in float32 support gradients whose sum of squares is less than this.
 LARGEST_SUM = 2.0**126
 
 
 def exact(square_sum: Tensor, reduced: Tensor) -> Tensor:
-    """The sum of squares as float64, from float32 sums of squares of the values and of the values times `REDUCED`."""
+    """Returns the float64 sum of squares, from float32 sums of squares of the values and of the values times
+    `REDUCED`.
+    """
     return torch.where(square_sum.isfinite(), square_sum.double(), reduced.double() / REDUCED**2)
 
 
 def norm_over(norms: Tensor, order: float = 2.0) -> Tensor:
-    """The norm of several tensors from their norms, all float64, summed in float32 unless squares overflow there."""
+    """Returns the norm over several tensors from their float64 norms, summed in float32 unless squares overflow."""
     single = torch.linalg.vector_norm(norms.float(), order)
     return torch.where(single.isfinite(), single.double(), torch.linalg.vector_norm(norms, order))
 

@@ -1,8 +1,8 @@
-"""Roundings of float32 tiles to 16 bits: to nearest, at random, and with what was cut off; and random bits for them.
-They give float32 numbers that the narrower dtype holds.
+"""Roundings of float32 tiles to 16 bits: to nearest, stochastic, and compensated by a residual; and their random bits.
+They return float32 numbers that the narrower dtype can represent.
 
-Random bits come from a counter (seed, step, parameter, element), never from a generator: an element gets the same bits
-whatever the tile, the rank or a resume in between, and the random state that dropout uses does not change.
+Random bits come from a counter (seed, step, parameter, element), never from a generator. So an element gets the same
+bits for every tile size, on every rank and after resuming, and the random state for dropout does not change.
 """
 
 import hashlib
@@ -14,27 +14,27 @@ from torch import Tensor
 _LOW16 = 0xFFFF
 _EXPONENT = 0x7F800000
 
-# float32 has whole numbers around this one: adding it writes a small one into the low bits.
+# float32 numbers around this one are integers: adding it moves a small integer into the low bits.
 _WHOLE = 1.5 * 2.0**23
 
 
 def bits(value: Tensor) -> Tensor:
-    """The bits of float32 numbers, int32."""
+    """Returns the bits of float32 numbers as int32."""
     return value.view(torch.int32)
 
 
 def number(pattern: Tensor) -> Tensor:
-    """The float32 numbers that have these bits."""
+    """Returns the float32 numbers with these int32 bits."""
     return pattern.view(torch.float32)
 
 
 def whole(value: Tensor) -> Tensor:
-    """Whole float32 numbers below 2²² as int32. Compiled code on a CPU has no vector instruction for the conversion."""
+    """Converts integers below 2²² from float32 to int32. Compiled CPU code has no vector instruction for a cast."""
     return bits(value + _WHOLE) - 0x4B400000
 
 
 def widen(stored: Tensor, high: Tensor, low: Tensor) -> Tensor:
-    """The float32 value that `split` encoded."""
+    """Undoes `split`."""
     residual = high.float() * 256 + low.float()
     if stored.dtype == torch.bfloat16:
         return number(bits(stored.float()) + whole(residual))
@@ -42,12 +42,12 @@ def widen(stored: Tensor, high: Tensor, low: Tensor) -> Tensor:
 
 
 def split(value: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """A float32 tile as (stored weight, residual in 16 bits): compensated rounding. The residual is two numbers, int8
-    and uint8: compiled code on a CPU has no vector instructions for 16-bit integers.
+    """Splits a float32 tile into (stored weight, residual in 16 bits) for compensated rounding. The residual is two
+    numbers, int8 and uint8, because compiled CPU code has no vector instructions for 16-bit integers.
 
-    bfloat16: the weight is the nearest one (ties away from zero) and the residual is the float32's own low 16 bits, so
-    `widen` gives the value back to the last bit. float16: the residual counts 2⁻¹⁵ of the weight's spacing, exact for
-    normal float16 and within 2⁻⁴⁰ below 2⁻¹⁴. A value that is not finite has a zero residual.
+    bfloat16: the weight is rounded to nearest (ties away from zero), and the residual is the low 16 bits of the float32
+    number, so `widen` restores every bit. float16: the residual is in multiples of 2⁻¹⁵ of the weight's spacing, exact
+    for normal float16 and within 2⁻⁴⁰ below 2⁻¹⁴. Values that are not finite have a zero residual.
     """
     if dtype == torch.bfloat16:
         known = value == value  # NaN differs from itself
@@ -63,17 +63,15 @@ def split(value: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def widen8(stored: Tensor, residual: Tensor) -> Tensor:
-    """The float32 value that `split8` encoded."""
+    """Undoes `split8`."""
     wide = stored.float()
     return wide + residual.float() * (_unit(wide, stored.dtype) * (1 / 254))
 
 
 def split8(value: Tensor, dtype: torch.dtype, uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """A float32 tile as (nearest weight, residual in 8 bits): what rounding cut off, in 127ths of half the weight's
-    spacing (FlashOptim, arXiv:2602.23349), up or down at random so that the mean of what `widen8` gives is the value.
-    `uniform` is between 0 and 1. A value that `widen8` has given comes out as it went in.
-
-    A value that is not finite has a zero residual.
+    """Splits a float32 tile into (nearest weight, residual in 8 bits). The residual is in 127ths of half the weight's
+    spacing (FlashOptim, arXiv:2602.23349), rounded stochastically by `uniform` in (0, 1) so that the mean of `widen8`
+    is the value. A result of `widen8` is split without a change. Values that are not finite have a zero residual.
     """
     stored = nearest(value, dtype)
     unit = _unit(stored, dtype)
@@ -85,41 +83,41 @@ def split8(value: Tensor, dtype: torch.dtype, uniform: Tensor) -> tuple[Tensor, 
 
 
 def _unit(stored: Tensor, dtype: torch.dtype) -> Tensor:
-    """`spacing`, but at least the smallest normal number, which has an inverse."""
+    """As `spacing`, but at least the smallest normal number, so that it has an inverse."""
     return spacing(stored, dtype, 2.0**-126)
 
 
 def spacing(value: Tensor, dtype: torch.dtype, least: float = 0.0) -> Tensor:
-    """The distance of neighbours in bfloat16 or float16 around a float32 value, or `least`: a power of two, float32.
-    From 2¹⁰⁷ on it stays what it is there.
+    """Returns the distance between neighbouring bfloat16 or float16 numbers at a float32 value: a power of two, at
+    least `least`, and constant from 2¹⁰⁷ on.
     """
     precision, smallest = (2.0**-7, 2.0**-133) if dtype == torch.bfloat16 else (2.0**-10, 2.0**-24)
     return (number(bits(value) & _EXPONENT) * precision).clamp(max(smallest, least), 2.0**100)
 
 
 def narrow_stochastically(value: Tensor, dtype: torch.dtype, random: Tensor) -> Tensor:
-    """A float32 tile rounded up or down at random so that the mean is the value; `random` is int32 in [0, 2¹⁶).
+    """Rounds a float32 tile stochastically, so that the mean is the value. random: int32 in [0, 2¹⁶).
 
-    Values that `dtype` holds exactly, infinities and NaN come out as they are.
+    Values that `dtype` represents exactly, infinities and NaN do not change.
     """
-    if dtype == torch.bfloat16:  # added to the bits that are cut off, what is random carries into the others
+    if dtype == torch.bfloat16:  # random bits are added to the low bits, and carry into the high ones
         return torch.where(value == value, number((bits(value) + (_LOW16 - random)) & ~_LOW16), value)
     gap = spacing(value, dtype)
-    much = gap * _WHOLE  # float32 has just this spacing around so much: adding it rounds to a multiple
+    much = gap * _WHOLE  # float32 has this spacing around it: adding it rounds to a multiple
     near = (value + much) - much
     low = torch.where(near > value, near - gap, near)
     return torch.where(fraction(random, 16) * gap < value - low, low + gap, low)
 
 
 def raised(value: Tensor) -> Tensor:
-    """Non-negative float32 numbers rounded up to the next one of bfloat16, still float32."""
+    """Rounds non-negative float32 numbers up to bfloat16; the result is float32."""
     return torch.where(value < torch.inf, number((bits(value) + _LOW16) & ~_LOW16), value)
 
 
 def nearest(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """A float32 tile rounded to the nearest value of `dtype`, ties to even, still float32.
+    """Rounds a float32 tile to the nearest value of `dtype`, ties to even; the result is float32.
 
-    Not by a cast: a compiler takes a cast there and back for no change at all.
+    It does not use casts, because a compiler removes a cast to a dtype and back.
     """
     if dtype == torch.float32:
         return value
@@ -132,7 +130,7 @@ def nearest(value: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def nearest_number(value: float, dtype: torch.dtype) -> float:
-    """`nearest`, for a number of Python's."""
+    """As `nearest`, for a Python number."""
     if dtype == torch.float16:
         return float(struct.unpack("<e", struct.pack("<e", value))[0])
     (bits,) = struct.unpack("<I", struct.pack("<f", value))
@@ -142,16 +140,17 @@ def nearest_number(value: float, dtype: torch.dtype) -> float:
 
 
 def noise_key(seed: int, step: int, name: str) -> int:
-    """A 31-bit key for one parameter at one step."""
+    """Returns a 31-bit seed for one parameter at one step."""
     digest = hashlib.blake2b(f"{seed}/{step}/{name}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 def random_bits(word: Tensor, number: int, count: int) -> Tensor:
-    """The bits that a random int32 word has for the tensor of this number: numbers in [0, 2ᶜᵒᵘⁿᵗ), from 16 bits on.
+    """Returns random numbers in [0, 2ᶜᵒᵘⁿᵗ), 16 bits or more, for tensor `number` from a random int32 word.
 
-    The lower half, the upper half, and the upper half of the word times an odd number, which depends on all of it: any
-    two of them are as good as independent. Of more bits the others come last: each half takes some of the other one.
+    Tensor 0 uses the lower half of the word, tensor 1 the upper half, and others the upper half of the word times an
+    odd number, which depends on all its bits. Any two of them are practically independent. Bits after the first 16 come
+    from the other half.
     """
     if number == 0:
         low = word & _LOW16
@@ -162,12 +161,12 @@ def random_bits(word: Tensor, number: int, count: int) -> Tensor:
 
 
 def fraction(random: Tensor, count: int) -> Tensor:
-    """Numbers in [0, 2ᶜᵒᵘⁿᵗ) as float32 between 0 and 1: the middles of so many equal parts, at most 2²³."""
+    """Converts numbers in [0, 2ᶜᵒᵘⁿᵗ) to float32 in (0, 1): the centers of 2ᶜᵒᵘⁿᵗ equal intervals, at most 2²³."""
     return number(random << 23 - count | 0x3F800000) - (1 - 2.0 ** -(count + 1))
 
 
 def mix(x: Tensor) -> Tensor:
-    """An int32 bijection whose output bits look random (Wellons' lowbias32); used as a counter-based generator."""
+    """Hashes int32 numbers bijectively (Wellons' lowbias32), as a counter-based random generator."""
     x = x ^ ((x >> 16) & _LOW16)
     x = x * 0x7FEB352D
     x = x ^ ((x >> 15) & 0x1FFFF)

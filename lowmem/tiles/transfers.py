@@ -1,4 +1,4 @@
-"""Small values on their way between host and device: neither waits for what the other has still to do."""
+"""Copies of small values between host and device without synchronization."""
 
 from collections.abc import Sequence
 
@@ -8,15 +8,15 @@ from torch._subclasses.fake_tensor import is_fake
 
 
 def to_device(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Numbers of the host as a tensor [values], copied from pinned memory: from other memory, CUDA may first wait for
-    the stream.
+    """Copies numbers to the device, as a tensor [values]. Pinned memory is used, since for other memory CUDA may first
+    wait for the stream.
     """
     host = torch.tensor(values, dtype=dtype, device="cpu", pin_memory=device.type in ("cuda", "xpu"))
     return host.to(device, non_blocking=True)
 
 
 class Readback:
-    """Starts to copy a small tensor to the host; `values` waits for that copy only, not for what was queued since."""
+    """Starts to copy a small tensor to the host. `values` waits for this copy, but not for later work."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._event: torch.Event | None = None
@@ -29,7 +29,7 @@ class Readback:
             self._event = torch.accelerator.current_stream(tensor.device).record_event()
 
     def values(self) -> list[float] | None:
-        """The numbers; None in a dry run with fake tensors, which have none."""
+        """Returns the numbers, or None in a dry run with fake tensors."""
         if is_fake(self._copy):
             return None
         if self._event is not None:
