@@ -248,8 +248,8 @@ class UpdateRule(ABC):
 
     @abstractmethod
     def update(self, sweep: Sweep, spec: Any, state: State) -> Tensor | None:
-        """Updates a parameter: any number of `sweep.reduce`, then one `sweep.apply`. It is traced once for all parameters
-        of a kind and all steps, so it must depend on its arguments alone. It may branch on the presence of numbers.
+        """Updates a parameter: any number of `sweep.reduce`, then a `sweep.apply`. Compiling traces it once for a kind
+        of parameters and all steps, so it must depend on its arguments alone. It may branch on the presence of numbers.
 
         Returns:
             For a rule with `statistics`, the weights of the norms of gradients, float32 [members]; else None.
