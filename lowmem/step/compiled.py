@@ -43,7 +43,7 @@ def run_compiled(program: Program, tiles: StoredTiles, states: Mapping[str, Tens
     args = _arguments(program, tiles, states)
     is_one = len(places) == 1 and program.ranks is None and isinstance(tiles.grad, Tensor)
     forms = tuple(dict.fromkeys(map(form_of, places)))
-    dims = tuple((key, value.dtype, value.ndim) for key, value in args.items())
+    dims = tuple((key, value.ndim) for key, value in args.items())
     like = tiles.grad.dtype, is_one, forms, tiles.scalars.names, tiles.reading.sums_squares, dims
     if like not in program.compiled:
         kind = Kind(
@@ -79,7 +79,7 @@ def _arguments(program: Program, tiles: StoredTiles, states: Mapping[str, Tensor
     for name, kept in program.small.items():
         args[kept.extent, name] = states[name].view((*extent(kept.extent, tiles.shape), *kept.extra))
     args["numbers", "single"], args["numbers", "double"] = tiles.scalars.single, tiles.scalars.double
-    if any(storage.draws for storage in (program.weight, *program.states.values())):
+    if program.draws:
         args["key", ""] = torch.full((), *tiles.keys(), dtype=torch.int32, device=tiles.device)
     return args
 

@@ -122,6 +122,11 @@ class Program:
         """Elements of a row that are encoded together by some storage."""
         return max(storage.group for storage in (self.weight, *self.states.values()))
 
+    @functools.cached_property
+    def draws(self) -> bool:
+        """Returns whether some storage uses random numbers."""
+        return any(storage.draws for storage in (self.weight, *self.states.values()))
+
     def held(self, states: Mapping[str, Tensor]) -> dict[str, Held]:
         """Returns the states of the parameter's size with their storages, from the tensors of all states."""
         return {

@@ -190,16 +190,17 @@ class CompiledUpdate:
 
     def run(self, tiles: StoredTiles, args: Arguments, held: Mapping[str, Held]) -> dict[Any, Tensor]:
         """Updates a parameter. held: the states of its size, by name."""
-        args |= {("size", n): size for n, size in enumerate(tiles.shape)}
-        if self._kind.form is not None:
+        if self._kind.form is None:
+            args |= {("size", n): size for n, size in enumerate(tiles.shape)}
+        else:
             args |= self._of_tile(tiles, held)
         results: dict[Any, Tensor] = {}
         for n, stage in enumerate(self._stages):
             results = {} if stage.before is None else stage.before(args)
+            if stage.tile is None:
+                break
             full = {name: held[state] for name, state in stage.full.items()}
             vectors = {key: value for key, value in results.items() if isinstance(key, tuple)}
-            if stage.tile is None:
-                return results
             if stage is self._stages[-1]:
                 tiles.each(stage.tile, full, vectors)
             else:

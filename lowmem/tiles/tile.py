@@ -6,7 +6,7 @@ Shapes: a parameter is viewed as [B, R, C], and a tile of it is [b, r, c]. Trace
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -86,8 +86,7 @@ class Reading:
     @functools.cached_property
     def tensors(self) -> Vectors:
         """Its tensors, as vectors of the kind "reading"."""
-        named = ((each.name, getattr(self, each.name)) for each in fields(self))
-        return {("reading", name): value for name, value in named if isinstance(value, Tensor)}
+        return {("reading", name): value for name, value in vars(self).items() if isinstance(value, Tensor)}
 
 
 class RawTile(NamedTuple):
