@@ -41,39 +41,6 @@ def norm(grads):
 # -- updates -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("size", [1e20, 1e35])
-@pytest.mark.parametrize(
-    ("rule", "cls", "options"),
-    [
-        ("adamw", torch.optim.AdamW, {"weight_decay": 0.01}),
-        ("lomo", torch.optim.SGD, {}),
-        ("torch.optim.AdamW", torch.optim.AdamW, {}),
-    ],
-)
-def test_as_torch(give_gradients, rule, cls, options, size, policy):
-    """v of AdamW overflows as well, where the gradient is large enough, and does so here as it does there. A loss scale
-    does not back off, because GradScaler looks at elements."""
-    values, scales = start(), (rule, policy) != ("torch.optim.AdamW", "immediate")
-    scaled = {"loss_scale": lowmem.DynamicScale(init_scale=2.0, growth_interval=2)} if scales else {}
-    params, opt = made(values, rule, policy=policy, **options, **scaled)
-    others = [torch.nn.Parameter(value) for value in values]
-    ordinary = cls(others, lr=1e-2, foreach=False, **options)
-    for step, scale in enumerate((1.0, size, 1.0)):
-        grads = gradients(scale, step)
-        give_gradients(opt, *zip(params, grads, strict=True))
-        assert not opt.last_step.skipped_params
-        assert opt.last_step.nonfinite == opt.last_step.overflowed == []
-        assert opt.last_step.grad_norm.item() == pytest.approx(norm(grads), rel=1e-6)
-        assert opt.last_step.norms.tolist() == pytest.approx([norm([grad]) for grad in grads], rel=1e-6)
-        for other, grad in zip(others, grads, strict=True):
-            other.grad = grad
-        ordinary.step()
-    assert all(torch.equal(param, other) for param, other in zip(params, others, strict=True))
-    assert opt.nonfinite_gradients == opt.nonfinite_steps == 0
-    assert opt.loss_scale == (4.0 if scales else None)
-
-
 REFERENCES = {"lion": Lion, "lans": Lans, "adalomo": AdaLomo, "adafactor": Adafactor}
 CLIPS = [{"clip_norm": 1.0}, {"clip_value": 1e3}]
 AS_REFERENCE = [("lion", {}, {}), ("lans", {}, {}), ("lans", {"wd": 0.1, "variant": "step"}, {})]

@@ -257,7 +257,9 @@ def guard(net: nn.Module) -> list[Tensor]:
 
 
 class Loop:
-    """A model with its optimizer, and the edits of both between steps, alike on both sides."""
+    """A model with its optimizer, and the edits of both between steps, alike on both sides. Each side has methods that
+    `quantize` the model, `make` the optimizer, run `backward` of a micro-batch, and `finish` a step.
+    """
 
     def __init__(self, s: Settings, computed: bool) -> None:
         torch.manual_seed(0)
@@ -270,12 +272,6 @@ class Loop:
             param.requires_grad_(False)
         self.optimizer = self.make()
         self.scheduler = self.schedule()
-
-    def quantize(self) -> None:
-        raise NotImplementedError
-
-    def make(self) -> Any:
-        raise NotImplementedError
 
     def optimized(self, name: str, param: Tensor) -> Tensor:
         """The tensor that the optimizer updates."""
@@ -345,12 +341,6 @@ class Loop:
             self.finish()
         self.scheduler.step()
         return loss.detach()
-
-    def backward(self, batch: Batch, number: int) -> Tensor:
-        raise NotImplementedError
-
-    def finish(self) -> None:
-        raise NotImplementedError
 
     def inputs(self) -> list[Tensor] | None:
         """The parameters that a backward is for."""
