@@ -99,7 +99,7 @@ def test_loading_a_state_that_fits():
 
 
 def test_some_of_a_stack_are_converted():
-    """They leave it, with the states that lie side by side."""
+    """They leave it with their states."""
     results = []
     for batching in (True, False):
         params, opt = made("adamw", shapes=[(24,)] * 4, batching=batching)

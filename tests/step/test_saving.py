@@ -389,6 +389,8 @@ DAMAGED = {
     "counts of text": (["nonfinite", "steps"], "x", "nonfinite=.*'steps': 'x'"),
     "a scale of text": (["loss_scale", "scale"], "x", "loss scale has scale='x'"),
     "no scale": (["loss_scale", "scale"], del_, "loss scale has scale=None"),
+    "no count of good steps": (["loss_scale", "good"], del_, "loss scale has good=None"),
+    "no patience": (["loss_scale", "patience"], del_, "loss scale has patience=None"),
 }
 
 
