@@ -76,7 +76,7 @@ CHOICES = {
 
 @pytest.mark.parametrize("choice", CHOICES)
 @pytest.mark.parametrize("rule", RULES)
-def test_weights_are_those_of_gradients_that_exist(rule, choice, model, batches, monkeypatch, offers):
+def test_weights_equal_training_on_stored_gradients(rule, choice, model, batches, monkeypatch, offers):
     """Two steps in float32. Sums over the gradient are added in another order: 2e-5 of a norm, which PyTorch sums over
     a whole tensor with that error, and nothing else changes.
     """
@@ -301,7 +301,7 @@ def assert_equals_plain(loss, ids, options=None, policy="immediate", plain=False
     ("immediate", False), ("immediate", True), ("two_pass", False), ("deferred", False), ("deferred", True),
 ], ids=lambda value: {False: "opt.backward", True: "loss.backward"}.get(value, value))  # fmt: skip
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)
-def test_a_gradient_is_that_of_the_weights_before_the_step(loss, policy, plain, batches, offers):
+def test_a_gradient_belongs_to_the_weights_before_the_step(loss, policy, plain, batches, offers):
     """Whatever is updated between a layer's backward and the one in which its weight's gradient is complete."""
     if loss is loss_with_backwards_inside and (plain or policy == "two_pass"):
         pytest.skip("refused: reentrant checkpointing under loss.backward() or in a measuring pass")

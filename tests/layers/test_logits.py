@@ -127,7 +127,7 @@ def linear():
 
 
 @pytest.mark.parametrize("name", [*IN_TILES, *BY_MATRIX])
-def test_what_is_read_is_as_from_a_matrix(name, linear, matrices):
+def test_every_read_equals_a_matrix(name, linear, matrices):
     read = {**IN_TILES, **BY_MATRIX}[name]
     head = LazyHead(linear, 20_000, lambda *_: nullcontext())
     for context in (nullcontext(), torch.no_grad()):
@@ -141,7 +141,7 @@ def test_what_is_read_is_as_from_a_matrix(name, linear, matrices):
     assert name != "entropy" or {shape[0] for shape in matrices} <= {1, 2}
 
 
-def test_what_is_known_of_a_matrix_is_known_of_them(linear, matrices):
+def test_shape_and_dtype_need_no_matrix(linear, matrices):
     logits = LazyHead(linear, None, lambda *_: nullcontext())(torch.zeros(2, 5, SIZE))
     assert (logits.shape, logits.dtype, logits.ndim) == ((2, 5, VOCABULARY), torch.float32, 3)
     assert logits.bfloat16().dtype == torch.bfloat16
@@ -150,7 +150,7 @@ def test_what_is_known_of_a_matrix_is_known_of_them(linear, matrices):
     assert not matrices
 
 
-def test_autocast_is_that_of_the_head(linear):
+def test_autocast_applies_as_in_the_head(linear):
     head = LazyHead(linear, None, lambda *_: nullcontext())
     device = linear.weight.device.type
     with torch.autocast(device, torch.bfloat16):

@@ -57,7 +57,7 @@ def peak(net, x):
 
 @pytest.mark.filterwarnings("ignore:Expected a tensor")
 @pytest.mark.parametrize("tokens", [256, 64])
-def test_activations_are_those_of_a_tile(tokens):
+def test_activations_of_one_tile_exist_at_a_time(tokens):
     """Above the layer's input and output, their gradients, and the weights' gradients with one of a tile."""
     net = Net(MLP(hidden=32, wide=512))
     x = torch.randn(1, 2048, 32, requires_grad=True)

@@ -39,7 +39,7 @@ def sharded_inside(rank):
 
 
 @pytest.mark.parametrize("case", [initialized_first, sharded_inside])
-def test_what_is_refused(two, case):
+def test_sharding_that_is_not_supported_raises(two, case):
     two.run(case)
 
 

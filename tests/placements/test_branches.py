@@ -226,7 +226,7 @@ def hidden_later(rank):
 
 
 @pytest.mark.parametrize("case", [zeros_for_no_gradient, hidden_later])
-def test_what_the_graph_does_not_show_is_refused(two, case):
+def test_gradients_that_the_graph_does_not_show_raise(two, case):
     two.run(case)
 
 

@@ -142,7 +142,7 @@ def test_full_states(settings):
     assert_same(resumed.named_state_dict(), opt.named_state_dict())
 
 
-def test_what_cannot_be_loaded_is_refused(tmp_path):
+def test_states_that_cannot_be_loaded_raise(tmp_path):
     net, other = make(), make()
     opts = [lowmem.FusedOptimizer(n.named_parameters(), rule="torch.optim.AdamW", lr=0.1) for n in (net, other)]
     steps(net, opts[0], list(data())[:1])

@@ -68,7 +68,7 @@ def collectives(rank):
     return sum(reduced)
 
 
-def test_what_every_rank_has_frozen_is_not_reduced(two):
+def test_parameters_that_all_ranks_have_frozen_are_not_reduced(two):
     assert two.run(collectives) == [1, 1]
 
 

@@ -87,7 +87,7 @@ def peaks(rank, kind, settings, folder):
 
 @pytest.mark.parametrize("settings", [{"rule": "lomo"}, {"rule": "adalomo"}, {"rule": "adamw"}], ids=str)
 @pytest.mark.parametrize("kind", SHARDS)
-def test_memory_is_pieces_what_the_engine_gathers_and_one_gradient(two, kind, settings, tmp_path):
+def test_memory_is_shards_gathered_parameters_and_one_gradient(two, kind, settings, tmp_path):
     """Above a step that drops its gradients in the hook: a piece of one, and a tile's temporaries on a CPU; the pieces
     of a batch, which take no more than a gradient; and under ZeRO-3 the gradient that is in flight.
     """
@@ -103,6 +103,6 @@ def test_memory_is_pieces_what_the_engine_gathers_and_one_gradient(two, kind, se
 
 
 @pytest.mark.parametrize("kind", SHARDS)
-def test_a_store_holds_pieces(two, kind, tmp_path):
+def test_offloaded_gradients_are_shards(two, kind, tmp_path):
     for floor, above, weights, _, _ in two.run(peaks, kind, {"rule": "lomo", "policy": "deferred"}, tmp_path):
         assert weights - (1 << 20) <= above <= floor + weights + IN_FLIGHT[kind] + (1 << 20)

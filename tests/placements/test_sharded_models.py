@@ -63,7 +63,7 @@ def test_three_ranks(ranks, kind):
 
 
 @pytest.mark.parametrize("loop", ["as told", "in parts"])
-def test_what_is_kept_gathered_after_backward_is_not_computed_with_again(two, loop):
+def test_parameters_left_gathered_after_backward_are_gathered_anew(two, loop):
     assert_as_one_device(*both(two, "kept after backward", {}, {"policy": "deferred"}, loop))
 
 

@@ -74,7 +74,7 @@ def some_whole(rank):
     "case",
     [engine_with_optimizer, mics, two_passes, still_gathered, in_another_dimension, some_whole],
 )
-def test_what_cannot_be_right_is_refused(two, case):
+def test_unsupported_setups_raise(two, case):
     two.run(case)
 
 

@@ -171,7 +171,7 @@ def test_weights_and_states_have_the_bits_of_one_device(two, place, case):
             assert_same(one, other)
 
 
-def test_what_is_stored_on_one_device():
+def test_dtypes_of_stored_tensors_on_one_device():
     """The cases differ from one another in the dtypes of states and weights, and all of them train."""
     dtypes = {case: {name: value.dtype for name, value in alone(case)[1].items()} for case in ("adamw", "int10")}
     for case in dtypes:

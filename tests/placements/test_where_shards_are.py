@@ -27,7 +27,7 @@ def slice_on(device):
 
 
 @pytest.mark.parametrize(("device", "ordered"), [("cuda", True), ("cuda", False), ("cpu", True)])
-def test_a_gather_on_another_stream_waits_for_what_is_written(device, ordered):
+def test_a_gather_on_another_stream_waits_for_writes(device, ordered):
     params, shard = [slice_on(device), slice_on(device)], _Partition()
     shard._ranks = {None: SimpleNamespace(rank=0, world_size=2, members=[0, 1])}
     computing, gathering = torch.cuda.Stream(), torch.cuda.Stream()

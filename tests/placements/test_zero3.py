@@ -49,7 +49,7 @@ def shared_slowly(rank, settings):
         return shared(rank, "zero3", settings, 1, {"stage3_param_persistence_threshold": 10**9})
 
 
-def test_what_stays_gathered_is_waited_for(two):
+def test_gathered_parameters_are_waited_for(two):
     settings = {"rule": "adamw", "clip_norm": 0.5}
     assert_as_one_device(two.run(shared_slowly, settings), "zero3", settings)
 

@@ -79,7 +79,7 @@ def test_noise_is_the_sources_to_the_bit(name):
     assert torch.equal(ours.cpu(), recorded)
 
 
-def test_other_roundings_have_noise_of_their_own(give_gradients):
+def test_other_roundings_draw_noise_per_element(give_gradients):
     """The same for all elements with `auto`, as in the source; with `stochastic` each has its own."""
     for rounding, values in (("auto", 1), ("stochastic", 2)):
         param, opt = made(torch.ones(500).bfloat16(), lr=2.0**-9, rounding=rounding, multiply_by_parameter_scale=False)

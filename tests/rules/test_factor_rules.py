@@ -78,7 +78,7 @@ def logical(*axes, rules="standard"):
         ((3, 4, 6), {**logical("layers", "embed", "mlp"), "factor_map": [("w", None)]}, {"v_row": (3, 4)}),
     ],
 )
-def test_what_is_factored(give_gradients, shape, options, want):
+def test_dimensions_that_are_factored(give_gradients, shape, options, want):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         found = kept(give_gradients, shape, **options)

@@ -502,7 +502,7 @@ def follow(rule, tmp_path, dtype=torch.float32, groups=({},), rounding="nearest"
 
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic", "compensated"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_third_parties_do(dtype, rounding, tmp_path):
+def test_an_unusual_third_party_class(dtype, rounding, tmp_path):
     groups = [{"betas": (0.9, 0.5), "limit": 3.0}, {"betas": (0.1, 0.5), "boost": 2.0}]
     follow(Unusual, tmp_path, dtype, groups, rounding)
 

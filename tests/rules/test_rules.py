@@ -138,7 +138,7 @@ def test_clipping_by_the_norm_in_the_hook_is_refused(rule, option, in_group):
     ],
 )
 @pytest.mark.parametrize("shape", [(2, 5, 7), (9, 4, 3), (3, 6, 6)])
-def test_experts_are_matrices_of_their_own(give_gradients, rule, options, row, col, shape):
+def test_each_expert_is_factored_alone(give_gradients, rule, options, row, col, shape):
     """A stack [E, in, out] is factored for each expert without being asked, and updates as its slices do by themselves,
     whatever their sizes."""
     sizes = 10.0 ** (torch.arange(shape[0]) - shape[0] // 2)
@@ -301,7 +301,7 @@ def test_a_rule_that_takes_arguments(clean_table, give_gradients):
 
 
 @pytest.mark.parametrize("rule", FULL)
-def test_table_says_what_is_kept(rule, give_gradients):
+def test_table_has_the_bytes_of_states(rule, give_gradients):
     """The bytes that a step leaves in the state of an n x n parameter are a quadratic function of n, which three
     parameters settle."""
     sizes = [128, 160, 192]

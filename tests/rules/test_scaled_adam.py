@@ -148,7 +148,7 @@ def test_statistics_of_a_gradient_of_zeros(give_gradients):
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_what_is_not_finite_dominates(give_gradients, bad):
+def test_a_gradient_that_is_not_finite_dominates(give_gradients, bad):
     params = [torch.nn.Parameter(torch.ones(2)) for _ in range(3)]
     opt = lowmem.FusedOptimizer(zip("pqr", params, strict=True), rule="scaled_adam")
     give_gradients(opt, *zip(params, (torch.ones(2), torch.tensor([1.0, bad]), 9 * torch.ones(2)), strict=True))

@@ -109,7 +109,7 @@ def test_a_foreign_optimizer_next_to_a_rule():
     assert same(weights, by_torch(clip_norm=0.05, for_vectors=torch.optim.Adagrad))
 
 
-def test_what_a_group_does_not_set_is_its_own_rules_default():
+def test_an_omitted_option_is_the_default_of_the_groups_rule():
     net = Net()
     matrices, vectors = (group["params"] for group in split(net))
     groups = [{"params": matrices}, {"params": vectors, "rule": "lion", "rounding": "stochastic"}]

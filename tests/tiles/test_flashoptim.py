@@ -53,7 +53,7 @@ def groups_of_all_sizes(signed, count=2000):
     return value if signed else value.abs()
 
 
-def test_means_have_the_codes_of_flashoptim():
+def test_codes_of_means_equal_flashoptim():
     """Where the scale is a power of two, which both hold exactly, grids are the same and so are codes. A value within
     float32 rounding of the middle between two codes may take the other one.
     """
@@ -192,7 +192,7 @@ FORMATS = [
 
 
 @pytest.mark.parametrize(("dtype", "precision", "exponents", "usual"), FORMATS, ids=["bfloat16", "float16"])
-def test_residuals_are_those_of_flashoptim(dtype, precision, exponents, usual):
+def test_residuals_equal_flashoptim(dtype, precision, exponents, usual):
     """Rounded to nearest, for all tails: the same weight, and the residual of theirs: 127·e/h of
     e = θ - θ', where h is half a spacing. It stands for the value within 1/508 of a spacing and float32 rounding.
 

@@ -45,7 +45,7 @@ def param():
 
 @pytest.mark.parametrize("rows", [1, 7, 53, 100])
 @pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
-def test_every_rectangle_is_that_of_the_tensor(view, rows, param):
+def test_every_rectangle_equals_the_stored_gradient(view, rows, param):
     one, other = torch.randn(2, ROWS, COLS)
     computed = ComputedGradient((ROWS, COLS), param.device, [InBlocks(one, rows), InBlocks(other, ROWS)])
     layout = computed.layout(view)

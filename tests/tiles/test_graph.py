@@ -85,7 +85,7 @@ def test_a_broken_compiler(tmp_path, broken):
 
 
 @pytest.mark.parametrize("gpu", [False, True])
-def test_a_failure_says_what_it_costs_on_a_gpu(fresh, monkeypatch, caplog, gpu):
+def test_a_failure_names_its_cost_on_a_gpu(fresh, monkeypatch, caplog, gpu):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     for message in ("first", "second"):
         Compiler.give_up(ValueError(message))

@@ -156,7 +156,7 @@ STORED = {
 
 @pytest.mark.parametrize("shape", [(64,), (5, 128), (3, 4, 64), (2, 2, 3, 64)])
 @pytest.mark.parametrize("case", STORED)
-def test_updates_are_those_of_plain_torch(case, shape):
+def test_updates_equal_plain_torch(case, shape):
     """Few values are so near to the middle of two codes that float32 rounding takes the other one."""
     options, functions = STORED[case]
     *_, end = train(shape, steps=5, **options)
@@ -166,7 +166,7 @@ def test_updates_are_those_of_plain_torch(case, shape):
     assert ((end["param0"] - exact).abs() > 1e-5).float().mean() > 0.5  # the measure can tell
 
 
-def test_what_is_stored():
+def test_names_and_dtypes_of_stored_tensors():
     """Codes and scales under the names of the state; the parameter has the decoded value."""
     *_, end = train((5, 128), state_storage="int8_by_64", rounding="int8_by_64")
     dtypes = {name.removeprefix("param0."): tensor.dtype for name, tensor in end.items()}

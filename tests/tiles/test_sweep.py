@@ -180,7 +180,7 @@ def test_noise_of_many_columns_does_not_repeat():
     assert len(seen) == len(starts)
 
 
-def test_noise_of_fewer_columns_is_what_it_was():
+def test_noise_of_fewer_columns_has_not_changed():
     """Bits of a run that resumes."""
     col = torch.arange(64, dtype=torch.int32) + ((1 << 31) - 64)
     bits = rounding.mix(rounding.mix(torch.tensor(7, dtype=torch.int32)) + col)
