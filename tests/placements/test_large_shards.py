@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.nets import Memory
+from support.products import pairwise
 from support.shards import SHARDS
 
 import lowmem
@@ -65,11 +66,10 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("spoil", [False, True], ids=["finite", "not finite on one rank"])
-@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
-@pytest.mark.parametrize("kind", SHARDS)
+@pytest.mark.parametrize(("kind", "settings", "spoil"), pairwise(SHARDS, SETTINGS, [False, True]))
 def test_large_parameters_as_on_one_device(ranks_of, kind, settings, spoil):
-    settings = {"lr": 1e-2, **settings}
+    """Where `spoil` is true, a gradient is not finite on one rank."""
+    settings = {"lr": 1e-2, **SETTINGS[settings]}
     assert all(param.numel() > SMALL for name, param in make_large().named_parameters() if "bias" not in name)
     alone, norms, skipped = train(make_large(), lambda x: x, settings, spoil)
     assert any(skipped) is spoil

@@ -18,31 +18,6 @@ made = functools.partial(made_by, "adafactor")
 # -- options -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("batching", [False, True])
-@pytest.mark.parametrize("pairs", [[("[02]$", False), (".*", True)], {"w1|w3": True, "w": False}])
-def test_scale_by_name(give_gradients, pairs, batching):
-    """Parameters of one shape, so that they could be one stack."""
-    start = [torch.randn(4, 4) * 10.0 for _ in range(4)]
-    params, opt = made(start, multiply_by_parameter_scale=pairs, batching=batching)
-    alone = [made([value], multiply_by_parameter_scale=i % 2 == 1) for i, value in enumerate(start)]
-    for _ in range(2):
-        grads = [torch.randn(4, 4) for _ in start]
-        give_gradients(opt, *zip(params, grads, strict=True))
-        for ((param,), own), grad in zip(alone, grads, strict=True):
-            give_gradients(own, (param, grad))
-    assert all(torch.equal(param, other) for param, ((other,), _) in zip(params, alone, strict=True))
-    assert (params[1] - start[1]).abs().mean() > 3 * (params[0] - start[0]).abs().mean()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("kept_in", ["float32", "bfloat16", "float16"])
-def test_dtype_of_the_momentum(give_gradients, dtype, kept_in):
-    (param,), opt = made([torch.randn(5, 6).to(dtype)], beta1=0.9, dtype_momentum=kept_in)
-    give_gradients(opt, (param, torch.randn(5, 6).to(dtype)))
-    assert opt.state[param]["m"].dtype == getattr(torch, kept_in)
-    assert opt.state[param]["v"].dtype == torch.float32
-
-
 @pytest.mark.parametrize(("kept_in", "beta1"), [("float32", 0.9), ("bfloat16", 0.8984375), ("float16", 0.89990234375)])
 @pytest.mark.parametrize("variant", ["jit", "op_by_op"])
 def test_momentum_in_16_bits(give_gradients, kept_in, beta1, variant):

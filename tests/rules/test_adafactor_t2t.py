@@ -87,21 +87,6 @@ def test_other_roundings_draw_noise_per_element(give_gradients):
         assert param.unique().numel() == values
 
 
-# -- momentum ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("asked", [None, "float32", "bfloat16"])
-def test_dtype_of_the_momentum(give_gradients, dtype, asked):
-    """The weight's own unless another is named; rounded to nearest."""
-    param, opt = made(torch.ones(4, dtype=dtype), lr=0.3, beta1=0.9, dtype_momentum=asked)
-    give_gradients(opt, (param, torch.ones(4, dtype=dtype)))
-    momentum = opt.state[param]["m"]
-    assert momentum.dtype == (dtype if asked is None else getattr(torch, asked))
-    torch.testing.assert_close(momentum, torch.full((4,), 0.03).to(momentum.dtype), rtol=1e-6, atol=0)
-    assert opt.state[param]["v"].dtype == torch.float32
-
-
 # -- simulated quantisation --------------------------------------------------------------------------------------------
 
 

@@ -67,22 +67,6 @@ def test_one_element_may_be_larger_by_far(give_gradients, variant):
 # -- by name -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("batching", [False, True])
-def test_multipliers_by_name(give_gradients, batching):
-    """Parameters of one shape, so that they could be one stack."""
-    start = [torch.randn(4, 4) for _ in range(4)]
-    params, opt = made(start, wd=0.2, lr_mult={"w1": 0.5, "w3": 0.0}, wd_mult={"w1": 2.0, "w2": 0.0}, batching=batching)
-    alone = [made([start[i]], lr=lr, wd=wd) for i, (lr, wd) in enumerate([(0.1, 0.2), (0.05, 0.4), (0.1, 0.0)])]
-    for _ in range(3):
-        grads = [torch.randn(4, 4) for _ in start]
-        give_gradients(opt, *zip(params, grads, strict=True))
-        for ((param,), own), grad in zip(alone, grads, strict=False):
-            give_gradients(own, (param, grad))
-    for param, ((other,), _) in zip(params, alone, strict=False):
-        assert torch.equal(param, other)
-    assert torch.equal(params[3], start[3])
-
-
 @pytest.mark.parametrize("option", ["lr_mult", "wd_mult"])
 def test_a_name_that_is_not_there(option):
     params = [("encoder.weight", torch.nn.Parameter(torch.zeros(2))), ("bias", torch.nn.Parameter(torch.zeros(2)))]

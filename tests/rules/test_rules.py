@@ -2,6 +2,7 @@
 
 import math
 import re
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -126,6 +127,49 @@ def test_clipping_by_the_norm_in_the_hook_is_refused(rule, option, in_group):
     assert lowmem.FusedOptimizer(groups, **options).policy != "immediate"
 
 
+# Options by name, and the same for each of four parameters alone.
+SCALED = [{"multiply_by_parameter_scale": i % 2 == 1} for i in range(4)]
+BY_NAME = [
+    ("adafactor", {"multiply_by_parameter_scale": [("[02]$", False), (".*", True)]}, SCALED),
+    ("adafactor", {"multiply_by_parameter_scale": {"w1|w3": True, "w": False}}, SCALED),
+    (
+        "lans",
+        {"wd": 0.2, "lr_mult": {"w1": 0.5, "w3": 0.0}, "wd_mult": {"w1": 2.0, "w2": 0.0}},
+        [{"wd": 0.2}, {"lr": 0.05, "wd": 0.4}, {"wd": 0.0}, {"lr": 0.0}],
+    ),
+]
+
+
+@pytest.mark.parametrize("batching", [False, True])
+@pytest.mark.parametrize(("rule", "options", "alone"), BY_NAME)
+def test_options_by_name(give_gradients, rule, options, alone, batching):
+    """Parameters of one shape, so that they could be one stack."""
+    start = [torch.randn(4, 4) * 10.0 for _ in range(4)]
+    params, opt = made(rule, start, **options, batching=batching)
+    others = [made(rule, [value], **own) for value, own in zip(start, alone, strict=True)]
+    for _ in range(3):
+        grads = [torch.randn(4, 4) for _ in start]
+        give_gradients(opt, *zip(params, grads, strict=True))
+        for ((param,), own), grad in zip(others, grads, strict=True):
+            give_gradients(own, (param, grad))
+    assert all(torch.equal(param, other) for param, ((other,), _) in zip(params, others, strict=True))
+
+
+ASKED = [*product(["adafactor", "adafactor_t2t"], ["float32", "bfloat16", "float16"]), ("adafactor_t2t", None)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("rule", "asked"), ASKED)
+def test_dtype_of_the_momentum(give_gradients, rule, asked, dtype):
+    """Rounded to nearest; for adafactor_t2t the dtype of the weight, unless another is named."""
+    (param,), opt = made(rule, [torch.ones(4, dtype=dtype)], lr=0.3, beta1=0.9, dtype_momentum=asked)
+    give_gradients(opt, (param, torch.ones(4, dtype=dtype)))
+    momentum = opt.state[param]["m"]
+    assert momentum.dtype == (dtype if asked is None else getattr(torch, asked))
+    torch.testing.assert_close(momentum, torch.full((4,), 0.03).to(momentum.dtype), rtol=1e-6, atol=0)
+    assert opt.state[param]["v"].dtype == torch.float32
+
+
 # -- stacks of matrices ------------------------------------------------------------------------------------------------
 
 
@@ -211,7 +255,7 @@ ALLOWED = {
     "lion": {"lr": NOT_NEGATIVE, "betas": (RATE, [(1.0, 0.9), (0.9, 1.0)]), "weight_decay": NOT_NEGATIVE},
 }  # fmt: skip
 # What these refuse depends on names and shapes: tests/rules/test_factor_rules.py.
-BY_NAME = {"adafactor": {"factor_map", "logical_factor_rules", "param_logical_axes"}}
+ELSEWHERE = {"adafactor": {"factor_map", "logical_factor_rules", "param_logical_axes"}}
 
 
 def refused_by(allowed):
@@ -245,7 +289,7 @@ def test_hyperparameter_out_of_range(rule, option, value, allowed):
 
 def test_every_hyperparameter_has_a_range():
     for rule, options in ALLOWED.items():
-        assert options.keys() | BY_NAME.get(rule, set()) == TABLE[rule].defaults.keys()
+        assert options.keys() | ELSEWHERE.get(rule, set()) == TABLE[rule].defaults.keys()
     assert ALLOWED.keys() == TABLE.keys()
 
 
