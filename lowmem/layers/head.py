@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from lowmem.errors import ConfigError, UnsupportedError
+from lowmem.layers.autocast import autocast, autocast_dtype
 from lowmem.layers.head_gradient import HeadGradient
-from lowmem.layers.head_tiles import Head, add_product, autocast_dtype, find_labels, no_autocast
+from lowmem.layers.head_tiles import Head, add_product, find_labels
 from lowmem.step import hooks
 from lowmem.tiles.gradients import ComputedGradient
 from lowmem.tiles.layout import block_starts
@@ -134,7 +135,7 @@ class _TokenLosses(torch.autograd.Function):
         }
         if options.learns:
             results["directions"] = torch.empty_like(hidden)
-        with options.gather(), no_autocast(hidden.device):
+        with options.gather(), autocast(hidden.device, None):
             targets = _checked(targets, len(weight))
             step, rows = options.head.tile(tokens, len(weight), size, hidden.device)
             for start in block_starts(tokens, step, hidden):

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lowmem.layers.head_tiles import Head, add_product, find_labels, no_autocast
+from lowmem.layers.autocast import autocast
+from lowmem.layers.head_tiles import Head, add_product, find_labels
 from lowmem.tiles.gradients import Contribution
 from lowmem.tiles.quantized import plain
 
@@ -47,7 +48,7 @@ class HeadGradient(Contribution):
         return self.head.tile(len(self.hidden), vocabulary, size, self.hidden.device)
 
     def add_to(self, rows: Tensor, start: int) -> None:
-        with no_autocast(rows.device):
+        with autocast(rows.device, None):
             at_a_time = max(1, _CPU_SLICE // (4 * rows.shape[1])) if rows.device.type == "cpu" else len(rows)
             for part in rows.split(at_a_time):
                 for hidden, of_products in self._tiles(start, len(part)):
@@ -57,7 +58,7 @@ class HeadGradient(Contribution):
     def of_bias(self) -> Tensor:
         """Returns the gradient of the bias, float32 [vocabulary]."""
         grad = torch.zeros(len(self.weight), dtype=torch.float32, device=self.hidden.device)
-        with no_autocast(grad.device):
+        with autocast(grad.device, None):
             for start in range(0, len(grad), self.block_rows):
                 for _, of_products in self._tiles(start, self.block_rows):
                     grad[start : start + self.block_rows] += of_products.sum(0)

@@ -1,9 +1,7 @@
 """Tiles of an output head: the logits of some tokens with some rows of the vocabulary. One exists at a time."""
 
 import math
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -128,15 +126,3 @@ def find_labels(targets: Tensor, first: int, rows: int) -> tuple[Tensor, Tensor]
     """
     local = targets - first
     return (local >= 0) & (local < rows), local.clamp(0, rows - 1)[:, None]
-
-
-def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """Returns the dtype of products under autocast, or None outside autocast."""
-    enabled = torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
-    return torch.get_autocast_dtype(device.type) if enabled else None
-
-
-def no_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """Returns a context in which products have the dtype of their factors."""
-    available = torch.amp.is_autocast_available(device.type)
-    return torch.autocast(device.type, enabled=False) if available else nullcontext()

@@ -15,8 +15,9 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
+from lowmem.layers.autocast import autocast_dtype
 from lowmem.layers.head import Gather, token_losses
-from lowmem.layers.head_tiles import Head, autocast_dtype, default_memory
+from lowmem.layers.head_tiles import Head, default_memory
 
 
 @dataclass(eq=False, repr=False)

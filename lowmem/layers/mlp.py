@@ -7,8 +7,8 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from types import MethodType
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from lowmem.errors import StepError, UnsupportedError
+from lowmem.layers.autocast import autocast, autocast_dtype
 from lowmem.rules import require
 
 # Random state of the host; indices of devices and the random state of each.
@@ -122,7 +123,7 @@ class _Tiled(torch.autograd.Function):
         if ctx.kept is None:  # it needs no gradient
             ctx.save_for_backward(hidden)
         ctx.versions = [param._version for param in params]
-        ctx.autocast = _present_autocast(hidden.device.type)
+        ctx.autocast = autocast_dtype(hidden.device)
         ctx.tokens = module._tile_tokens
         ctx.random = torch.get_rng_state(), get_device_states(hidden)
         hidden, result = hidden.detach(), None
@@ -162,7 +163,7 @@ class _Tiled(torch.autograd.Function):
         with _random_state(ctx.random, hidden.device.type):
             for rows, values in _tiles(hidden, ctx.tokens):
                 tile = values.detach().requires_grad_(needed)
-                with torch.enable_grad(), ctx.autocast():
+                with torch.enable_grad(), autocast(hidden.device, ctx.autocast):
                     part = torch.func.functional_call(body, leaves, (tile,))
                 part.backward(flat_grad[..., rows, :])
                 del part
@@ -211,15 +212,6 @@ def _tiles(hidden: Tensor, tokens: int) -> Iterator[tuple[slice, Tensor]]:
     for start in range(0, flat.shape[-2], tokens):
         rows = slice(start, start + tokens)
         yield rows, flat[..., rows, :]
-
-
-def _present_autocast(device_type: str) -> Callable[[], AbstractContextManager[Any]]:
-    """Returns a function that makes contexts with the present state of autocast."""
-    if not torch.amp.is_autocast_available(device_type):
-        return nullcontext
-    dtype, enabled = torch.get_autocast_dtype(device_type), torch.is_autocast_enabled(device_type)
-    # backward may run inside autocast, whose cache would hold the cast weights of every MLP until it ends
-    return functools.partial(torch.autocast, device_type, dtype, enabled, cache_enabled=False)
 
 
 @contextmanager

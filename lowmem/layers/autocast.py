@@ -1,0 +1,22 @@
+"""Autocast, asked and set per device."""
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """Returns the dtype of products under autocast, or None outside autocast."""
+    enabled = torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
+    return torch.get_autocast_dtype(device.type) if enabled else None
+
+
+def autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
+    """Returns a context in which products have this dtype, or the dtype of their factors if it is None.
+
+    Casts of weights are not cached: a backward inside another autocast would hold them until that one ends.
+    """
+    if not torch.amp.is_autocast_available(device.type):
+        return nullcontext()
+    return torch.autocast(device.type, dtype, enabled=dtype is not None, cache_enabled=False)
