@@ -206,13 +206,13 @@ class Zero3(Sharded):
         """Gathers parameters of one dtype into the full tensors that DeepSpeed keeps, in one collective."""
         from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
-        sizes, ranks = [self.shard.span(param).size for param in params], self.shard.ranks_of(params[0])
+        shards, sizes, ranks = [], [], self.shard.ranks_of(params[0])
         assert ranks is not None
-        shards = (self.shard.read(param) for param in params)
-        pads = (
-            torch.nn.functional.pad(shard, (0, size - len(shard))) for shard, size in zip(shards, sizes, strict=True)
-        )
-        full = ranks.all_gather(torch.cat(list(pads)), sum(sizes)).view(ranks.world_size, -1)
+        for param in params:
+            span = self.shard.span(param)
+            shards.append(torch.nn.functional.pad(self.shard.read(param), (0, span.size - span.held)))
+            sizes.append(span.size)
+        full = ranks.all_gather(torch.cat(shards), sum(sizes)).view(ranks.world_size, -1)
         for param, slices in zip(params, full.split(sizes, dim=1), strict=True):
             if param.ds_status is ZeroParamStatus.AVAILABLE:
                 param.data.copy_(slices.flatten()[: param.ds_numel].view(param.ds_shape))
@@ -241,7 +241,7 @@ def _in_file(param: Any) -> bool:
 
 
 def _free_buffer(param: Any) -> None:
-    """Returns the buffer into which this rank's slice was loaded from a file. There are few of them."""
+    """Frees the buffer into which this rank's slice was loaded from a file. There are few of them."""
     if _in_file(param):
         param.nvme_swapper.remove_partition_and_release_buffers([param])
 

@@ -210,6 +210,20 @@ def test_a_parameter_that_is_reached_but_gets_no_gradient_is_left_out(two, steps
     assert torch.equal(one[5], Half().layers[5].weight)
 
 
+def silent_in_a_micro_batch(rank):
+    net = Half()
+    opt = lowmem.FusedOptimizer(net.named_parameters(), rule="lomo", lr=0.1, policy="deferred")
+    with opt.accumulate():
+        opt.backward(net((0, 5)))
+    opt.backward(net((0, 5)))
+    return list(opt.last_step.names)
+
+
+def test_no_gradient_in_a_micro_batch_before_the_last(two):
+    """Ranks exchange nothing before the last micro-batch."""
+    assert two.run(silent_in_a_micro_batch) == [["layers.0.weight"]] * 2
+
+
 def zeros_for_no_gradient(rank):
     """They are noticed on every rank."""
     with pytest.raises(StepError, match="Return zeros instead of None"):
