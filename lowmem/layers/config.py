@@ -16,7 +16,7 @@ class LayersConfig:
             as often as its rule reads them. This holds on one device, for rules of lowmem, and for micro-batches of up
             to a quarter as many tokens as the vocabulary has; for longer ones the gradient hardly takes more memory
             than the tensors from which it is computed, and is computed once. Under ZeRO-3, gradients are computed and
-            reduced block by block, so that a rank has those of its shard. Under FSDP2, on replicated ranks, and for
+            reduced block by block, so a rank has only its shard of them. Under FSDP2, on replicated ranks, and for
             third-party optimizers, gradients are tensors. False uses TRL's losses and PyTorch's embedding.
         head_memory: additional memory for computing the loss and these gradients, such as "1GiB". More is faster. None
             is 128 MiB on a CPU and 512 MiB on a GPU.

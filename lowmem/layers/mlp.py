@@ -30,7 +30,7 @@ def tile_mlps(model: nn.Module, tokens: int, names: Collection[str] = ("mlp", "f
 
     An MLP is a module with one of these names that is called with one tensor of shape `[..., tokens, hidden]`, returns
     one of the same shape, and computes each token independently. Its first forward checks this. Results and gradients
-    equal those of the full sequence, up to the order of sums. Autograd rounds the gradients of 16-bit weights once per
+    are the same as without tiles, up to the order of sums. Autograd rounds the gradients of 16-bit weights once per
     tile, and they are summed in float32. Dropout draws its random numbers per tile. While backward computes an MLP, the
     gradients of all its weights exist at once, in float32 or wider. A second call changes the number of tokens.
 
@@ -96,11 +96,11 @@ def _forward(self: Any, *args: Tensor, **kwargs: Tensor) -> Tensor:
                 f"parameter {name!r} of a tiled MLP ({type(self).__name__}) is sharded while the module computes. Call "
                 "fully_shard on the layer or the MLP, not on the linear layers inside, and omit tensor parallelism"
             )
-    hidden = _Keep.apply(hidden)
+    hidden = _SavedInput.apply(hidden)
     return _Tiled.apply(self, list(params), hidden, *params.values())  # type: ignore[no-any-return]
 
 
-class _Keep(torch.autograd.Function):
+class _SavedInput(torch.autograd.Function):
     """Saves the input before any tile is computed. Activation checkpointing stops its recomputation where the last
     tensor was saved, so it does not compute the tiles once more.
     """
@@ -119,8 +119,8 @@ class _Tiled(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, module: Any, names: list[str], hidden: Tensor, *params: Tensor) -> Tensor:
         ctx.module, ctx.names = module, names
-        ctx.kept = hidden.grad_fn
-        if ctx.kept is None:  # it needs no gradient
+        ctx.saved = hidden.grad_fn  # the node of _SavedInput
+        if ctx.saved is None:  # the input does not require a gradient
             ctx.save_for_backward(hidden)
         ctx.versions = [param._version for param in params]
         ctx.autocast = autocast_dtype(hidden.device)
@@ -143,7 +143,7 @@ class _Tiled(torch.autograd.Function):
     @staticmethod
     @once_differentiable  # type: ignore[misc]
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        (hidden,) = (ctx.kept or ctx).saved_tensors
+        (hidden,) = (ctx.saved or ctx).saved_tensors
         params = dict(ctx.module.named_parameters())
         if [params[name]._version for name in ctx.names] != ctx.versions:  # autograd does not see recomputed tiles
             raise StepError(

@@ -47,7 +47,7 @@ def quantize_(model: nn.Module, weight_format: str, *, group: int = 64, skip: Se
     for pattern in skip:
         matching = [f"{name}." for name in modules if fnmatchcase(name, pattern)]
         if not matching:
-            raise ConfigError(f"skip: no module is named {pattern!r}.{did_you_mean(pattern, modules)}")
+            raise ConfigError(f"skip: {pattern!r} is not the name of a module.{did_you_mean(pattern, modules)}")
         skipped += matching
     chosen = [names for weight, names in _shared(model, _is_matrix) if _is_chosen(weight, names, group, skipped)]
     if chosen and weight_format == "int8":

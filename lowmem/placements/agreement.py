@@ -29,9 +29,9 @@ def refuse_different(records: Collection[Placed]) -> None:
     values = _digest([int(total) for total in sums])
     summary = {"number": len(records), "names, shapes or dtypes": _digest(kinds), "values": values}
     if found := differences(summary):
-        what, rank, first, other = found[0]
-        details = f"the {what} of the parameters differ between rank 0 and rank {rank}"
-        if what == "number":
+        name, rank, first, other = found[0]
+        details = f"the {name} of the parameters differ between rank 0 and rank {rank}"
+        if name == "number":
             details = f"rank 0 has {first} parameter(s) and rank {rank} has {other}"
         raise UnsupportedError(
             f"placement='auto' in a process group of {dist.get_world_size()} ranks: {details}. Write "
@@ -54,7 +54,7 @@ def refuse_other_settings(settings: Mapping[str, Any], group: dist.ProcessGroup 
 
 
 def differences(own: Mapping[str, Any], group: dist.ProcessGroup | None = None) -> list[tuple[str, int, Any, Any]]:
-    """Compares the values of the first rank of a group with those of the others. Every rank calls it.
+    """Compares values, by name, between the first rank of a group and the others. Every rank calls it.
 
     Returns:
         For the first rank that differs: (name, rank, value on the first rank, value on that rank) of each difference.

@@ -99,7 +99,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One backward of a step, whose gradients are added to those of the step's other micro-batches.
+    """One backward of a step. Its gradients are added to the sums over the micro-batches of the step.
 
     Attributes:
         add: adds a gradient to the sum of its parameter. Returns the sum in the last micro-batch, None before it.

@@ -104,7 +104,7 @@ class _ReduceScatter(Reducer):
 
     A reduce-scatter is launched when its gradient is complete, and waited for when the next one is, so that it overlaps
     with the backward: two gradients exist at a time. A gradient that is computed as it is read is reduced block by
-    block, so that no rank has all of it.
+    block, so no rank has the full gradient.
     """
 
     def __init__(self, shard: FlatShard) -> None:
