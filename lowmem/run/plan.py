@@ -62,12 +62,8 @@ _OF_DATA: dict[str, Any] = {
     "completion_only_loss": None, "chat_template_path": None, "eos_token": None, "pad_token": None,
 }  # fmt: skip
 
-# Arguments of activations that are unset while the trainer is created, because a trainer on this device raises an error
-# for offloading. transformers 5.23 has renamed the first two.
-_OF_ACTIVATIONS: dict[str, Any] = {
-    "gradient_checkpointing": False, "gradient_checkpointing_kwargs": None, "activation_checkpointing": False,
-    "activation_checkpointing_kwargs": None, "activation_offloading": False,
-}  # fmt: skip
+# The options of activation checkpointing, before and since transformers 5.23.
+_KWARGS = ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs")
 
 # Memory that is not in tensors.
 NOT_COUNTED = {
@@ -106,7 +102,7 @@ def plan(recipe: Recipe) -> RunPlan:
         args, model = trainer.args, trainer.model
         largest = [trainer.train_dataset[n % 2] for n in range(args.per_device_train_batch_size)]
         collated = trainer.data_collator(largest)
-    with fake, _Values(), _recomputed_and_offloaded(model, args), _autocast_on_meta():
+    with fake, _Values(), _recomputed_and_offloaded(model, recipe.training), _autocast_on_meta():
         batch = tree_map_only(Tensor, lambda value: torch.empty_like(value, device=device), dict(collated))
 
         def loss() -> Tensor:
@@ -155,10 +151,12 @@ def _trainer(
         raise ConfigError(f"max_length={length}: the model has {places:,} positions; set max_length: {places}")
     for item in (model, *others):
         item.hf_device_map = dict.fromkeys(("", "model"), device.type)  # keeps Accelerate from moving the model
-    created = recipe.adjusted(**_OF_DATA, **_OF_ACTIVATIONS, output_dir=folder)
+    created = recipe.adjusted(**_OF_DATA, output_dir=folder)
+    if device.type == "meta":  # a trainer on this device raises for offloading, which `_recomputed_and_offloaded` adds
+        inside = {name: value for name, value in _kwargs(args).items() if name != "offload"} or None
+        created = created.adjusted(activation_offloading=False, **dict.fromkeys(_KWARGS, inside))
     options = dict(zip(names, others, strict=True))
     trainer = build.trainer(created, rows, None, model, processing_class=_tokenizer(), **options)
-    vars(trainer.args).update({name: value for name, value in vars(args).items() if name in _OF_ACTIVATIONS})
     return trainer, others
 
 
@@ -166,7 +164,7 @@ def _trainer(
 def _recomputed_and_offloaded(model: Any, args: Any) -> Iterator[None]:
     """Applies what the arguments say of activations."""
     if args.gradient_checkpointing:
-        kwargs = {"use_reentrant": False, **(args.gradient_checkpointing_kwargs or {})}
+        kwargs = {"use_reentrant": False, **_kwargs(args)}
         which = {name: kwargs.pop(name) for name in ("every_n_layers", "offload") if name in kwargs}
         getattr(model, f"{_checkpointing(args)}_enable")(kwargs, **which)
     hooks = saved_tensors_hooks(_offload, lambda packed: packed[1].to(packed[0]))
@@ -185,6 +183,11 @@ def _autocast_on_meta() -> Iterator[None]:
     asked = patch.object(torch, "is_autocast_enabled", lambda on="cuda": on != "meta" and enabled(on))
     with asked, patch.object(torch, "autocast", on_cpu):
         yield
+
+
+def _kwargs(args: Any) -> dict[str, Any]:
+    """The options of activation checkpointing."""
+    return args.gradient_checkpointing_kwargs or {}
 
 
 def _checkpointing(args: Any) -> str:
@@ -207,7 +210,7 @@ def ways(recipe: Recipe) -> dict[str, dict[str, Any]]:
     tile, tokens = layers.mlp_tile, rows * length
     on_gpu = recipe.device == "gpu" or (recipe.device is None and torch.cuda.is_available())
     recomputed, checkpointing = args.gradient_checkpointing, _checkpointing(args)
-    offloaded = getattr(args, "activation_offloading", False) or args.gradient_checkpointing_kwargs
+    offloaded = getattr(args, "activation_offloading", False) or _kwargs(args)
     offload: dict[str, Any] = {"activation_offloading": True}  # of TRL
     if checkpointing == "activation_checkpointing":  # of transformers, since 5.23
         offload = {"activation_checkpointing_kwargs": {"offload": True}}
