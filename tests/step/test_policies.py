@@ -35,7 +35,7 @@ class Net(torch.nn.Module):
 
     def forward(self, x=None, *, reentrant=None):
         """The loss; `reentrant` checkpoints `middle`."""
-        x = torch.ones(2, 4) if x is None else x
+        x = torch.ones(2, 4, device=self.early.weight.device) if x is None else x
         x = self.dropout(self.early(x))
         x = self.middle(x) if reentrant is None else checkpoint(self.middle, x, use_reentrant=reentrant)
         return self.late(x).square().sum()
