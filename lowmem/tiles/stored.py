@@ -45,32 +45,6 @@ class Across(Protocol):
         """Returns float32 tensors summed over the ranks, or their elementwise maximum, in one collective."""
 
 
-class Source:
-    """A shard that tiles are taken from: a tensor with one value per `group` elements of a row, or a gradient that is
-    computed as it is read.
-    """
-
-    def __init__(self, layout: Layout, tensor: Gradient, group: int = 1) -> None:
-        self._layout, self._tensor, self._group = layout, tensor, group
-        self._views = layout.views(tensor, group) if isinstance(tensor, Tensor) else None
-
-    def tile(self, place: Place) -> Tensor:
-        """Returns a view [b, r, c / group] of the tile."""
-        if isinstance(self._tensor, ComputedGradient):
-            return cut(self._tensor.view(self._layout.rectangles[place.rectangle]), place.inner)
-        assert self._views is not None
-        return cut(self._views[place.rectangle], place.inner, self._group)
-
-
-Sources = tuple[Storage, list[Source]]
-
-
-def _held_at(sources: Sources, place: Place) -> Held:
-    """Returns one tile of each tensor of a storage."""
-    storage, parts = sources
-    return Held(storage, tuple(part.tile(place) for part in parts))
-
-
 @dataclass(eq=False)
 class StoredTiles(Tiles):
     """Tiles that are views of the parameter, its gradient and its states.
@@ -114,9 +88,9 @@ class StoredTiles(Tiles):
         return _two_of_each_size(places) if is_fake(self.weight.parts[0]) else places
 
     @functools.cached_property
-    def _own(self) -> tuple[Source, Sources]:
-        """The gradient and the weight."""
-        return Source(self.layout, self.grad), self._sources(self.weight)
+    def _rectangles(self) -> tuple[Sequence[Tensor], list[list[Tensor]]]:
+        """Views of the gradient and of the weight, one per rectangle."""
+        return self.layout.views(self.grad) if isinstance(self.grad, Tensor) else (), self._views(self.weight)
 
     def complete_grad(self) -> Tensor:
         assert isinstance(self.grad, Tensor)  # rules that need it have needs_dense_gradient
@@ -153,12 +127,13 @@ class StoredTiles(Tiles):
             )
         order = places if self._passes % 2 == 0 else places[::-1]
         self._passes += 1
-        grad, param = self._own
-        sources = {name: self._sources(held) for name, held in full.items()}
+        grads, weight = self._rectangles
+        views = {name: self._views(held) for name, held in full.items()}
         for place in order:
-            states = {name: _held_at(each, place) for name, each in sources.items()}
+            grad = cut(grads[place.rectangle] if grads else self._computed(place), place.inner)
+            states = {name: _at(place, held.storage, views[name]) for name, held in full.items()}
             here = {key: self._part(key[0], value, place) for key, value in vectors.items()}
-            yield place, self._raw(grad.tile(place), _held_at(param, place), states, here)
+            yield place, self._raw(grad, _at(place, self.weight.storage, weight), states, here)
 
     def _part(self, kind: str, value: Tensor, place: Place) -> Tensor:
         """Returns the part of a vector of the parameter that belongs to a tile, broadcastable to [b, r, c]."""
@@ -173,9 +148,20 @@ class StoredTiles(Tiles):
             value = value if low == 1 << 31 else value + (low - (1 << 31))
         return value.view([n if d in DIMS[kind] else 1 for d, n in enumerate(rect.size)])
 
-    def _sources(self, held: Held) -> Sources:
-        pairs = zip(held.storage.parts, held.parts, strict=True)
-        return held.storage, [Source(self.layout, tensor, part.group) for part, tensor in pairs]
+    def _views(self, held: Held) -> list[list[Tensor]]:
+        """Returns views of each tensor of a storage, one per rectangle [b, r, c / group]."""
+        return [self.layout.views(each, part.group) for each, part in zip(held.parts, held.storage.parts, strict=True)]
+
+    def _computed(self, place: Place) -> Tensor:
+        """Returns the gradient of a tile's rectangle, float32 [b, r, c]."""
+        assert isinstance(self.grad, ComputedGradient)
+        return self.grad.view(self.layout.rectangles[place.rectangle])
+
+
+def _at(place: Place, storage: Storage, views: Sequence[Sequence[Tensor]]) -> Held:
+    """Returns the tile at a place, from views of each tensor of its storage."""
+    pairs = zip(views, storage.parts, strict=True)
+    return Held(storage, tuple(cut(each[place.rectangle], place.inner, part.group) for each, part in pairs))
 
 
 class Totals:
