@@ -1,8 +1,8 @@
-"""A weight that is held in fewer bits than it shows to the model.
+"""Quantized weights, which look like ordinary matrices to the model.
 
-Autograd sees a matrix of bfloat16 (or of the dtype that the weight had), which gets ordinary gradients. What exists are
-codes and the units of their groups. A product decodes the matrix, and an embedding the rows that it looks up, below
-autograd: so what autograd saves for backward are the codes, and a product of backward decodes them once more.
+Autograd sees a matrix of bfloat16 (or the weight's earlier dtype), which gets ordinary gradients. The memory contains
+integers and the units of their groups. A product dequantizes the matrix below autograd, and an embedding the rows that
+it looks up. So autograd saves quantized tensors for backward, and a product of backward dequantizes them once more.
 """
 
 import functools
@@ -24,13 +24,13 @@ from lowmem.tiles.graph import Compiler, Function, Sizes, compiled, trace
 from lowmem.tiles.layout import block_starts
 from lowmem.tiles.storage import ROUNDED_DTYPES, Integer, Part, Uniform
 
-# Elements that are decoded or encoded at a time.
+# Elements that are dequantized or quantized at a time.
 CPU_BLOCK = 1 << 17
 GPU_BLOCK = 1 << 22
 
 aten = torch.ops.aten
 
-# Operations that read an ordinary matrix: products, and what a product expands.
+# Operations that read an ordinary matrix: products, and the expansion of their operands.
 PRODUCTS = {
     aten.mm.default, aten.addmm.default, aten.mv.default, aten.bmm.default, aten._grouped_mm.default,
     aten.expand.default,
@@ -44,13 +44,14 @@ OF_MEMORY = {
 
 
 class QuantizedWeight(Tensor):
-    """A matrix of float numbers whose values a storage holds, or a stack of matrices.
+    """A quantized matrix, or a stack of matrices.
 
     Attributes:
-        format: how its values are held; no part of it is the tensor itself.
-        parts: the tensors of the storage, [..., rows, columns / group] each; views of those for a transposed matrix.
-        cast_from: the weight that autocast has cast to this one, which shares its codes, and its version at that time.
-        compiled: in this process `dequantize` is compiled code, as the last optimizer of such weights has decided.
+        format: its storage, of which no part is the tensor itself.
+        parts: the tensors of the storage, [..., rows, columns / group] each, or transposed views of them.
+        cast_from: the weight that autocast has cast to this one, which shares its parts, and its version at that time.
+        compiled: whether `dequantize` is compiled in this process, by the decision of the last optimizer of such
+            weights.
     """
 
     format: Integer
@@ -70,8 +71,8 @@ class QuantizedWeight(Tensor):
     @classmethod
     @torch.no_grad()
     def of(cls, weight: Tensor, format: Integer, name: str = "the weight") -> "QuantizedWeight":
-        """A matrix in another storage, each element as near as it can be held. Columns are a multiple of the group.
-        Raises `UnsupportedError` for an element that is not finite, which would make its group NaN.
+        """Quantizes a matrix by rounding to nearest. The number of columns is a multiple of the group. Raises
+        `UnsupportedError` for an element that is not finite, which would make its group NaN.
         """
         *lines, columns = weight.shape
         parts = (weight.new_empty((*lines, columns // p.group), dtype=p.dtype) for p in format.parts)
@@ -91,7 +92,7 @@ class QuantizedWeight(Tensor):
 
     @torch.no_grad()
     def dequantize(self) -> Tensor:
-        """The matrix as an ordinary tensor, a copy."""
+        """Returns the matrix as an ordinary tensor."""
         if self.transposed:
             return self.by_group(lambda part, _: part.mT).dequantize().mT
         if self.compiled and Compiler.failure is None and not _get_current_dispatch_mode():
@@ -108,38 +109,38 @@ class QuantizedWeight(Tensor):
 
     @property
     def transposed(self) -> bool:
-        """Returns whether groups lie along columns, as in a view for a product."""
+        """Returns whether groups are along columns, as in a transposed view for a product."""
         codes = self.parts[0]
         return codes.ndim > 1 and codes.stride(-2) == 1  # a row has one group at least
 
     def _as_matrix(self) -> "QuantizedWeight":
-        """A stack of matrices as one matrix, or a line as one whose rows are a group."""
+        """Returns a stack of matrices as one matrix, or a vector as a matrix with a group per row."""
         columns = self.shape[-1] if self.ndim > 1 else self.format.group
         return self if self.ndim == 2 else self.by_group(lambda part, group: part.reshape(-1, columns // group))
 
     def _decoded(self, at: Any) -> Tensor:
-        """Rows of it, in float32."""
+        """Returns some rows, dequantized to float32."""
         return self.format.decode(tuple(part[at] for part in self.parts))
 
     def by_group(self, change: Callable[[Tensor, int], Tensor]) -> "QuantizedWeight":
-        """One with other parts, made from each part and the number of elements of which that has one value."""
+        """Returns a weight whose parts are made by `change`, from each part and its number of elements per value."""
         pairs = zip(self.parts, self.format.parts, strict=True)
         new = QuantizedWeight(self.format, tuple(change(tensor, part.group) for tensor, part in pairs), self.dtype)
         new.cast_from = self.cast_from
         return new
 
-    # torch 2.13, distributed/fsdp/_fully_shard/_fsdp_param.py: a shard that has these is gathered by them; parts may
-    # have any size if the first one takes the mesh alone. A shard lies at the start of what it was padded to.
+    # torch 2.13, distributed/fsdp/_fully_shard/_fsdp_param.py: FSDP2 calls these to gather a shard. Parts may have any
+    # size if the first one takes the mesh alone. A shard is at the start of its padded memory.
 
     def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, ...], None]:
-        """Returns the tensors of a shard to gather: its parts with the padding behind them."""
+        """Returns the tensors of a shard to gather: its parts with their padding."""
         rows = self.parts[0].untyped_storage().nbytes() // self.shape[1:].numel()
         return tuple(part.as_strided((rows, *part.shape[1:]), part.stride()) for part in self.parts), None
 
     def fsdp_post_all_gather(
         self, gathered: tuple[Tensor, ...], metadata: None, dtype: torch.dtype, *, out: Tensor | None = None
     ) -> tuple["QuantizedWeight", tuple[()]] | None:
-        """Returns the gathered weight with the padding, which FSDP2 cuts off; `out` has its memory already."""
+        """Returns the gathered weight with its padding, which FSDP2 removes; None if `out` shares its memory."""
         return (QuantizedWeight(self.format, gathered, dtype), ()) if out is None else None
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -148,7 +149,7 @@ class QuantizedWeight(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func == Tensor.data.__set__:  # type: ignore[attr-defined]
-            # by which Module.to moves a parameter. With __tensor_flatten__ it would make a new one, without our hooks
+            # Module.to moves a parameter in this way. With __tensor_flatten__ it would create one without our hooks
             self, value = args
             if not isinstance(value, cls) or value.dtype != self.dtype:
                 raise UnsupportedError(
@@ -198,7 +199,7 @@ class QuantizedWeight(Tensor):
         raise weights[0].refusal(func)
 
     def refusal(self, use: Any) -> UnsupportedError:
-        """Returns the error of an operation that it does not take part in."""
+        """Returns the error for an operation that is not supported."""
         return UnsupportedError(
             f"a weight of {list(self.shape)} quantized to {self.format} takes part in {use}, which needs an ordinary "
             "matrix. A quantized weight can be used in a product or an embedding, also sharded by fully_shard "
@@ -208,7 +209,7 @@ class QuantizedWeight(Tensor):
         )
 
     def _by_rows(self, func: Any, *args: Any, **kwargs: Any) -> Any:
-        """Operations that take rows as they are held; None if it is another one."""
+        """Runs operations that do not have to dequantize rows. Returns None for others."""
         if func is aten.embedding.default or (func is aten.index.Tensor and len(args[0]) == 1 and self.ndim > 1):
             (at,) = tree_leaves(args[0])
             return rows_of(self, at) if at.dtype != torch.bool or at.ndim < self.ndim else None
@@ -248,7 +249,7 @@ class QuantizedWeight(Tensor):
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`F.linear`, whose backward reads the weight before the gradient of that exists: `addmm` does, and `mm` after."""
+    """As `F.linear`, with `addmm`, whose backward reads the weight before the weight's gradient exists, unlike `mm`."""
     if bias is not None or input.ndim < 2 or weight.ndim != 2 or isinstance(input, QuantizedWeight):
         return F.linear(input, weight, bias)
     rows = torch.addmm(input.new_zeros(()), input.reshape(-1, input.shape[-1]), weight.t(), beta=0)
@@ -257,7 +258,7 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
 
 @functools.cache
 def _decoder(format: Integer, dtype: torch.dtype, device: torch.device) -> Function:
-    """Compiled code that decodes the parts of any number of groups, each of one dimension: all in one pass."""
+    """Returns compiled code that dequantizes any number of groups in one pass, given one-dimensional parts."""
     sizes = Sizes()
     groups = sizes.size(1 << 16)
     args = [sizes.tensor((groups * (format.size // part.group),), part.dtype, device) for part in format.parts]
@@ -265,27 +266,27 @@ def _decoder(format: Integer, dtype: torch.dtype, device: torch.device) -> Funct
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """The tensor, or the ordinary matrix that a `QuantizedWeight` shows."""
+    """Returns the tensor itself, or a `QuantizedWeight` as an ordinary matrix."""
     return tensor.dequantize() if isinstance(tensor, QuantizedWeight) else tensor
 
 
 def in_codes(model: nn.Module) -> bool:
-    """Returns whether some weights of a model are held in codes."""
+    """Returns whether a model has quantized weights."""
     return any(isinstance(getattr(param, "_local_tensor", param), QuantizedWeight) for param in model.parameters())
 
 
 def tensors_of(tensor: Tensor) -> tuple[Tensor, ...]:
-    """The tensors in memory that a tensor is: itself, or the parts of a `QuantizedWeight`."""
+    """Returns the tensors that contain the values of a tensor: itself, or the parts of a `QuantizedWeight`."""
     return tuple(tensor.parts) if isinstance(tensor, QuantizedWeight) else (tensor,)
 
 
 def rows_of(matrix: Tensor, indices: Tensor) -> Tensor:
-    """Some rows of a matrix, as an ordinary tensor."""
+    """Returns some rows of a matrix as an ordinary tensor."""
     return matrix._decoded(indices).to(matrix.dtype) if isinstance(matrix, QuantizedWeight) else matrix[indices]
 
 
 def _blocks(weight: "QuantizedWeight") -> Iterator[slice]:
-    """The rows of a matrix that are decoded or encoded at a time, one after others."""
+    """Yields the rows of a matrix to dequantize or quantize at a time."""
     block = CPU_BLOCK if weight.device.type == "cpu" else GPU_BLOCK
     step = max(1, block // max(1, weight.shape[1]))
     for start in block_starts(weight.shape[0], step, weight.parts[0]):
