@@ -51,7 +51,7 @@ class Kind:
 
     storages: of the gradient, of the weight and of the states of the parameter's size, by name.  group: elements of a
     row that some of them encode together.  args: the other arguments.  batched: the parameter has several slices.
-    numbers: names of the rule's.  sums_squares: see `Reading`.  form: of the tile; None: of all tiles together.
+    numbers: names of the rule's.  sums_squares: see `Reading`.  form: of the tile; None for code between two passes.
     """
 
     storages: tuple[tuple[str, Storage], ...]
