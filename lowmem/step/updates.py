@@ -1,9 +1,8 @@
 """Runs the updates of parameters: large ones one by one, small ones in stacks, shards after they are measured."""
 
-import logging
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,15 +16,12 @@ from lowmem.step.cycle import StepCycle
 from lowmem.step.parameters import Parameters
 from lowmem.step.program import Program
 from lowmem.step.record import ParamRecord
-from lowmem.step.stacks import Stack
 from lowmem.tiles.gradients import ComputedGradient, Gradient
 from lowmem.tiles.graph import Compiler
 from lowmem.tiles.rounding import noise_key
 from lowmem.tiles.storage import Float, Held
 from lowmem.tiles.stored import StoredTiles, begin_storage
 from lowmem.tiles.sweep import Scalars, Sweep
-
-logger = logging.getLogger(__name__)
 
 # Elements up to which a parameter is small: launching its update takes longer than the update. With stacks, small
 # parameters are not compiled, so that they get the same bits alone and in a stack: torch has only one order of summing
@@ -40,6 +36,27 @@ STACK = 1 << 18
 
 # Maximum elements of shards that wait to be measured: on a large model, the shards of a layer or two.
 SHARDS = 1 << 25
+
+
+@dataclass
+class Stack:
+    """Parameters of one program, whose gradients wait until the stack is full.
+
+    Attributes:
+        full: number of parameters that are updated as one.
+        records, grads: the waiting parameters and their gradients.
+    """
+
+    program: Program
+    full: int
+    records: list[ParamRecord] = field(default_factory=list)
+    grads: list[Tensor] = field(default_factory=list)
+
+    def empty(self) -> tuple[list[ParamRecord], list[Tensor]]:
+        """Removes and returns the waiting parameters and gradients."""
+        waiting = self.records, self.grads
+        self.records, self.grads = [], []
+        return waiting
 
 
 class Updates:
