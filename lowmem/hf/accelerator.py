@@ -13,16 +13,21 @@ from lowmem.errors import ConfigError
 
 
 class FusedAccelerator(Accelerator):  # type: ignore[misc]
-    """The accelerator that a trainer has created, with other methods."""
+    """The accelerator of a trainer.
+
+    Attributes:
+        trainer: the trainer, with its model, optimizer and sharding.
+        updates: whether `backward` updates parameters: once the trainer has created its optimizer.
+    """
 
     trainer: Any
-    updates: bool  # whether `backward` does; not before the trainer has created its optimizer
+    updates: bool
 
     @classmethod
     def adopt(cls, trainer: Any) -> None:
-        """Makes the accelerator of a trainer a fused one."""
+        """Changes the class of the accelerator that a trainer has created. Keeps the methods of a subclass."""
         accelerator = trainer.accelerator
-        accelerator.__class__ = cls
+        accelerator.__class__ = type(cls.__name__, (cls, type(accelerator)), {})
         accelerator.trainer, accelerator.updates = trainer, False
         accelerator.scaler = None  # the optimizer scales the loss
 
