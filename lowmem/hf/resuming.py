@@ -64,6 +64,8 @@ class Rows(TrainerCallback):  # type: ignore[misc]
     ) -> None:
         args = trainer.args
         self._trainer, self._loader, self._max_steps, self._folder = trainer, loader, max_steps, checkpoint
+        self._data = getattr(loader, "dataset", loader)  # or a custom iterable of batches
+        self._is_stream = isinstance(self._data, IterableDataset)
         accumulation = args.gradient_accumulation_steps
         # micro-batches per epoch, or of all steps if the data are a stream
         self._batches = len(loader) if has_length(loader) else max_steps * accumulation
@@ -100,9 +102,7 @@ class Rows(TrainerCallback):  # type: ignore[misc]
 
     def _describe(self) -> dict[str, Any]:
         """The properties of the data, the order and the batches that decide which rows a step has."""
-        args = self._trainer.args
-        data = getattr(self._loader, "dataset", self._loader)  # or a custom iterable of batches
-        self._is_stream = isinstance(data, IterableDataset)
+        args, data = self._trainer.args, self._data
         compared = args.save_strategy != "no" or self._folder is not None
         shape = [self._per_batch // args.world_size, args.gradient_accumulation_steps, args.world_size]
         rows: Any = shape
