@@ -16,7 +16,7 @@ import lowmem
 from lowmem.errors import ConfigError
 from lowmem.step import compiled
 from lowmem.step.compiled import has_compiler
-from lowmem.tiles import graph, traced
+from lowmem.tiles import graph, stages
 from lowmem.tiles.graph import Compiler
 
 pytestmark = [
@@ -157,7 +157,7 @@ def test_an_error_in_one_of_several_parts(fresh, monkeypatch, working):
             raise NotImplementedError
         return graph.compiled(*args)
 
-    monkeypatch.setattr(traced, "compiled", broken)
+    monkeypatch.setattr(stages, "compiled", broken)
     opt.backward(gradients(params, 1))
     eager.backward(gradients(others, 1))
     assert len(calls) == working + 1 and Compiler.failure
