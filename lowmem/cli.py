@@ -1,6 +1,6 @@
-"""The command line: TRL's training commands, `plan` and `inspect` before them, `generate` and `rules`.
+"""The command line: TRL's training commands, `plan` and `inspect` before training, `generate`, and `rules`.
 
-A mistake of the user is one message on stderr and exit status 2, and leaves no partial files.
+Invalid input gives one message on stderr and exit status 2, and leaves no files.
 """
 
 import argparse
@@ -105,7 +105,7 @@ def _parser() -> argparse.ArgumentParser:
         subparser.set_defaults(run=run)
         return subparser
 
-    for name, summary in COMMANDS.items():  # `run.parser` has their arguments, and those of plan and inspect
+    for name, summary in COMMANDS.items():  # their arguments are in run/parser.py
         command(name, train, summary, add_help=False).set_defaults(training=name)
     for name, run, summary in (
         ("plan", plan, "Predict the memory of a training step; nothing is downloaded or allocated."),

@@ -56,7 +56,7 @@ _UNSUPPORTED = {
     "torch_compile": "a compiled model cannot run on fake tensors. Omit it to plan the eager model",
 }
 
-# Arguments of data that are unset, because a plan has rows of its own.
+# Arguments that are unset, because a plan creates its own rows.
 _OF_DATA: dict[str, Any] = {
     "report_to": [], "eval_strategy": "no", "dataset_num_proc": None, "assistant_only_loss": False,
     "completion_only_loss": None, "chat_template_path": None, "eos_token": None, "pad_token": None,
@@ -283,7 +283,7 @@ def _rows(command: str, length: int) -> tuple[Dataset, list[str]]:
 
 
 def _tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer for which every word is a token, so that a plan does not load that of the model."""
+    """A tokenizer for which every word is a token, in place of the model's, which would be downloaded."""
     words = Tokenizer(models.WordLevel({"<pad>": 0, "a": 1, "</s>": 2}, unk_token="<pad>"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>", pad_token="<pad>")

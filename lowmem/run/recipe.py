@@ -196,8 +196,8 @@ def _stay_in_place(values: dict[str, Any], file: Path | None) -> None:
 
 
 def _for_device(device: str | None, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Defaults that differ from those of trainers, and those that depend on the device: transformers raises an error
-    for its own default of `bf16`, which is True, where there is no GPU.
+    """Defaults that differ from the trainer's, and values that depend on the device. TRL sets `bf16` to True, for which
+    transformers raises an error where there is no GPU.
     """
     changed: dict[str, Any] = {name: value for name, value in _DEFAULTS.items() if name not in arguments}
     autocast = arguments.get("bf16"), arguments.get("fp16")

@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-# Paths and data are printed as they are: [bold] in them is no markup.
+# Paths and data are printed as they are: [bold] in them is not markup.
 out = Console(highlight=False, markup=False, emoji=False)
 err = Console(highlight=False, markup=False, emoji=False, stderr=True)
 

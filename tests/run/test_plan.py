@@ -142,6 +142,8 @@ def test_options_of_layers_change_the_memory(write, device):
 def test_a_plan_of_preferences_has_a_reference_model(write):
     step = planned(write("dpo"), command="dpo")
     assert step.items["weights"] == 2 * 2 * PARAMETERS
+    words = ("--gradient_accumulation_steps", "2", "--activation_checkpointing_kwargs", '{"offload": true}')
+    assert planned(write("dpo"), *words, command="dpo").host_peak > step.host_peak
 
 
 def test_whether_it_fits(write, tmp_path):
