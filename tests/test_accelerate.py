@@ -107,7 +107,7 @@ REFUSED = {  # options of the optimizer and of the loop
 
 
 @pytest.mark.parametrize(("options", "settings", "message"), REFUSED.values(), ids=REFUSED)
-def test_what_is_refused_moves_nothing(options, settings, message):
+def test_rejected_calls_change_no_weight(options, settings, message):
     loop = Loop(fused(**options), **settings)
     with pytest.raises((StepError, UnsupportedError), match=message):
         loop.train()

@@ -79,7 +79,7 @@ def trainers(monkeypatch):
     return built
 
 
-def test_a_file_of_trl_with_a_model_s_own_options(tmp_path, trainers):
+def test_a_trl_file_with_model_options(tmp_path, trainers):
     changes = {"lr_scheduler_type": "cosine_with_restarts", "fused": None, "max_grad_norm": None}
     path = write(tmp_path, **changes, model_init_kwargs={"attn_implementation": "eager", "attention_dropout": 0.25})
     assert train(tmp_path, "sft", "--config", path).status == 0
@@ -167,7 +167,7 @@ def test_a_run_from_end_to_end(tmp_path, run_dir):
     assert again.status == 0 and logged(tmp_path / "again") == losses
 
 
-def test_updates_that_rounding_would_lose_are_warned_about(tmp_path, caplog):
+def test_updates_lost_by_rounding_warn(tmp_path, caplog):
     for dtype, rounding, warned, said in (
         ("bfloat16", "nearest", True, "bfloat16 (rounding nearest)"),
         ("bfloat16", "auto", False, "bfloat16 (rounding stochastic)"),
@@ -184,7 +184,7 @@ def test_updates_that_rounding_would_lose_are_warned_about(tmp_path, caplog):
         assert sum("with rounding 'nearest' lose every update" in text for text in caplog.messages) == 2 * warned
 
 
-def test_rules_of_groups_are_said(tmp_path):
+def test_the_rules_of_groups_are_reported(tmp_path):
     groups = [{"match": "norm|embed", "rule": "adamw", "lr": 1e-3}]
     ended = train(tmp_path, "sft", "--config", write(tmp_path, fused={"rule": "adalomo", "groups": groups}))
     assert (ended.status, ended.err) == (0, "")
@@ -223,7 +223,7 @@ def resume(run, *words):
     return lowmem("sft", "--config", run / "config.yaml", "--resume_from_checkpoint", "last", *words)
 
 
-def test_a_copied_run_continues_in_its_own_folder(finished, run):
+def test_a_copied_run_continues_in_the_copy(finished, run):
     before = {path: path.stat().st_mtime_ns for path in finished.rglob("*")}
     ended = resume(run, "--max_steps", 8)
     assert ended.status == 0, ended.err
@@ -257,7 +257,7 @@ def test_the_newest_intact_checkpoint_is_continued_to_the_same_weights(run, dama
     assert [record["step"] for record in read(run) if "loss" in record] == [2, 4, 6]
 
 
-def test_a_refused_command_does_not_change_the_configuration_of_a_run(run):
+def test_a_failed_command_does_not_change_the_configuration_of_a_run(run):
     before = (run / "config.yaml").read_text()
     ended = resume(run, "--max_steps", 8, "--lr_scheduler_type", "warmup_stable_decay")
     assert ended.status == 2 and "'num_decay_steps'" in ended.err
@@ -265,7 +265,7 @@ def test_a_refused_command_does_not_change_the_configuration_of_a_run(run):
     assert resume(run, "--max_steps", 8).status == 0 and "max_steps: 8" in (run / "config.yaml").read_text()
 
 
-def test_looking_for_the_metric_changes_no_run(tmp_path):
+def test_checking_the_metric_does_not_change_a_run(tmp_path):
     evaluated = {**BEST, "model_init_kwargs": {"attention_dropout": 0.5}}
     for name in ("entropy", None):
         path = write(tmp_path, **evaluated | {"metric_for_best_model": name, "output_dir": str(tmp_path / f"{name}")})
@@ -320,7 +320,7 @@ def test_a_signal_ends_a_run_with_a_checkpoint(number, tmp_path, run_dir, monkey
     assert resume(run_dir, "--max_steps", 3).status == 0
 
 
-def test_ctrl_c_before_training_and_a_second_one_leave_no_more(tmp_path, run_dir, monkeypatch):
+def test_ctrl_c_before_training_or_twice_leaves_no_files(tmp_path, run_dir, monkeypatch):
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
@@ -366,7 +366,7 @@ def test_a_defect_is_one_line_and_keeps_its_traceback(tmp_path, run_dir, monkeyp
 
 
 @pytest.mark.troubleshooting("out of memory")
-def test_out_of_memory_is_advised_with_the_plan(tmp_path, run_dir, monkeypatch):
+def test_out_of_memory_errors_show_the_plan(tmp_path, run_dir, monkeypatch):
     monkeypatch.setattr(report.RunReport, "on_step_end", failing(torch.OutOfMemoryError("Tried to allocate 20.00 MiB")))
     ended = lowmem("sft", "--config", write(tmp_path, max_length=16))
     assert ended.status == 2
@@ -457,7 +457,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("case", MISTAKES)
-def test_a_mistake_is_one_message_and_nothing_is_left(case, tmp_path, monkeypatch):
+def test_mistakes_exit_with_one_message_and_leave_no_files(case, tmp_path, monkeypatch):
     command, changes, words, message, *more = MISTAKES[case]
     path = write(tmp_path, command.split()[-1], **changes)
     for change in more:
@@ -498,12 +498,12 @@ def test_mistakes_before_a_file_is_read(words, message, tmp_path):
         ("--temperature nan", "--temperature=nan is out of range"),
     ],
 )
-def test_nonsense_for_generate_is_refused(words, message, tmp_path):
+def test_invalid_options_of_generate_raise(words, message, tmp_path):
     ended = lowmem("generate", tmp_path, "hello", *words.split())
     assert ended.status == 2 and message in ended.err
 
 
-def test_adapters_answer_as_the_last_line_of_their_run_says(tmp_path):
+def test_the_printed_generate_command_uses_the_adapters(tmp_path):
     """As the base model with the adapters merged, and as nothing but the adapters changed."""
     lora = {"use_peft": True, "lora_target_modules": ["q_proj", "v_proj"], "fused": None, "learning_rate": 1.0}
     ended = train(tmp_path, "sft", "--config", write(tmp_path, **lora, save_strategy="steps", save_steps=2))
@@ -572,7 +572,7 @@ EXAMPLES = {
 
 
 @pytest.mark.parametrize("command", EXAMPLES)
-def test_the_example_of_a_command_is_on_a_line_of_its_own(command, monkeypatch):
+def test_the_example_of_a_command_has_a_separate_line(command, monkeypatch):
     """It can be copied, whatever the width of the terminal."""
     monkeypatch.setenv("COLUMNS", "40")
     ended = lowmem(*command.split(), "--help")

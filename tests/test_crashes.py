@@ -121,7 +121,7 @@ def test_killed_runs_end_like_one_that_was_not(name, tmp_path):
         shutil.rmtree(run)
 
 
-def test_neither_process_nor_folder_nor_workers_matter(tmp_path):
+def test_results_do_not_depend_on_process_folder_or_workers(tmp_path):
     """Files and losses of a run equal those of one with another hash seed, in another folder, with other workers."""
     words = inputs(tmp_path)
     done = Launched.ranks(0, *words, f"--output_dir={tmp_path / 'run'}").finish()
@@ -178,7 +178,7 @@ def test_a_run_that_dies_while_its_model_is_saved_has_its_last_checkpoint(run, m
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "config.json"])
-def test_a_damaged_final_model_is_passed_over(run, file):
+def test_a_damaged_final_model_is_skipped(run, file):
     assert run().status == 0
     answer, path = run(*ANSWER), Path("run", file)
     path.write_bytes(path.read_bytes()[:99])

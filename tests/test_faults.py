@@ -88,7 +88,7 @@ def test_micro_batches_before_it_are_dropped():
     assert same(weights(net), weights(other))
 
 
-def test_the_gradients_that_waited_are_freed():
+def test_offloaded_gradients_are_freed():
     """Each gradient is given memory of NumPy, which tells when torch lets go of it."""
     net = Net()
     opt = lowmem.FusedOptimizer(net.named_parameters(), "lomo", policy="deferred", store="device", batching=False)
@@ -133,7 +133,7 @@ def limited(end):
     end.send((is_out_of_memory(died.value), died.value.__notes__[0]))
 
 
-def test_a_process_that_gets_no_more_memory():
+def test_a_process_that_runs_out_of_host_memory():
     ours, its = CONTEXT.Pipe()
     process = CONTEXT.Process(target=limited, args=(its,), daemon=True)
     process.start()

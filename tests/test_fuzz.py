@@ -8,7 +8,7 @@ INPUTS = {"checkpoints": 40, "resuming": 2, "starts": 4}
 
 
 @pytest.mark.parametrize("surface", fuzz.SURFACES.values(), ids=list(fuzz.SURFACES))
-def test_every_input_is_accepted_or_refused_by_name(surface, tmp_path, monkeypatch):
+def test_every_input_is_accepted_or_raises_by_name(surface, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run = fuzz.load(surface)
     for seed in range(INPUTS[surface.stem]):

@@ -135,7 +135,7 @@ runpy.run_module("lowmem", run_name="__main__", alter_sys=True)
 """
 
 
-def test_the_optimizer_needs_torch_alone_and_what_needs_more_says_which_packages_to_install(tmp_path):
+def test_the_optimizer_needs_only_torch_and_other_imports_name_missing_packages(tmp_path):
     command = [sys.executable, "-W", "ignore", "-c", ALONE + DOORS]
     process = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert process.returncode == 2 and "Traceback" not in process.stderr, process.stderr

@@ -359,7 +359,7 @@ def test_job_scripts(folder, one_process, tmp_path, name, shards):
     assert f"each of 2 processes has {held}" in done.stdout
 
 
-def test_job_scripts_want_something_to_run_on():
+def test_job_scripts_check_their_resources():
     environment = {**ENVIRONMENT, "PATH": "/usr/bin:/bin"}
     done = subprocess.run([str(JOBS / "torchrun.sh"), "c.yaml"], env=environment, capture_output=True, text=True)
     assert (done.returncode, "PROCESSES=2" in done.stderr) == (2, True)

@@ -49,7 +49,7 @@ def test_imports_come_from_above(path):
     assert imported <= set(allowed)
 
 
-def test_no_circle_inside_a_folder():
+def test_no_import_cycles_inside_a_folder():
     """Files of a folder may import one another, but not in a circle."""
     waiting = {name: {other for other in imports(path) if other in NAMES} - {name} for name, path in NAMES.items()}
     while waiting:
@@ -63,7 +63,7 @@ def test_at_most_eight_files_at_the_top():
     assert len(list(PACKAGE.glob("*.py"))) <= 8
 
 
-def test_the_core_needs_torch_alone():
+def test_the_core_needs_only_torch():
     """`import lowmem` stays clear of what only trainers and the command line use."""
     heavy = ["transformers", "deepspeed", "trl", "datasets", "accelerate", "matplotlib"]
     code = f"import sys, lowmem; print([name for name in {heavy} if name in sys.modules])"

@@ -55,7 +55,7 @@ def test_a_limited_file_is_the_start_of_the_full_one(run, tmp_path):
         assert " of test." not in question["content"]
 
 
-def test_a_limit_below_one_is_refused(run, tmp_path, capsys):
+def test_a_limit_below_one_raises(run, tmp_path, capsys):
     with pytest.raises(SystemExit):
         run(make_docstrings, "--out", tmp_path / "x.jsonl", "--limit", 0)
     assert "--limit is 0; it must be at least 1" in capsys.readouterr().err

@@ -43,7 +43,7 @@ def test_norms_are_in_the_order_of_the_model_where_groups_are_added(give_gradien
     assert list(opt.last_step.names) == [name for name, _ in net.named_parameters()]
 
 
-def test_group_that_cannot_be_added_leaves_nothing(give_gradients):
+def test_a_group_that_cannot_be_added_changes_nothing(give_gradients):
     one, two = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(3))
     two.grad = torch.ones(3)
     opt = lowmem.FusedOptimizer([("one", one)], rule="lomo", lr=0.1)
@@ -136,13 +136,13 @@ def test_hyperparameters_stand_next_to_options():
         ({"batching": 1}, ConfigError, "batching=1.*True or False"),
     ],
 )
-def test_option_refused(options, error, message):
+def test_an_invalid_option_raises(options, error, message):
     with pytest.raises(error, match=message):
         lowmem.FusedOptimizer([torch.nn.Parameter(torch.zeros(2))], **options)
 
 
 @pytest.mark.parametrize("named", [False, True])
-def test_groups_as_torch_takes_them(named, give_gradients):
+def test_groups_in_the_format_of_torch(named, give_gradients):
     """A generator and a single tensor, named or not."""
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
     single = torch.nn.Parameter(torch.ones(2))

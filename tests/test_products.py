@@ -19,7 +19,7 @@ def test_every_pair_of_values_occurs(sizes):
     assert cases == pairwise(*axes, full=False)
 
 
-def test_all_of_them():
+def test_full_products_have_every_combination():
     axes = [(1, 2), "abc", (None, True)]
     assert pairwise(*axes, full=True) == list(itertools.product(*axes))
     assert pairwise(*axes[:2], full=False) == list(itertools.product(*axes[:2]))

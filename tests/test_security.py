@@ -121,7 +121,7 @@ def edit(path, **values):
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
-def test_a_bomb_explodes_where_pickle_loads_it(home):
+def test_pickle_executes_the_test_payload(home):
     pickle.loads(pickle.dumps(Bomb()))
     assert (home / "marker").exists()
 
@@ -148,7 +148,7 @@ def test_adapters_are_not_executed(home, capsys):
         assert status == 2 and "adapter" in said
 
 
-def test_what_a_known_kind_of_model_does_not_need_is_neither_read_nor_run(home, capsys):
+def test_unneeded_files_of_a_known_model_are_not_read_or_run(home, capsys):
     model = home / "model"
     for name in ("training_args.bin", "optimizer.pt", "scheduler.pt", "rng_state.pth", "adapter_model.bin"):
         torch.save(Bomb(), model / name)
@@ -172,7 +172,7 @@ NEED_CODE = {
 
 
 @pytest.mark.parametrize(("file", "values", "commands"), NEED_CODE.values(), ids=NEED_CODE)
-def test_a_model_that_needs_its_own_code_is_refused_and_nothing_is_asked(home, file, values, commands, capsys):
+def test_a_model_that_needs_remote_code_raises_without_a_prompt(home, file, values, commands, capsys):
     edit(home / "model" / file, **values)
     (home / "model" / "evil.py").write_text(CODE)
     assert [attempt(capsys, command)[0] for command in commands] == [2] * len(commands)
@@ -190,7 +190,7 @@ def test_a_model_does_not_choose_kernels_to_download(home, key):
 
 
 @pytest.mark.parametrize("settings", [{"penalty_alpha": 0.5, "top_k": 4}, {"num_beams": 2}, {"eos_token_id": "x"}])
-def test_settings_of_generation_that_need_code_or_make_no_sense_are_refused(home, settings, capsys):
+def test_invalid_generation_settings_raise(home, settings, capsys):
     """transformers has moved some ways to generate to code on the Hub."""
     (home / "model" / "generation_config.json").write_text(json.dumps(settings))
     status, said = attempt(capsys, "generate")
@@ -210,7 +210,7 @@ TEMPLATES = {
 
 
 @pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
-def test_a_chat_template_reaches_nothing_and_is_refused(home, template, capsys):
+def test_a_chat_template_that_reaches_python_raises(home, template, capsys):
     (home / "model" / "chat_template.jinja").write_text(template)
     assert [attempt(capsys, command)[0] for command in ("sft", "generate")] == [2, 2]
     assert not (home / "run").exists()
@@ -354,7 +354,7 @@ def visits():
         server.shutdown()
 
 
-def test_a_run_writes_no_secret_contacts_nobody_and_stays_in_its_folder(home, visits):
+def test_a_run_writes_no_secrets_uses_no_network_and_writes_only_to_its_folder(home, visits):
     """With a network and all that a shell may have set; whatever leaves would go through the proxy."""
     address, found = visits
     proxies = dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy"), address)
@@ -389,7 +389,7 @@ class Failing(torch.optim.SGD):
 """
 
 
-def test_a_run_that_fails_writes_and_prints_no_secret(home, monkeypatch, capsys):
+def test_a_failed_run_writes_and_prints_no_secrets(home, monkeypatch, capsys):
     (home / "failing.py").write_text(FAILING)
     monkeypatch.syspath_prepend(home)
     for name, value in SECRETS.items():
@@ -413,7 +413,7 @@ def test_the_command_is_recorded_without_secrets(tmp_path, monkeypatch):
     assert "abc" not in command and "markerofwandb" not in command and "lowmem sft" in command
 
 
-def test_a_configuration_with_the_value_of_a_secret_variable_is_refused(home, monkeypatch):
+def test_a_configuration_with_the_value_of_a_secret_variable_raises(home, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", SECRETS["WANDB_API_KEY"])
     assert secrets.redacted("a markerofwandb b") == "a *** b"
     with pytest.raises(ConfigError, match="--run_name contains a password or token"):

@@ -175,7 +175,9 @@ PLANS = {
 
 
 @pytest.mark.parametrize(("options", "micro_batches", "dtype", "largest", "all_of_them"), PLANS.values(), ids=PLANS)
-def test_a_policy_holds_what_it_plans(options, micro_batches, dtype, largest, all_of_them, model, batch, monkeypatch):
+def test_the_memory_of_a_policy_equals_its_plan(
+    options, micro_batches, dtype, largest, all_of_them, model, batch, monkeypatch
+):
     if options.get("store") == "host":  # as for a GPU: the memory to which gradients are offloaded stays
         monkeypatch.setattr(policies, "GradientStore", lambda **_: GradientStore(host=True))
     net = model().to(dtype)

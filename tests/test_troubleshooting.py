@@ -37,13 +37,13 @@ def lomo(net, **options):
     return lowmem.FusedOptimizer(net.named_parameters(), **{"rule": "lomo", "lr": 0.1, "model": net, **options})
 
 
-def test_every_heading_is_carried_by_a_test():
+def test_every_heading_has_a_test():
     files = Path(__file__).parent.rglob("test_*.py")
     carried = {heading(words) for path in files for words in MARK.findall(path.read_text())}
     assert {*HEADINGS} == carried | {*map(heading, OF_RANKS)}
 
 
-def test_every_entry_has_a_line_to_write():
+def test_every_entry_has_a_line_to_copy():
     for title, text in re.findall(r"^### (.+)\n\n((?:(?!#).*\n?)*)", PAGE, re.MULTILINE):
         assert text.count("`") >= 2, title
 
@@ -119,7 +119,7 @@ def test_micro_batches_without_a_last_one_move_nothing(net):
 
 
 @pytest.mark.troubleshooting("The gradient norm is 0.0")
-def test_gradients_are_gone_and_their_norms_are_not(net):
+def test_gradients_are_freed_and_their_norms_are_available(net):
     other = make_net()
     other.load_state_dict(net.state_dict())
     opt = lomo(net)
@@ -132,7 +132,7 @@ def test_gradients_are_gone_and_their_norms_are_not(net):
 
 
 @pytest.mark.troubleshooting("The loss is NaN from some step on")
-def test_the_first_gradient_that_is_not_finite_is_named(net, caplog):
+def test_the_first_non_finite_gradient_is_named(net, caplog):
     caplog.set_level(logging.WARNING)
     opt = lomo(net)
     net[2].bias.register_hook(lambda grad: grad * float("nan"))
@@ -166,6 +166,6 @@ def test_the_time_of_compiling_is_reported():
 
 
 @pytest.mark.troubleshooting("Out of memory although")
-def test_what_a_plan_does_not_count_is_on_the_page():
+def test_memory_a_plan_does_not_count_is_documented():
     for part in ("CUDA's context", "fragmentation", "workspaces of", "evaluation"):
         assert part in NOT_COUNTED["gpu"] and part in PAGE

@@ -91,7 +91,7 @@ def test_a_command_measures_prints_a_table_and_writes_json(module, run):
     assert report["machine"]["torch"] == torch.__version__ and not report.get("failed")
 
 
-def test_figures_of_a_step(run):
+def test_results_of_a_step(run):
     out, report = run(step)
     assert "left out: FlashOptim AdamW (pip install flashoptim)" in out
     floor, adamw = (report["results"][name] for name in (FLOOR, "AdamW, fused"))
@@ -125,7 +125,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize(("arguments", "message"), MISTAKES.values(), ids=MISTAKES)
-def test_a_mistake_is_one_message_and_nothing_is_left(
+def test_mistakes_exit_with_one_message_and_leave_no_files(
     arguments, message, nothing_installed, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.chdir(tmp_path)
@@ -136,7 +136,7 @@ def test_a_mistake_is_one_message_and_nothing_is_left(
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("file", "mine")]
 
 
-def test_ctrl_c_leaves_no_file_and_no_process(tmp_path):
+def test_ctrl_c_leaves_no_files_or_processes(tmp_path):
     command = [sys.executable, "-m", "benchmarks.step", *SMALL, "--rounds", "50", "--out", str(tmp_path / "bench")]
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a shell's background job ignores it
@@ -201,7 +201,7 @@ def test_the_settings_count_the_parameters_that_the_model_has(size):
     assert count == pytest.approx(float(size[:-1]) * {"M": 1e6, "B": 1e9}[size[-1]], rel=0.06)
 
 
-def test_what_a_step_allocates_and_frees_is_counted():
+def test_a_step_counts_its_allocations_and_frees():
     live = [torch.zeros(2**20)]
 
     def transient():

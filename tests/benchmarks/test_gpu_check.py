@@ -75,7 +75,7 @@ def rows_of(tmp_path):
         (1.0, None, None),
     ],
 )
-def test_whether_a_goal_is_met(measured, goal, met, rows_of):
+def test_goals_are_compared_with_results(measured, goal, met, rows_of):
     [row], report = rows_of(lambda report, small: report.row("it", measured, goal))
     assert row["met"] == met and len(list(report.goals())) == (goal is not None)
 

@@ -17,7 +17,7 @@ PICTURES = sorted(RESULTS.glob("*.png"))
 @pytest.mark.parametrize(
     ("page", "block"), BLOCKS, ids=[f"{page.name}: {block['begin'][11:-5]}" for page, block in BLOCKS]
 )
-def test_a_table_is_that_of_its_results(page, block):
+def test_tables_show_their_results(page, block):
     assert block["body"] == Source(block["module"], block["study"]).tables()[block["table"] or ""]
 
 

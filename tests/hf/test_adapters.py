@@ -150,7 +150,7 @@ def test_several_adapters_of_one_model(make, tmp_path):
     assert {path.parent.name for path in folder.rglob("adapter_model.safetensors")} == {folder.name, "second", "frozen"}
 
 
-def test_what_is_saved_is_loaded_by_peft_and_merges(make, tmp_path, tiny_llama):
+def test_saved_adapters_load_in_peft_and_merge(make, tmp_path, tiny_llama):
     """Also from the run directory, in which the checkpoints are directories with adapters too."""
     trainer = make("modules to save", **SAVES)
     trainer.train()
@@ -186,7 +186,7 @@ MISFITS = {
 
 
 @pytest.mark.parametrize(("config", "change_files", "change_model", "message"), MISFITS.values(), ids=MISFITS)
-def test_a_checkpoint_of_other_adapters_is_refused(config, change_files, change_model, message, make, tmp_path):
+def test_resuming_with_different_adapters_raises(config, change_files, change_model, message, make, tmp_path):
     trainer = make(change=unfreeze)
     trainer.save_model(tmp_path / "saved")
     change_files(tmp_path / "saved")
@@ -197,7 +197,7 @@ def test_a_checkpoint_of_other_adapters_is_refused(config, change_files, change_
     assert_same(dict(other.state_dict()), before)
 
 
-def test_full_weights_and_adapters_are_told_apart(make, tmp_path, tiny_llama):
+def test_full_weights_and_adapters_are_distinguished(make, tmp_path, tiny_llama):
     make().save_model(tmp_path / "adapters")
     tiny_llama().save_pretrained(tmp_path / "full")
     with pytest.raises(CheckpointError, match=r"contains PEFT adapters, but the model has none.*get_peft_model"):
@@ -240,14 +240,14 @@ TRL = {
 
 
 @pytest.mark.parametrize(("kind", "config", "options"), TRL.values(), ids=TRL)
-def test_trl_trains_adapters_as_its_own_trainers_do_and_resumes(kind, config, options, tmp_path):
+def test_trl_trainers_train_adapters_the_same_and_resume(kind, config, options, tmp_path):
     """The reference of DPO is the model without its adapter, or a frozen copy of an adapter that the model had."""
     assert_trained_and_resumed_alike(
         lambda mixin, seed=0: of_trl(kind, config, tmp_path, mixin, seed=seed, **options), tmp_path
     )
 
 
-def test_a_prefix_is_refused_with_activation_checkpointing(tmp_path):
+def test_prefix_tuning_with_activation_checkpointing_raises(tmp_path):
     # PEFT itself raises with transformers 4
     message = "PREFIX_TUNING(: .*Set gradient_checkpointing=False| does not work with gradient checkpointing)"
     with pytest.raises(ValueError, match=message):
@@ -338,7 +338,7 @@ def test_adapters_on_ranks_train_and_resume_as_on_one_device(sharding, two, tmp_
             assert torch.equal(tensor, actual[name]), name
 
 
-def test_8_bit_weights_are_refused_where_fsdp_would_lose_their_scales(make):
+def test_8_bit_weights_under_fsdp_raise(make):
     trainer = make()
     trainer.model.get_base_model().is_loaded_in_8bit = True
     trainer.args.fsdp = True
@@ -352,6 +352,6 @@ def prompts_on_ranks(rank, llama, folder, sharding):
 
 
 @pytest.mark.parametrize("sharding", ["fsdp2", "zero3"])
-def test_prompts_are_refused_where_the_model_is_sharded(sharding, two, tmp_path, tiny_llama):
+def test_prompt_tuning_of_a_sharded_model_raises(sharding, two, tmp_path, tiny_llama):
     require_sharding(sharding)
     two.run(prompts_on_ranks, tiny_llama().config, tmp_path, sharding)

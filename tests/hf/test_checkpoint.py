@@ -54,7 +54,7 @@ def test_a_saved_optimizer_continues_to_the_last_bit(settings, tiny_llama, token
         assert torch.equal(weight, again), name
 
 
-def test_a_file_has_what_is_held(tiny_llama, token_batches, tmp_path):
+def test_saved_files_contain_all_states(tiny_llama, token_batches, tmp_path):
     """8-bit codes as such, and 16-bit scales of groups of 32."""
     path, model = tmp_path / "optimizer.safetensors", tiny_llama(torch.bfloat16, intermediate_size=128)
     checkpoint.save_optimizer(trained(model, token_batches(1), **RULES["8 bits"]), path)
@@ -80,7 +80,7 @@ def test_a_torn_step_is_not_saved(tiny_llama, token_batches, tmp_path):
     assert not (tmp_path / "o.safetensors").exists()
 
 
-def test_another_safetensors_file_is_refused(tiny_llama, tmp_path):
+def test_unrelated_safetensors_file_raises(tiny_llama, tmp_path):
     model = tiny_llama()
     model.save_pretrained(tmp_path)
     with pytest.raises(CheckpointError, match="not written by lowmem"):
@@ -97,7 +97,7 @@ def test_states_are_saved_by_parameter_name_beside_plain_json(tiny_llama, token_
     assert (metadata["step"], metadata["param_groups"][0]["rule"]) == (2, "adalomo")
 
 
-def test_the_state_of_another_schedule_is_refused(tmp_path):
+def test_loading_the_state_of_a_different_schedule_raises(tmp_path):
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
     schedule = get_cosine_schedule_with_warmup(optimizer, 1, 4)
     torch.save(schedule.state_dict(), tmp_path / "scheduler.pt")
@@ -107,7 +107,7 @@ def test_the_state_of_another_schedule_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("change", ["param_groups", "step", "nonfinite"])
-def test_damaged_metadata_of_an_optimizer_is_refused(change, tiny_llama, token_batches, tmp_path):
+def test_damaged_optimizer_metadata_raises(change, tiny_llama, token_batches, tmp_path):
     path = tmp_path / "o.safetensors"
     opt = trained(tiny_llama(), token_batches(1))
     checkpoint.save_optimizer(opt, path)

@@ -55,7 +55,7 @@ SAID = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_the_others_end_with_an_explanation(fault, tmp_path):
+def test_other_ranks_exit_with_an_explanation(fault, tmp_path):
     pipes = [CONTEXT.Pipe() for _ in range(3)]
     ranks = [
         CONTEXT.Process(target=member, args=(rank, 3, str(tmp_path / "store"), fault, pipe[1]))
@@ -89,7 +89,7 @@ def explained_alone(rank):
         raise caused(CheckpointError("checkpoint-4 could not be written"))
 
 
-def test_other_errors_stay_as_they_are(two):
+def test_other_errors_are_not_changed(two):
     two.run(explained_alone)
     with pytest.raises(dist.DistBackendError), processes.explained():  # without a group there are no others
         raise dist.DistBackendError("no group")

@@ -150,7 +150,7 @@ class Doubled(torch.nn.Linear):
 
 
 @pytest.mark.parametrize("kind", [pytest.param(kind, marks=CONVOLVES.get(kind, ())) for kind in KINDS])
-def test_a_model_is_trained_by_its_own_logits(kind, make, matrices, offers):
+def test_models_train_the_same_with_computed_logits(kind, make, matrices, offers):
     """Whatever it does before and after the matrix: by SGD, in which a weight differs by as much as its gradient."""
     trainers = []
     for cls, layers in ((FusedTrainer, LayersConfig(computed_gradients=False)), (FusedSFTTrainer, None)):
@@ -345,7 +345,7 @@ def test_a_run_says_which_gradients_are_tensors(rule, vocabulary, words, make):
 
 
 @needs_trls_head
-def test_a_loss_of_the_entropy_keeps_trls_head(tokenizer, tmp_path):
+def test_an_entropy_loss_keeps_the_head_of_trl(tokenizer, tmp_path):
     """An entropy bonus has a gradient, which the head of this package does not compute."""
     args = trl.GRPOConfig(output_dir=str(tmp_path), bf16=False, report_to="none", max_completion_length=4)
     rows = Dataset.from_list([{"prompt": "some words"}] * 8)
@@ -396,12 +396,12 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("arguments", "error", "message"), REFUSED.values(), ids=REFUSED)
-def test_what_would_be_ignored_or_is_not_supported_is_refused_before_the_first_step(arguments, error, message, make):
+def test_unsupported_options_raise_before_the_first_step(arguments, error, message, make):
     with pytest.raises(error, match=message):
         make(**arguments).create_optimizer()
 
 
-def test_offloading_and_two_backward_passes_are_refused(make, monkeypatch):
+def test_offloading_with_two_backward_passes_raises(make, monkeypatch):
     trainer = make(fused=TWICE)
     trainer.args.activation_offloading = True  # as on a GPU
     with pytest.raises(UnsupportedError, match=r"two_pass.*policy='deferred', or offload with"):

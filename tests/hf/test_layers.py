@@ -54,7 +54,7 @@ MODELS = [
 
 
 @pytest.mark.parametrize(("make", "source", "target", "changed"), MODELS)
-def test_a_model_is_asked_for_its_embeddings(make, source, target, changed):
+def test_embeddings_are_found_by_get_input_embeddings(make, source, target, changed):
     model = make()
     for side, kind in (("input", source), ("output", target)):
         found = layers.embedding(model, side)

@@ -76,7 +76,7 @@ WHERE += [("host", "immediate"), ("host", "deferred")] if FULL else []
 
 
 @pytest.mark.parametrize(("where", "policy"), WHERE)
-def test_training_is_that_without_offload_to_the_last_bit(where, policy):
+def test_offloading_does_not_change_a_bit(where, policy):
     """Tied and frozen weights, and dropout, whose mask the recomputation draws again."""
     nets = [llama(offload, tie_word_embeddings=True, attention_dropout=0.1) for offload in (False, where == "host")]
     for net in nets:

@@ -47,7 +47,7 @@ def started(rank, other, folder):
 
 
 @pytest.mark.parametrize(("other", "message"), DIFFERENCES.values(), ids=DIFFERENCES)
-def test_what_differs_is_named_on_every_rank(two, other, message, tmp_path):
+def test_every_rank_names_the_differences(two, other, message, tmp_path):
     first, second = two.run(started, other, str(tmp_path))
     assert first == second
     assert first is None if message is None else first.startswith(message)
@@ -67,14 +67,14 @@ def trained(rank, folder, samples, apart=False, save="no"):
     return None, trainer.state.global_step
 
 
-def test_trainers_with_other_data_take_no_step(two, tmp_path):
+def test_trainers_with_different_data_take_no_step(two, tmp_path):
     for message, steps in two.run(trained, str(tmp_path), 11):
         assert re.match("the number of training samples is 12 on rank 0 and 11 on rank 1", message)
         assert steps == 0
     assert two.run(trained, str(tmp_path), 12) == [(None, 2)] * 2
 
 
-def test_machines_without_a_shared_disk_are_refused_where_they_save(two, tmp_path):
+def test_machines_without_a_shared_disk_raise_if_they_save(two, tmp_path):
     """Rank 0 writes the checkpoints, and each rank reads them."""
     for message, steps in two.run(trained, str(tmp_path), 12, True, "steps"):
         assert message.startswith(

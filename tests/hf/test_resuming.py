@@ -84,7 +84,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("run", "changes", "message"), REFUSED.values(), ids=REFUSED)
-def test_other_rows_are_refused(run, changes, message, tmp_path):
+def test_resuming_with_different_rows_raises(run, changes, message, tmp_path):
     with pytest.raises((CheckpointError, DataError)) as error:
         continued(run, replace(run, **changes), 1, "steps", tmp_path)
     if "group_by_length" in TrainingArguments.__dataclass_fields__:  # transformers 4
@@ -98,7 +98,7 @@ def test_some_random_changes(seed, tmp_path):
     resuming.run(seed, tmp_path)
 
 
-def test_a_choice_to_begin_the_epoch_again_is_kept(make, tmp_path):
+def test_ignore_data_skip_is_respected(make, tmp_path):
     """And the checkpoints after it know that they are at its second step, and not at its fourth."""
     make(**SAVES, max_steps=2).train()
     chosen = make(**SAVES, max_steps=4, seed=1, ignore_data_skip=True)
@@ -147,7 +147,7 @@ def test_steps_that_share_completions_are_not_resumed_between(name, options, tmp
         trained(str(tmp_path / "checkpoint-1"))
 
 
-def test_rows_that_cannot_be_compared_are_said(make, samples, tmp_path, caplog):
+def test_data_that_cannot_be_compared_is_warned_about(make, samples, tmp_path, caplog):
     first, resumed = make(**SAVES, max_steps=1), make(max_steps=2)
     first.train_dataset = resumed.train_dataset = Indexed(samples)
     first.train()
@@ -167,7 +167,7 @@ def table(kind, rows, chunks):
     return Dataset(pa.table({"input_ids": pa.chunked_array(parts)}))
 
 
-def test_a_fingerprint_is_of_what_is_trained_on_alone():
+def test_fingerprints_cover_only_the_columns_that_are_trained_on():
     usual = fingerprint(table(pa.list_(pa.int64()), ROWS, 1))
     assert usual == fingerprint(table(pa.list_(pa.int32()), ROWS, 7))
     assert usual == fingerprint(table(pa.large_list(pa.int64()), ROWS, 3))
@@ -180,7 +180,7 @@ def test_a_fingerprint_is_of_what_is_trained_on_alone():
     assert fingerprint(texts[0]) != fingerprint(texts[1])
 
 
-def test_a_fingerprint_of_lists_and_streams_and_of_nothing_else():
+def test_fingerprints_of_lists_and_streams():
     rows = [{"input_ids": row} for row in ROWS[:20]]
     other = [*rows[:-1], {"input_ids": [7]}]
     assert fingerprint(rows) == fingerprint([dict(row) for row in rows]) != fingerprint(other)

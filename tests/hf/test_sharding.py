@@ -94,7 +94,7 @@ def held_in_codes(rank, options, folder, resume=None):
     return losses(trainer), {name: placements.full_tensor(param) for name, param in trainer.model.named_parameters()}
 
 
-def test_weights_in_codes_are_sharded_by_fsdp2_alone(sharded_ranks, two, tmp_path):
+def test_quantized_weights_are_sharded_only_by_fsdp2(sharded_ranks, two, tmp_path):
     sharding, ranks = sharded_ranks
     options, folder = dict(SHARDED[sharding]), str(tmp_path / "sharded")
     if sharding == "zero3":
@@ -118,7 +118,7 @@ def test_weights_in_codes_are_sharded_by_fsdp2_alone(sharded_ranks, two, tmp_pat
 
 
 @pytest.mark.troubleshooting("deepspeed: zero_optimization.stage is")
-def test_the_other_stages_of_zero_are_refused():
+def test_other_zero_stages_raise():
     config = HfDeepSpeedConfig({"zero_optimization": {"stage": 2}})
     try:
         with pytest.raises(UnsupportedError):
@@ -128,7 +128,7 @@ def test_the_other_stages_of_zero_are_refused():
 
 
 @pytest.mark.troubleshooting("fsdp: version 1 stores parameters")
-def test_the_first_version_of_fsdp_is_refused():
+def test_fsdp1_raises():
     with pytest.raises(UnsupportedError):
         FSDP2Sharding(SimpleNamespace(fsdp_plugin_args={"fsdp_version": 1}))
 

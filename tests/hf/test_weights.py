@@ -227,7 +227,7 @@ class Plain(nn.Module):
         self.norm.num_batches_tracked.fill_(3)
 
 
-def test_other_modules_are_saved_as_weights_alone(tmp_path):
+def test_other_modules_are_saved_as_weights_only(tmp_path):
     module, other = Plain(), Plain()
     save(module, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
@@ -293,7 +293,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize(("damage", "message"), DAMAGE.values(), ids=DAMAGE)
-def test_what_does_not_fit_is_refused_and_nothing_is_copied(damage, message, tmp_path):
+def test_mismatched_weights_raise_and_are_not_copied(damage, message, tmp_path):
     new("qwen3_moe").save_pretrained(tmp_path)
     damage(tmp_path)
     other = new("qwen3_moe", seed=1)

@@ -106,7 +106,7 @@ def test_another_optimizers_rule_gets_tensors_and_the_same_bits(tied, model, bat
     assert {takes for kinds in offers.values() for _, takes in kinds} == {False}
 
 
-def test_whoever_asks_autograd_gets_a_tensor(model, batches):
+def test_autograd_grad_returns_a_tensor(model, batches):
     """`torch.autograd.grad`, and a backward that is to end in other parameters."""
     (ids,) = batches(1)
     net = model()
@@ -126,7 +126,7 @@ def test_whoever_asks_autograd_gets_a_tensor(model, batches):
     assert all(param.grad is None for param in net.parameters())
 
 
-def test_a_weight_that_was_changed_before_backward_is_refused(model, batches):
+def test_changing_a_weight_before_backward_raises(model, batches):
     """As for any tensor that autograd has saved."""
     (ids,) = batches(1)
     net = model()
@@ -191,7 +191,7 @@ class Tracker(MemTracker):
 @pytest.mark.parametrize(
     ("tied", "choice"), [(False, "immediate"), (True, "immediate"), (True, "two_pass"), (False, "deferred")]
 )
-def test_nothing_of_the_size_of_the_vocabulary_exists_beside_the_weights(tied, choice, model, batches, monkeypatch):
+def test_no_tensor_of_vocabulary_size_except_the_weights(tied, choice, model, batches, monkeypatch):
     """128k words: weights of 32 MiB each. No tensor has a quarter of that, nor do all together half of it above the
     weights, once the optimizer has its states, which are vectors.
     """
@@ -512,7 +512,7 @@ def test_a_model_can_still_be_copied_and_pickled(cls, duplicate):
 
 
 @pytest.mark.parametrize("options", [{"max_norm": 1.0}, {"scale_grad_by_freq": True}, {"sparse": True}])
-def test_embeddings_with_other_gradients_stay_as_they_are(options):
+def test_embeddings_with_other_gradients_are_not_replaced(options):
     embedding = torch.nn.Embedding(10, 4, **options)
     assert not compute_gradient(embedding)
     assert type(embedding) is torch.nn.Embedding

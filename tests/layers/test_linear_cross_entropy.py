@@ -77,7 +77,7 @@ def test_loss_and_gradients_equal_whole_logits_in_float64(dtype, tolerance, inpu
 
 @pytest.mark.parametrize("softcap", [None, 20.0])
 @pytest.mark.parametrize("rows", [slice(0, 300), slice(500, 501), slice(700, None)], ids=str)
-def test_words_whose_bias_is_minus_infinity_are_never_chosen(rows, softcap, inputs):
+def test_words_with_a_bias_of_minus_infinity_are_never_chosen(rows, softcap, inputs):
     """A whole tile of them is not NaN, also if it is the first."""
     *tensors, labels = inputs
     tensors[2][rows] = -torch.inf
@@ -139,7 +139,7 @@ def test_only_trained_tensors_get_a_gradient(frozen, inputs):
         assert not linear_cross_entropy(**mine, labels=labels).requires_grad
 
 
-def test_autocast_gives_the_products_their_dtype_and_no_other(inputs):
+def test_autocast_sets_the_dtype_of_products_only(inputs):
     """On a CPU they are in float32 all the same, also in a backward inside autocast."""
     hidden, weight, _, labels = inputs
     plain, cast = leaves((hidden, weight), torch.float32), leaves((hidden, weight), torch.float32)
@@ -181,7 +181,7 @@ def test_a_cpu_casts_some_rows_of_a_block_at_a_time(monkeypatch):
 
 
 @pytest.mark.parametrize("memory", [1 << 20, 4 << 20])
-def test_tiles_need_the_memory_that_they_may(memory):
+def test_tiles_stay_within_their_memory_limit(memory):
     """A tile and what it is computed from: each of them is a part of it."""
     hidden, weight = torch.randn(1500, 64, requires_grad=True), torch.randn(20_000, 64)
     with Largest((hidden, weight)) as largest:
@@ -221,7 +221,7 @@ LEARNED = torch.tensor(0.5, requires_grad=True)
         ),
     ],
 )
-def test_an_option_out_of_range_is_refused(options, words, inputs):
+def test_an_option_out_of_range_raises(options, words, inputs):
     hidden, weight, _, labels = inputs
     with pytest.raises(ConfigError, match=words):
         linear_cross_entropy(hidden.float(), weight.float(), labels, **options)
@@ -230,7 +230,7 @@ def test_an_option_out_of_range_is_refused(options, words, inputs):
 @pytest.mark.cpu_only("a GPU stops with an assertion, and takes no more commands")
 @pytest.mark.parametrize("learns", [False, True])
 @pytest.mark.parametrize("label", [-1, -VOCABULARY, VOCABULARY, -101])
-def test_a_label_of_no_row_is_refused(label, learns, inputs):
+def test_a_label_outside_the_vocabulary_raises(label, learns, inputs):
     """As PyTorch does, also where the host must not wait for the labels."""
     hidden, weight, _, labels = inputs
     labels[2] = label
@@ -249,7 +249,7 @@ def test_labels_are_integers(inputs):
             linear_cross_entropy(hidden.float(), weight.float(), other)
 
 
-def test_second_derivatives_are_refused(inputs):
+def test_second_derivatives_raise(inputs):
     """As of a gradient penalty through a frozen head."""
     hidden, weight, _, labels = inputs
     hidden = hidden.float().requires_grad_()

@@ -65,7 +65,7 @@ A_MIXTURE = r"'model\.layers\.0\.mlp' is a mixture of experts.*Omit mlp_tile"
         (lambda: Net(MLP()), {"tokens": -1}, "mlp_tile=-1"),
     ],
 )
-def test_a_model_that_cannot_be_tiled_is_refused(make, options, words):
+def test_a_model_that_cannot_be_tiled_raises(make, options, words):
     with pytest.raises((ConfigError, UnsupportedError), match=words):
         tile_mlps(make(), **{"tokens": 8, **options})
 
@@ -82,7 +82,7 @@ class Pooling(MLP):
 
 @pytest.mark.parametrize("tokens", [1, 3])
 @pytest.mark.parametrize(("cls", "fault"), [(Mixing, "mixes tokens"), (Pooling, "not return one tensor of the shape")])
-def test_a_module_that_only_looks_like_an_mlp_is_refused_in_its_first_forward(cls, fault, tokens):
+def test_a_module_that_only_resembles_an_mlp_raises_in_its_first_forward(cls, fault, tokens):
     net = Net(cls())
     tile_mlps(net, tokens)
     with pytest.raises(UnsupportedError, match=f"{cls.__name__} .*{fault}.*Omit mlp_tile"):
@@ -199,7 +199,7 @@ def test_each_hook_fires_once_with_the_whole_gradient():
     assert_close({name: torch.stack(grads).squeeze(0) for name, grads in seen.items()}, whole)
 
 
-def test_a_weight_that_has_changed_since_forward_is_refused():
+def test_changing_a_weight_after_forward_raises():
     """As autograd refuses it without tiles."""
     net = Net(MLP())
     tile_mlps(net, 3)
@@ -210,7 +210,7 @@ def test_a_weight_that_has_changed_since_forward_is_refused():
         opt.backward(second)
 
 
-def test_a_second_derivative_is_refused():
+def test_a_second_derivative_raises():
     net = Net(MLP())
     tile_mlps(net, 3)
     x = torch.randn(8, 32, requires_grad=True)

@@ -222,7 +222,7 @@ def test_bytes_in_a_real_step(experts, weight_format, most, monkeypatch):
     assert memory.largest_gradient == 2 * largest
 
 
-def test_eight_bits_are_warned_about(llama, caplog):
+def test_eight_bits_warn(llama, caplog):
     llama("int10")
     assert not caplog.records
     model = llama("int8")
@@ -242,7 +242,7 @@ def test_dequantized_it_is_an_ordinary_model(llama, token_batches, tmp_path):
     model.save_pretrained(tmp_path)
 
 
-def test_frozen_weights_stay_as_they_are(llama, token_batches):
+def test_frozen_weights_do_not_change(llama, token_batches):
     model = llama("int8")
     model.model.layers[0].requires_grad_(False)
     train(model, token_batches(3))
@@ -293,7 +293,7 @@ def test_experts_and_layers_of_other_models(model, how, tmp_path):
     assert_same(lowmem.dequantize_(held), again)
 
 
-def test_which_weights_are_quantized(llama):
+def test_only_large_trained_matrices_are_quantized(llama):
     held = [name for name, p in llama("int8").named_parameters() if isinstance(p, QuantizedWeight)]
     assert len(held) == 2 + 2 * 7
     model = lowmem.quantize_(llama(), "int8", skip=["lm_head", "model.layers.0", "*.up_proj"])
@@ -323,7 +323,7 @@ def test_a_wrong_argument_raises_and_changes_nothing(llama, arguments, words):
 
 
 @pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
-def test_a_weight_with_hooks_is_refused(llama, register):
+def test_a_weight_with_hooks_raises(llama, register):
     """They would be called no more."""
     model = llama()
     getattr(model.lm_head.weight, register)(lambda _: None)
@@ -346,7 +346,7 @@ def test_options_that_cannot_update_quantized_weights_raise(llama, options, word
         lowmem.FusedOptimizer(llama("int8").named_parameters(), **options)
 
 
-def test_a_state_of_another_format_is_refused(llama, token_batches):
+def test_loading_a_different_format_raises(llama, token_batches):
     opt = train(llama("int12"), token_batches(1))
     for model in (llama("int8"), llama()):
         other = lowmem.FusedOptimizer(model.named_parameters(), lr=1e-2)

@@ -58,7 +58,7 @@ def refused(rank, name):
 
 
 @pytest.mark.parametrize("name", DIFFERENT)
-def test_parameters_that_differ_are_refused(two, name):
+def test_different_parameters_on_ranks_raise(two, name):
     two.run(refused, name)
 
 
@@ -156,7 +156,7 @@ def settings_that_differ(rank, name, plain, sharded):
     ("name", "plain", "sharded"),
     [*itertools.product(SETTINGS, [False, True], [False]), ("seed", False, True), ("lr", False, True)],
 )
-def test_settings_that_differ_are_refused(two, name, plain, sharded):
+def test_different_settings_on_ranks_raise(two, name, plain, sharded):
     """On every rank, before the first update."""
     two.run(settings_that_differ, name, plain, sharded)
 
@@ -195,5 +195,5 @@ def objects(rank):
 
 
 @pytest.mark.parametrize("case", [edited_on_one_rank, a_frozen_one, objects])
-def test_settings_are_compared_once_and_by_their_kind(two, case):
+def test_settings_are_compared_once_and_by_type(two, case):
     two.run(case)

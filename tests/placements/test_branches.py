@@ -138,14 +138,14 @@ FEW = 3.3  # two gradients, one that a thread of gloo has not let go of yet, and
 
 @pytest.mark.filterwarnings("ignore:Expected a tensor")
 @pytest.mark.parametrize("steps", PATHS.values(), ids=PATHS)
-def test_gradients_do_not_wait_for_those_that_never_come(two, steps):
+def test_gradients_do_not_wait_for_missing_ones(two, steps):
     """One is in flight while the next one is computed, once the order is learned; eight would be all of them."""
     for found in two.run(peaks, steps[:6], {}):
         assert max(found[2:]) <= FEW
 
 
 @pytest.mark.filterwarnings("ignore:Expected a tensor")
-def test_sums_of_earlier_micro_batches_do_not_make_others_wait(two):
+def test_earlier_micro_batches_do_not_delay_reductions(two):
     every = [tuple(range(LAYERS))] * 2
     steps = [[every, every], [every, [(7, 6, 5, 3, 1, 0)] * 2], [every, [(0, 1, 3, 5, 6)] * 2]]
     for found in two.run(peaks_with_sums_elsewhere, steps):
@@ -153,7 +153,7 @@ def test_sums_of_earlier_micro_batches_do_not_make_others_wait(two):
 
 
 @pytest.mark.filterwarnings("ignore:Expected a tensor")
-def test_an_order_that_no_longer_fits_is_learned_again(two):
+def test_a_changed_order_is_recorded_again(two):
     forwards, backwards = [tuple(range(LAYERS))] * 2, [tuple(reversed(range(LAYERS)))] * 2
     for found in two.run(peaks, [forwards] * 3 + [backwards] * 2, {}):
         assert max(found[1:3]) <= FEW
@@ -161,7 +161,7 @@ def test_an_order_that_no_longer_fits_is_learned_again(two):
         assert found[4] <= FEW
 
 
-def test_names_without_a_gradient_stay_near_their_neighbours():
+def test_parameters_without_a_gradient_keep_their_place_in_the_order():
     numbers = dict.fromkeys("xabcde", 0) | {"d": _ARRIVED + 1, "a": _ARRIVED + 2, "b": _ARRIVED}
     assert _by_arrival(numbers, "xabcde") == [*"xdeabc"]
 
@@ -202,7 +202,7 @@ def never(rank, steps):
 @pytest.mark.parametrize(
     "steps", [[[(0, 1, 5), (0, 2, None)]] * 3, [[(0, 1, None)] * 2, [(0, 1, 5)] * 2]], ids=["on one rank", "later"]
 )
-def test_a_parameter_that_is_reached_but_gets_no_gradient_is_left_out(two, steps):
+def test_a_parameter_reached_without_a_gradient_is_not_reduced(two, steps):
     (one, names), (other, others) = two.run(never, steps)
     assert all(map(torch.equal, one, other))
     assert "layers.5.weight" not in names + others

@@ -83,7 +83,7 @@ def test_ranks_agree_on_several_gradients_at_once(two, rule):
     assert calls["all_reduce"] <= BATCHES + (NORMS if "." in rule else STACK)
 
 
-def test_elementwise_rules_reduce_nothing_once_a_step_is_decided(two):
+def test_elementwise_rules_reduce_nothing_after_clipping_is_known(two):
     (calls, _) = two.run(counted, "fsdp2", {"rule": "adamw", "clip_norm": 1.0, "policy": "deferred"}, 2)
     assert calls == {"all_reduce": 1}  # norms
 

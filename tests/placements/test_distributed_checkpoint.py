@@ -113,7 +113,7 @@ def test_ranks_and_another_number_of_them(two, kind, settings, tmp_path):
     assert_same(opt.named_state_dict(), found[0][0])
 
 
-def test_asking_a_fresh_optimizer_changes_nothing():
+def test_reading_the_state_of_a_new_optimizer_changes_nothing():
     nets = [make(), make()]
     opts = [optimizer(net, SETTINGS["scaled_adam"]) for net in nets]
     before = weights(nets[0])

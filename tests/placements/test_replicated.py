@@ -116,7 +116,7 @@ def twice_fired(rank):
         opt.backward(shared(checkpoint(shared, x, use_reentrant=True)).sum())
 
 
-def test_a_gradient_in_two_parts_is_refused(two):
+def test_a_gradient_in_two_parts_raises(two):
     two.run(twice_fired)
 
 

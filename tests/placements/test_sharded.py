@@ -83,7 +83,7 @@ def refused(rank, kind, rule, hyper):
 
 @pytest.mark.parametrize("rule", ["torch.optim.Adafactor", "torch.optim.Muon"])
 @pytest.mark.parametrize("kind", SHARDS)
-def test_optimizers_of_whole_matrices_are_refused(two, kind, rule):
+def test_optimizers_that_need_full_matrices_raise(two, kind, rule):
     two.run(refused, kind, rule, {})
 
 

@@ -111,5 +111,5 @@ def dies_and_goes_on(rank, kind):
 
 
 @pytest.mark.parametrize("kind", SHARDS)
-def test_after_a_backward_that_died_the_next_one_is_whole(two, kind):
+def test_a_failed_backward_does_not_affect_the_next_one(two, kind):
     assert two.run(dies_and_goes_on, kind) == [[], []]

@@ -234,7 +234,7 @@ def with_own_rows(rank, place, case):
 
 @pytest.mark.parametrize("case", OWN_ROWS)
 @pytest.mark.parametrize("place", ["replicated", "fsdp2", "zero3"])
-def test_ranks_with_their_own_rows(two, place, case):
+def test_ranks_with_different_rows(two, place, case):
     """Gradients differ in their last bits, by which few values are rounded to the next code; later steps may double
     that."""
     losses, expected = with_own_rows(0, None, case)
@@ -459,6 +459,6 @@ SHARDED = r"^embed\.weight is already sharded.*before fully_shard.*DeepSpeed ZeR
         (under_ddp, (), OTHER),
     ],
 )
-def test_where_weights_cannot_be_quantized(two, case, args, words):
+def test_quantizing_unsupported_shards_raises(two, case, args, words):
     for message in two.run(case, *args):
         assert re.search(words, message), message

@@ -98,7 +98,7 @@ def wrapped_after_a_step(rank):
 
 
 @pytest.mark.parametrize("case", [plain_backward, wrapped_first, wrapped_after_a_step])
-def test_a_wrapper_is_refused_whenever_it_comes(two, case):
+def test_wrapping_with_ddp_or_fsdp_raises_at_any_time(two, case):
     two.run(case)
 
 

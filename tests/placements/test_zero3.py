@@ -22,7 +22,7 @@ ZERO3_OPTIONS = {
 
 @pytest.mark.parametrize("options", ZERO3_OPTIONS.values(), ids=ZERO3_OPTIONS)
 @pytest.mark.parametrize("settings", [{"rule": "adalomo"}, {"rule": "adamw", "clip_norm": 0.5}], ids=str)
-def test_zero3_as_it_is_configured(two, options, settings):
+def test_zero3_configurations(two, options, settings):
     assert_as_one_device(two.run(shared, "zero3", settings, 1, options), "zero3", settings)
 
 

@@ -71,7 +71,7 @@ def test_the_size_of_16_bit_weights_is_computed_in_their_own_dtype(give_gradient
 
 
 @pytest.mark.parametrize("name", ["t2t_o01_default", "t2t_o12_late_step"])
-def test_noise_is_the_sources_to_the_bit(name):
+def test_noise_equals_its_source_bit_for_bit(name):
     case = load_case(GOLDEN, name)
     recorded = case.tensors["aux/quantization_noise"]
     first = case.entry["initial_step"] + 1

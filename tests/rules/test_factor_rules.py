@@ -98,7 +98,7 @@ def test_dimensions_that_are_factored(give_gradients, shape, options, want):
         ((6, 4), logical("heads", "kv"), r"\['NONE', 'NONE'\]"),
     ],
 )
-def test_a_rule_that_is_ignored(give_gradients, shape, options, roles):
+def test_an_ignored_rule_warns(give_gradients, shape, options, roles):
     """As in the source, vectors and matrices follow the heuristic; here it is said by name."""
     with pytest.warns(UserWarning, match=rf"'block/w' of shape \[6(, 4)?\]: .* heuristic is used .*{roles}"):
         found = kept(give_gradients, shape, **options, min_dim_size_to_factor=4)
@@ -155,7 +155,7 @@ WHERE = r"'block/w' of shape \[2, 3, 4\]"
         ),
     ],
 )
-def test_refused(options, message):
+def test_invalid_options_raise(options, message):
     with pytest.raises(ConfigError, match=message):
         made((2, 3, 4), **options)
 
@@ -166,7 +166,7 @@ def test_four_dimensions_need_a_rule(options):
         made((2, 3, 4, 5), **options)
 
 
-def test_axes_of_a_parameter_that_is_not_there():
+def test_axes_of_an_unknown_parameter_raise():
     axes = {"block/w": ("embed", "mlp", "layers"), "block/y": ("embed",)}
     with pytest.raises(ConfigError, match="no parameter is called 'block/y'"):
         made((2, 3, 4), logical_factor_rules="standard", param_logical_axes=axes)

@@ -292,7 +292,7 @@ COMBINING = {
 
 @pytest.mark.parametrize("lr", [0.1, 1e-9])
 @pytest.mark.parametrize("name", [*COMBINING, "position"])
-def test_a_class_that_combines_parameters_is_refused(name, lr):
+def test_a_class_that_combines_parameters_raises(name, lr):
     class Combines(Counting):
         def count(self, group):
             return COMBINING[name](self, group, self.used(group))
@@ -321,7 +321,7 @@ class Fails(Counting):
 
 
 @pytest.mark.parametrize("rule", ["adamw", torch.optim.AdamW, torch.optim.Adafactor])
-def test_complex_parameters_are_refused_by_name(rule):
+def test_complex_parameters_raise_by_name(rule):
     """Frozen ones cost nothing, and are refused once they are unfrozen."""
     real, wave = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.zeros(3, dtype=torch.complex64))
     named = [("real", real), ("wave", wave)]
@@ -338,7 +338,7 @@ def test_complex_parameters_are_refused_by_name(rule):
 
 @pytest.mark.parametrize("cls", [torch.optim.Adagrad, torch.optim.AdamW])
 @pytest.mark.parametrize("dtypes", [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)], ids=str)
-def test_a_model_that_is_converted_after_its_optimizer_was_made(cls, dtypes):
+def test_a_model_converted_after_its_optimizer_was_created(cls, dtypes):
     """The states of a class that makes them in its constructor have the dtype of the model before."""
     models = [torch.nn.Linear(4, 4, dtype=dtypes[0]) for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
@@ -358,7 +358,7 @@ def test_a_model_that_is_converted_after_its_optimizer_was_made(cls, dtypes):
     assert all(map(torch.equal, models[0].parameters(), models[1].parameters()))
 
 
-def test_a_class_whose_weights_are_evaluated_otherwise_says_so(caplog):
+def test_a_class_that_evaluates_different_weights_warns(caplog):
     class Evaluates(Counting):
         def eval(self):
             pass
@@ -378,7 +378,7 @@ class Kinds(Counting):
         return 1 if group["kind"] == "matrix" else 2
 
 
-def test_keys_of_groups_that_no_argument_names():
+def test_group_keys_that_are_not_arguments():
     (ours, theirs) = ([torch.nn.Parameter(torch.ones(3)) for _ in range(2)] for _ in range(2))
     kinds = ("matrix", "vector")
     opt = lowmem.FusedOptimizer([{"params": p, "kind": kind} for p, kind in zip(ours, kinds, strict=True)], rule=Kinds)
@@ -400,7 +400,7 @@ class CountsGroups(Counting):
         return self.steps
 
 
-def test_a_class_that_combines_groups_is_refused_with_the_second_one():
+def test_a_class_that_combines_groups_raises_for_a_second_group():
     params = [torch.nn.Parameter(torch.zeros(3)) for _ in range(2)]
     lowmem.FusedOptimizer([{"params": params}], rule=CountsGroups, lr=0.1).remove()
     with pytest.raises(UnsupportedError, match="combines parameters"):
@@ -540,7 +540,7 @@ IN_THE_HOOK = {"loss_scale": 1024, "policy": "immediate"}
         (ConfigError, "torch.optim.lr_scheduler", {}, "not a torch.optim.Optimizer class"),
     ],
 )
-def test_refused_before_the_first_update(error, rule, options, message, tmp_path, monkeypatch):
+def test_unsupported_classes_raise_before_the_first_update(error, rule, options, message, tmp_path, monkeypatch):
     (tmp_path / "broken_package.py").write_text("raise RuntimeError('needs another libc')")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setitem(sys.modules, "optimi", None)  # as if it were not installed
@@ -563,14 +563,14 @@ def importable(rule):
     return rule
 
 
-def test_optimi_release_refused():
+def test_optimi_gradient_release_raises():
     rule = importable("optimi.AdamW")
     with pytest.raises(UnsupportedError, match="gradient_release=True registers its own hooks"):
         lowmem.FusedOptimizer([one_param()], rule=rule, lr=1e-3, gradient_release=True)
 
 
 @pytest.mark.cpu_only("bitsandbytes looks for the libraries of CUDA")
-def test_bitsandbytes_settings_of_single_parameters_are_refused(monkeypatch):
+def test_bitsandbytes_settings_of_single_parameters_raise(monkeypatch):
     manager = pytest.importorskip("bitsandbytes", exc_type=ImportError).optim.GlobalOptimManager.get_instance()
     for name in ("pid2config", "index2config"):
         monkeypatch.setattr(manager, name, {})

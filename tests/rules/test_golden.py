@@ -102,7 +102,7 @@ def test_tool_verdict(tmp_path, capsys, changes, status, ok):
         ([str(FOLDER), "--optimizer", "adalmo"], "Did you mean 'adalomo'?"),
     ],
 )
-def test_tool_refuses(capsys, arguments, message):
+def test_the_tool_rejects_invalid_cases(capsys, arguments, message):
     with pytest.raises(SystemExit) as exit_:
         main(arguments)
     assert exit_.value.code == 2

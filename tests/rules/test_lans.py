@@ -42,7 +42,7 @@ def follows_reference(give_gradients, grads, dtype=torch.float32, **options):
 @BOTH
 @pytest.mark.parametrize("wd", [0.0, 0.1])
 @pytest.mark.parametrize("zeros", [(0,), (2,), (0, 1, 3)])
-def test_a_gradient_of_zeros_is_a_gradient_of_zeros(give_gradients, variant, wd, zeros):
+def test_zero_gradients_are_not_normalized(give_gradients, variant, wd, zeros):
     """In the source it is 0/0, and NaN for ever. Here the momentum goes on, and the weight decays."""
     grads = [torch.zeros(5, 7) if step in zeros else torch.randn(5, 7) for step in range(4)]
     follows_reference(give_gradients, grads, variant=variant, wd=wd)
@@ -57,7 +57,7 @@ def test_gradients_of_any_size_are_normalised(give_gradients, variant, size):
 
 
 @BOTH
-def test_one_element_may_be_larger_by_far(give_gradients, variant):
+def test_one_element_much_larger_than_the_others(give_gradients, variant):
     grads = [torch.randn(5, 7) * 1e-30 for _ in range(3)]
     for i, grad in enumerate(grads):
         grad[i, 2] = 1e-12
@@ -68,7 +68,7 @@ def test_one_element_may_be_larger_by_far(give_gradients, variant):
 
 
 @pytest.mark.parametrize("option", ["lr_mult", "wd_mult"])
-def test_a_name_that_is_not_there(option):
+def test_an_unknown_name_raises(option):
     params = [("encoder.weight", torch.nn.Parameter(torch.zeros(2))), ("bias", torch.nn.Parameter(torch.zeros(2)))]
     message = r"no parameter is called 'encoder\.wieght'.*Did you mean 'encoder\.weight'"
     with pytest.raises(ConfigError, match=message):
@@ -77,7 +77,7 @@ def test_a_name_that_is_not_there(option):
         lowmem.FusedOptimizer([{"params": params, option: {"encoder.wieght": 2.0}}], rule="lans")
 
 
-def test_a_name_that_is_not_there_in_a_group_added_later():
+def test_an_unknown_name_in_a_later_group_raises():
     opt = lowmem.FusedOptimizer([("one", torch.nn.Parameter(torch.zeros(2)))], rule="lans")
     with pytest.raises(ConfigError, match="no parameter is called 'tow'"):
         opt.add_param_group({"params": [("two", torch.nn.Parameter(torch.zeros(2)))], "lr_mult": {"tow": 2.0}})
@@ -92,7 +92,7 @@ def test_names_of_other_groups_are_known():
 # -- its own count -----------------------------------------------------------------------------------------------------
 
 
-def test_counts_updates_alone(give_gradients):
+def test_only_updates_are_counted(give_gradients):
     """Not steps without a gradient, nor such whose gradient is not finite."""
     params, opt = made([torch.randn(3) for _ in range(3)])
     bad = torch.tensor([1.0, torch.nan, 0.0])

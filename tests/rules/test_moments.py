@@ -46,7 +46,7 @@ def test_equals_torch(give_gradients, options):
 
 
 @pytest.mark.parametrize("size", [1e-30, 1.0, 1e15])
-def test_every_step_is_of_the_learning_rate(give_gradients, size):
+def test_every_step_has_the_size_of_the_learning_rate(give_gradients, size):
     """Whatever the gradient's size; where there has been none at all, nothing moves."""
     param = torch.nn.Parameter(torch.zeros(50))
     opt = lowmem.FusedOptimizer([param], rule="lion")

@@ -331,7 +331,7 @@ def test_16_bit_weights_are_the_rounded_reference(give_gradients, rule, dtype, d
 @pytest.mark.parametrize("rule", REFERENCES)
 @given(st.data())
 @settings(max_examples=40)
-def test_an_edit_counts_or_is_refused(give_gradients, rule, data):
+def test_editing_an_option_takes_effect_or_raises(give_gradients, rule, data):
     """What a step does after hyperparameters are edited in place is what it does where they are so from the start, with
     the same state; or it raises, and nothing has moved."""
     case = data.draw(cases(rule, torch.float32))

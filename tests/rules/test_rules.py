@@ -71,9 +71,7 @@ def everything(params, opt):
         [math.nan, math.inf, -math.inf],
     ),
 )
-def test_a_gradient_that_is_not_finite_leaves_its_parameter_as_it_was(
-    give_gradients, variant, shape, rounding, batching, bad
-):
+def test_a_non_finite_gradient_leaves_its_parameter_unchanged(give_gradients, variant, shape, rounding, batching, bad):
     """Weight, states and count, by itself or in a stack whose others go on. Once it has a gradient again it is as if
     nothing had been."""
     rule, options = VARIANTS.get(variant, ("adafactor_t2t", {"simulated_quantize_bits": 8}))
@@ -119,7 +117,7 @@ def test_without_decay_nothing_decays(give_gradients, rule):
 @pytest.mark.parametrize(
     ("rule", "option"), [("adafactor", "global_norm_clip_threshold"), ("scaled_adam", "clipping_scale")]
 )
-def test_clipping_by_the_norm_in_the_hook_is_refused(rule, option, in_group):
+def test_clipping_by_norm_with_policy_immediate_raises(rule, option, in_group):
     groups = [{"params": [torch.nn.Parameter(torch.zeros(3))], **({option: 0.5} if in_group else {})}]
     options = {"rule": rule} if in_group else {"rule": rule, option: 0.5}
     with pytest.raises(UnsupportedError, match=rf"{option}=0\.5.*'two_pass', 'deferred' or 'auto', or omit the option"):
@@ -182,7 +180,7 @@ def test_dtype_of_the_momentum(give_gradients, rule, asked, dtype):
     ],
 )
 @pytest.mark.parametrize("shape", [(2, 5, 7), (9, 4, 3), (3, 6, 6)])
-def test_each_expert_is_factored_alone(give_gradients, rule, options, row, col, shape):
+def test_each_expert_is_factored_separately(give_gradients, rule, options, row, col, shape):
     """A stack [E, in, out] is factored for each expert without being asked, and updates as its slices do by themselves,
     whatever their sizes."""
     sizes = 10.0 ** (torch.arange(shape[0]) - shape[0] // 2)

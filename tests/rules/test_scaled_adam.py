@@ -53,7 +53,7 @@ def test_a_missing_gradient_is_zero(give_gradients, shape, batching):
             np.testing.assert_allclose(kept[name].cpu().numpy(), state, rtol=1e-4, atol=atol)
 
 
-def test_unfreezing_leaves_the_period_of_clipping_as_it_is(give_gradients):
+def test_unfreezing_does_not_change_the_clipping_period(give_gradients):
     """Three parameters of which the first two join in later steps clip by the norms of every step before."""
     params = [torch.nn.Parameter(torch.ones(4), requires_grad=n == 2) for n in range(3)]
     options = {"clipping_scale": 1.0, "clipping_update_period": 4, "size_update_period": 100}
@@ -75,7 +75,7 @@ def test_unfreezing_leaves_the_period_of_clipping_as_it_is(give_gradients):
     assert thresholds[8] == pytest.approx(sorted(norms[5:9])[2])
 
 
-def test_clipping_that_is_asked_for_when_the_oldest_parameter_is_frozen(give_gradients):
+def test_clipping_enabled_while_the_first_parameter_is_frozen(give_gradients):
     """It counts the steps of the group, not of the parameter that has just joined."""
     first, second = (torch.nn.Parameter(torch.ones(4), requires_grad=n == 0) for n in range(2))
     opt = lowmem.FusedOptimizer([first, second], rule="scaled_adam", lr=0.0, clipping_update_period=4)
@@ -148,7 +148,7 @@ def test_statistics_of_a_gradient_of_zeros(give_gradients):
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_gradient_that_is_not_finite_dominates(give_gradients, bad):
+def test_a_non_finite_gradient_is_the_dominant_one(give_gradients, bad):
     params = [torch.nn.Parameter(torch.ones(2)) for _ in range(3)]
     opt = lowmem.FusedOptimizer(zip("pqr", params, strict=True), rule="scaled_adam")
     give_gradients(opt, *zip(params, (torch.ones(2), torch.tensor([1.0, bad]), 9 * torch.ones(2)), strict=True))

@@ -147,7 +147,7 @@ def test_states_of_a_parameter_that_is_frozen_now_are_saved_again():
         assert all(torch.equal(state[name][key], tensor) for key, tensor in tensors.items())
 
 
-def test_states_of_another_rule_are_refused():
+def test_loading_states_of_a_different_rule_raises():
     net, other = Net(), Net()
     opt = lowmem.FusedOptimizer(split(net))
     opt.backward(net(batches()[0]))
@@ -245,7 +245,7 @@ SAME_NAME = {
 
 
 @pytest.mark.parametrize("case", SAME_NAME)
-def test_two_rules_of_one_name_are_refused(case):
+def test_two_rules_with_one_name_raise(case):
     first, second = SAME_NAME[case]
     params = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
     groups = [{"params": [param], "rule": rule} for param, rule in zip(params, (first, second), strict=True)]
@@ -268,7 +268,7 @@ SHARED = {
 
 
 @pytest.mark.parametrize("case", SHARED)
-def test_groups_are_updated_by_their_own_rules(case):
+def test_each_group_is_updated_by_its_rule(case):
     first, second, values = SHARED[case]
     params = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
     groups = [{"params": [param], "rule": rule, "lr": 1.0} for param, rule in zip(params, (first, second), strict=True)]

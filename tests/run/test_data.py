@@ -60,7 +60,7 @@ def looked_at(arguments):
         ({"eval_strategy": "steps"}, "Set dataset_test_split to one of them; or name its file in data_files: {train: "),
     ],
 )  # fmt: skip
-def test_data_that_is_not_there(changes, message, arguments):
+def test_missing_data_raises(changes, message, arguments):
     with pytest.raises((ConfigError, DataError)) as error:
         data.load(arguments(**changes))
     assert message in str(error.value)
@@ -89,14 +89,14 @@ def test_data_that_cannot_be_read(content, message, arguments, tmp_path):
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
-def test_a_part_is_held_out_and_rows_are_the_same_every_time(arguments):
+def test_the_evaluation_split_is_reproducible(arguments):
     parsed = arguments(test_split_size=0.25, eval_strategy="steps", eval_steps=1)
     train, evaluation = data.load(parsed)
     assert (len(train), len(evaluation)) == (12, 4)
     assert data.load(parsed)[0][:] == train[:]
 
 
-def test_a_stream_is_looked_at(arguments, looked_at):
+def test_streams_are_inspected(arguments, looked_at):
     changes = {"dataset_streaming": True, "streaming": True}
     train, _ = data.load(arguments(**changes))
     assert not isinstance(train, Dataset) and len(data.first(train)) == len(runs.SENTENCES)
@@ -115,7 +115,7 @@ def test_a_stream_is_trained_on(tmp_path):
 # --- The look before training -----------------------------------------------------------------------------------------
 
 
-def test_rows_tokens_and_what_is_trained_on_are_counted(looked_at):
+def test_rows_tokens_and_trained_tokens_are_counted(looked_at):
     everything = looked_at()
     rows, tokens, trained = everything.split(", ")
     count = int(tokens.split()[0])
@@ -127,7 +127,7 @@ def test_rows_tokens_and_what_is_trained_on_are_counted(looked_at):
 
 
 @pytest.mark.parametrize("place", [0, 110])
-def test_rows_of_which_nothing_is_left_are_counted_wherever_they_are(place, arguments):
+def test_rows_truncated_to_nothing_are_counted(place, arguments):
     rows = [SHORT] * 111
     rows[place] = LATE
     parsed = arguments(rows, max_length=16, assistant_only_loss=True)
@@ -136,7 +136,7 @@ def test_rows_of_which_nothing_is_left_are_counted_wherever_they_are(place, argu
     assert counts.startswith("111 rows, 1 dropped, because max_length=16 leaves no token to train on, ")
 
 
-def test_what_max_length_cuts_off_is_counted(looked_at):
+def test_tokens_cut_off_by_max_length_are_counted(looked_at):
     rows = [{"text": "the old cat sat " * 10}] * 3
     tokens = int(looked_at(rows).split(", ")[1].split()[0])
     assert (
@@ -160,7 +160,7 @@ def test_pairs_that_are_too_long_are_counted(command, looked_at):
 
 @pytest.mark.troubleshooting("none of the ... tokens")
 @pytest.mark.troubleshooting("max_length=... leaves none")
-def test_rows_of_which_nothing_is_trained_on_are_refused(looked_at):
+def test_rows_without_trained_tokens_raise(looked_at):
     with pytest.raises(DataError, match="none of the 48 tokens in 3 rows contributes to the loss"):
         looked_at([LATE] * 3, max_length=16, assistant_only_loss=True, packing=True)
     with pytest.raises(DataError, match=r"max_length=1024 leaves none of 2 rows\. .* the format of the rows"):
@@ -173,7 +173,7 @@ def test_rows_of_which_nothing_is_trained_on_are_refused(looked_at):
         looked_at(max_steps=0)
 
 
-def test_evaluation_data_are_looked_at_too(arguments, tmp_path):
+def test_evaluation_data_are_inspected_too(arguments, tmp_path):
     files = {"train": [SHORT] * 8, "test": [SHORT, LATE]}
     names = {split: str(runs.write_rows(tmp_path / f"{split}.jsonl", rows)) for split, rows in files.items()}
     usual = {"max_length": 16, "assistant_only_loss": True, "eval_strategy": "steps", "eval_steps": 1}
@@ -214,7 +214,7 @@ def test_a_row_that_cannot_be_tokenized_is_named(command, row, alone, arguments)
     assert f'The row: {{"{column}": ' in str(error.value) and "\n" not in str(error.value)
 
 
-def test_the_number_of_a_row_is_that_in_the_file_where_a_part_is_held_out(arguments):
+def test_row_numbers_refer_to_the_file_after_a_split(arguments):
     rows = [{"text": text} for text in [*runs.SENTENCES[:10], 3, *runs.SENTENCES[10:]]]
     parsed = arguments(rows, test_split_size=0.25, eval_strategy="steps", eval_steps=1)
     train, evaluation = data.load(parsed)
@@ -222,7 +222,7 @@ def test_the_number_of_a_row_is_that_in_the_file_where_a_part_is_held_out(argume
         build.trainer(parsed, train if 3 in train["text"] else evaluation, None)
 
 
-def test_files_whose_rows_have_other_keys_are_named_and_can_be_used(arguments, tmp_path):
+def test_files_with_different_keys_are_named_and_can_be_used(arguments, tmp_path):
     call = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Paris"}}}
     tools = {"messages": [*runs.user("a"), {"role": "assistant", "content": "", "tool_calls": [call]}]}
     chats = str(runs.write_rows(tmp_path / "chats.jsonl", runs.FILES["chats.jsonl"]))
@@ -255,7 +255,7 @@ def test_a_warning_of_rows_is_shown_although_they_are_in_the_cache(arguments, ca
 @pytest.mark.parametrize(
     ("positions", "rows", "message"), [(4, 300, "12 tokens, but the model has 4"), (64, 200, "has 200")]
 )
-def test_a_model_without_a_row_or_a_position_for_a_token_is_refused(positions, rows, message, arguments, tmp_path):
+def test_a_model_too_small_for_the_tokens_raises(positions, rows, message, arguments, tmp_path):
     config = GPT2Config(vocab_size=rows, n_positions=positions, n_embd=16, n_layer=1, n_head=2)
     parsed = arguments()
     train, _ = data.load(parsed)
@@ -265,7 +265,7 @@ def test_a_model_without_a_row_or_a_position_for_a_token_is_refused(positions, r
         data.check(trainer, train)
 
 
-def test_a_template_that_marks_no_answers_is_refused(arguments, tmp_path):
+def test_a_chat_template_without_answer_marks_raises(arguments, tmp_path):
     (tmp_path / "plain.jinja").write_text(NO_TEMPLATE)
     parsed = arguments(assistant_only_loss=True, chat_template_path=str(tmp_path / "plain.jinja"))
     with pytest.raises((ConfigError, DataError)) as error:
@@ -283,7 +283,7 @@ def inspected(tmp_path, command="sft", *words, **changes):
     return ended.out
 
 
-def test_inspect_marks_what_is_trained_on(tmp_path):
+def test_inspect_marks_trained_tokens(tmp_path):
     shown = inspected(tmp_path, "sft", "--samples", 2, assistant_only_loss=True)
     assert "<|begin|><|user|>where 0<|assistant|>⟦the old cat sat<|end|>⟧\n" in shown
     assert shown.count(" tokens, trained on ") == 2 and "Trained on: the text in ⟦ ⟧. First rows: 16 rows" in shown

@@ -42,7 +42,7 @@ def test_a_folder_is_used_by_one_process_at_a_time(tmp_path):
         (["checkpoint-4/config.json"], None, "already contains a run. Continue it with --resume_from_checkpoint last"),
     ],
 )
-def test_what_a_folder_has_must_fit(tmp_path, files, resume, message):
+def test_an_existing_run_folder_must_match_the_command(tmp_path, files, resume, message):
     for name in files:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
@@ -62,7 +62,7 @@ def test_a_folder_of_a_run_that_failed_before_it_wrote_is_removed_by_rank_0(tmp_
     assert (tmp_path / "of rank 0").exists()
 
 
-def test_what_a_failed_run_has_written_is_removed_unless_it_had_begun(tmp_path):
+def test_a_failed_run_removes_its_files_if_it_had_not_started_training(tmp_path):
     def fail(begin):
         folder = tmp_path / "run"
         with pytest.raises(ZeroDivisionError), RunFolder(folder).opened():
@@ -78,7 +78,7 @@ def test_what_a_failed_run_has_written_is_removed_unless_it_had_begun(tmp_path):
     assert fail(begin=True) == {"traceback.txt", "metrics.jsonl", "runs", "config.yaml"}
 
 
-def test_a_failed_run_removes_nothing_that_was_there(tmp_path):
+def test_a_failed_run_keeps_existing_files(tmp_path):
     (tmp_path / "notes.txt").touch()
     with pytest.raises(ZeroDivisionError), RunFolder(tmp_path, "other/checkpoint-4").opened():
         (tmp_path / "metrics.jsonl").touch()
@@ -86,14 +86,14 @@ def test_a_failed_run_removes_nothing_that_was_there(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 
 
-def test_a_lock_of_a_killed_run_is_no_run(tmp_path):
+def test_the_lock_of_a_killed_run_is_ignored(tmp_path):
     (tmp_path / "metrics.jsonl").touch()  # of a run that was killed in its first step
     (tmp_path / ".lock").write_text("process 1 on elsewhere")
     use(tmp_path)
 
 
 @pytest.mark.troubleshooting("is a symbolic link")
-def test_what_cannot_be_a_folder_is_refused(tmp_path):
+def test_an_invalid_output_directory_raises(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="is a file"):
         use(tmp_path / "file")

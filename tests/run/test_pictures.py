@@ -56,7 +56,7 @@ def test_the_loss_picture_shows_training_evaluation_norm_and_rate(records):
         ({"reward": [0.1, None], "kl": [0.0, 0.1]}, ["reward", "loss", "KL divergence"]),
     ],
 )
-def test_what_a_method_improves_has_a_panel(metrics, labels):
+def test_the_metric_a_method_improves_has_a_panel(metrics, labels):
     axes = pictures.loss_picture(steps(2, **metrics), "one").axes
     assert [each.get_ylabel() for each in axes] == labels
 

@@ -146,7 +146,7 @@ def test_a_plan_of_preferences_has_a_reference_model(write):
     assert planned(write("dpo"), *words, command="dpo").host_peak > step.host_peak
 
 
-def test_whether_it_fits(write, tmp_path):
+def test_the_verdict_compares_the_peak_with_the_budget(write, tmp_path):
     """Exit status 0 or 1, and the same figures in the file."""
     file, path = tmp_path / "plan.json", write()
     ended = runs.lowmem("plan", "sft", "--config", path, "--memory", "1GiB", "--json", file)
@@ -163,7 +163,7 @@ def test_whether_it_fits(write, tmp_path):
 
 
 @pytest.mark.parametrize("text", ["24 bananas", "GiB", "-3GiB", "0GiB", ""])
-def test_text_that_is_not_an_amount_of_memory_is_refused(text):
+def test_an_invalid_amount_of_memory_raises(text):
     with pytest.raises(ConfigError, match="24GiB"):
         parse_bytes(text, "--memory")
 
@@ -185,7 +185,7 @@ def test_amounts_of_memory():
         ("--model_name_or_path nobody/nothing", r"hf download nobody/nothing config\.json"),
     ],
 )
-def test_what_cannot_be_planned_is_refused(write, words, instead):
+def test_commands_that_cannot_be_planned_raise(write, words, instead):
     with pytest.raises((ConfigError, UnsupportedError), match=instead):
         planned(write(), *words.split())
 
@@ -241,7 +241,7 @@ def test_patches_are_undone(write):
         (None, True),
     ],
 )
-def test_no_way_to_less_memory_is_warned_about_or_has_the_rate_of_another_rule(write, fused, advised, caplog):
+def test_suggestions_to_save_memory_are_valid_configurations(write, fused, advised, caplog):
     words = ["--config", write(dtype="float32", learning_rate=3e-5, fused=fused)]
     ways = plan.ways(parse("sft", words, device="gpu"))
     assert ("--dtype bfloat16" in ways) == advised

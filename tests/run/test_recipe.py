@@ -88,7 +88,7 @@ def test_a_value_means_in_yaml_what_it_means_on_the_command_line(text, words, pa
         assert getattr(getattr(arguments, part), name) == value
 
 
-def test_values_that_nest_reach_their_owners(parsed):
+def test_nested_values_reach_their_options(parsed):
     arguments = parsed(
         "model_init_kwargs: {attention_dropout: 0.1}\nlora_target_modules: [q_proj, v_proj]\n"
         "datasets: [{path: json, data_files: [a.jsonl, b.jsonl], fraction: 0.5}]\n"
@@ -103,7 +103,7 @@ def test_values_that_nest_reach_their_owners(parsed):
     assert arguments.fused.groups == ({"match": "norm", "weight_decay": 0},)
 
 
-def test_the_command_line_is_before_the_file_and_without_options_fused_is_what_optim_says(parsed):
+def test_the_command_line_overrides_the_file_and_optim_sets_the_default(parsed):
     arguments = parsed("learning_rate: 1\nfused: {rule: lion, betas: [0.5, 0.5]}", "--learning_rate", "2",
                        "--fused.rule", "adamw")  # fmt: skip
     assert arguments.training.learning_rate == 2 and arguments.fused.rule == "adamw"
@@ -239,7 +239,7 @@ NONSENSE = {
 
 
 @pytest.mark.parametrize("name", NONSENSE)
-def test_numbers_without_a_meaning_are_refused_where_they_are(name, refused, parsed):
+def test_numbers_out_of_range_raise_with_their_place(name, refused, parsed):
     for value in NONSENSE[name]:
         assert f"c.yaml, line 2: {name}=" in refused(f"run_name: a\n{name}: {value}")
         assert (message := refused("", f"--{name}={str(value).removeprefix('.')}")).startswith(f"--{name}=")
@@ -254,7 +254,7 @@ def test_an_infinite_number_is_read_and_written(parsed):
     assert same(arguments, parsed(arguments.to_yaml()))
 
 
-def test_what_replaces_a_former_argument_is_one(parsed):
+def test_replacements_of_former_arguments_exist(parsed):
     known = {name for command in cli.COMMANDS for name in Parser(command).known()}
     assert not known & FORMER.keys()
     for now in filter(None, FORMER.values()):
@@ -289,7 +289,7 @@ def test_help_lists_every_argument(command, capsys):
 
 
 @pytest.mark.parametrize("command", cli.COMMANDS)
-def test_no_argument_of_ours_is_one_of_trl(command):
+def test_no_argument_has_the_name_of_a_trl_argument(command):
     """Those of a section have a dot in their names."""
     for add in (cli._plan_options, cli._inspect_options):
         parser = Parser(command, add)
@@ -318,14 +318,14 @@ def test_the_local_rank_of_a_launcher_is_before_the_command():
     ],
     ids=["GPU", "CPU", "pageable", "set"],
 )
-def test_batches_are_copied_from_pinned_memory_without_a_wait(words, gpu, non_blocking, parsed, monkeypatch):
+def test_batches_are_copied_from_pinned_memory_without_waiting(words, gpu, non_blocking, parsed, monkeypatch):
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: gpu)
     arguments = parsed({}, "--bf16", "false", *words).training
     assert arguments.accelerator_config.non_blocking is non_blocking
     assert not arguments.logging_nan_inf_filter
 
 
-def test_arguments_for_a_device_that_is_not_here(parsed):
+def test_arguments_for_a_missing_device_raise(parsed):
     """A GPU takes `bf16`, and a step with half precision."""
     assert not parsed("bf16: true", device="gpu").training.bf16
     assert parsed("bf16: true", device="cpu").training.bf16

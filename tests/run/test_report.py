@@ -145,7 +145,7 @@ def test_lines_with_clip_coefficient_loss_scale_and_skipped_steps_stay_aligned()
         ({"loss": 0.5, "accuracy": 1.0, "margin": 2.0}, "loss", "loss   0.5000  accuracy  1.000", "margin"),
     ],
 )  # fmt: skip
-def test_a_line_shows_what_a_method_improves(logged, main, shown, hidden):
+def test_a_line_shows_the_metric_a_method_improves(logged, main, shown, hidden):
     record = {**RECORD, "learning_rate": 1e-3, **logged}
     line, wide = (report._log_line(record, 10, width, 3600, main) for width in (80, 200))
     assert f"step  7/10  {shown}  grad norm" in line and line.count(" 1:00:00 left") == 1 and hidden not in line
@@ -155,7 +155,7 @@ def test_a_line_shows_what_a_method_improves(logged, main, shown, hidden):
     assert ("mean loss" in report._log_line(end, 10, 200, main=main)) == (main == "loss")
 
 
-def test_trackers_get_what_is_in_metrics_jsonl(trainer, run_dir):
+def test_trackers_receive_the_metrics_of_metrics_jsonl(trainer, run_dir):
     """What is logged and written by itself: transformers' own callbacks of trackers read `logs`."""
     seen = []
 
@@ -181,7 +181,7 @@ def test_the_last_step_is_logged_so_that_the_mean_is_that_of_the_logged_steps(tr
         assert end["train_loss"] == pytest.approx((3 * logged[0]["loss"] + 2 * logged[1]["loss"]) / 5)
 
 
-def test_the_trainer_s_own_printer_is_replaced_and_a_bar_is_on_terminals_alone(trainer, run_dir, capsys):
+def test_the_trainers_printer_is_replaced_and_progress_bars_need_a_terminal(trainer, run_dir, capsys):
     quiet = trainer(disable_tqdm=True, max_steps=1)
     assert any(isinstance(callback, PrinterCallback) for callback in quiet.callback_handler.callbacks)
     train(quiet, run_dir, terminal=True)
@@ -247,7 +247,7 @@ def test_the_peak_of_a_process_on_windows(monkeypatch):
     assert report._memory(torch.device("cpu")) == {"memory": 3, "peak_memory": 5}
 
 
-def test_what_is_not_finite_is_still_json(trainer, run_dir):
+def test_non_finite_metrics_are_valid_json(trainer, run_dir):
     trained = trainer(logging_nan_inf_filter=False)
     with torch.no_grad():
         trained.model.lm_head.weight.fill_(math.nan)
@@ -261,7 +261,7 @@ def test_what_is_not_finite_is_still_json(trainer, run_dir):
     assert (run_dir / "loss.png").exists()
 
 
-def test_a_resumed_run_repeats_no_step_and_counts_on(trainer, run_dir, clock):
+def test_a_resumed_run_continues_counting_and_repeats_no_step(trainer, run_dir, clock):
     trained = trainer(max_steps=5, save_strategy="steps", save_steps=2)
     trained.add_callback(Fail(3, RuntimeError("gone")))
     with pytest.raises(RuntimeError, match="gone"):
@@ -287,7 +287,7 @@ def test_a_run_that_fails_still_leaves_its_pictures(error, trainer, run_dir, cap
     assert (run_dir / "loss.png").exists() and len(metrics(run_dir)) == 2
 
 
-def test_a_picture_that_fails_does_not_hide_what_ended_the_run(trainer, run_dir):
+def test_a_failed_picture_does_not_hide_the_error_of_the_run(trainer, run_dir):
     trained = trainer()
     trained.add_callback(Fail(2, RuntimeError("gone")))
     (run_dir / "loss.png" / "inside").mkdir(parents=True)
@@ -297,7 +297,7 @@ def test_a_picture_that_fails_does_not_hide_what_ended_the_run(trainer, run_dir)
     assert "loss.png: cannot be written" in printed.getvalue()
 
 
-def test_a_write_that_fails_leaves_the_old_file_and_no_other(tmp_path, monkeypatch):
+def test_a_failed_write_keeps_only_the_old_file(tmp_path, monkeypatch):
     path = tmp_path / "kept.txt"
     write_file(path, b"old")
 

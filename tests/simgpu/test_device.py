@@ -49,7 +49,7 @@ def test_two_streams_and_the_same_memory(order, side):
     assert bool(found) == (order is None)
 
 
-def test_memory_that_is_given_back_too_soon(side):
+def test_memory_freed_too_early(side):
     value = ones()
     side.wait_stream(torch.cuda.current_stream())
     with simgpu.provoke("race") as found, torch.cuda.stream(side):
@@ -90,7 +90,7 @@ def test_pinned_memory_that_is_written_while_it_is_copied():
 
 
 @pytest.mark.parametrize("wait", [torch.Tensor.item, torch.Tensor.nonzero, bool, torch.Tensor.cpu])
-def test_what_the_host_waits_for(wait):
+def test_waits_of_the_host_are_reported(wait):
     value = torch.ones(1, device="cuda")
     with simgpu.watch("sync", "wait") as found:
         wait(value)

@@ -131,7 +131,7 @@ def test_loops_have_the_codes_of_finished_gradients(name, loop):
     compare(Settings(**{"dtype": BF16, "hidden": 192, "blocks": 2, "tied": True, "steps": 4, **formats, **LOOPS[loop]}))
 
 
-def test_groups_have_formats_of_their_own(give_gradients):
+def test_groups_have_separate_formats(give_gradients):
     """Several rules and formats in one optimizer are the optimizers of each."""
     kinds = [
         EIGHT_BITS,

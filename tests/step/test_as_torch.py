@@ -147,7 +147,7 @@ CASES += pairwise(POLICIES[1:], CLIPS, SCALES, ("float32", "autocast"), ("torch.
 
 
 @pytest.mark.parametrize(("policy", "clip", "loss_scale", "kind", "rule", "overflows"), CASES, ids=str)
-def test_steps_are_torchs(policy, clip, loss_scale, kind, rule, overflows):
+def test_steps_equal_torch(policy, clip, loss_scale, kind, rule, overflows):
     (policy, accumulation), whole = policy, policy[0] != "immediate"
     spoilt = (OVERFLOWS if overflows else {}) | ({} if "clip_norm" in clip else LARGE)  # whose norm torch takes for Inf
     ordinary, zoo = Zoo(kind, spoilt), Zoo(kind, spoilt)

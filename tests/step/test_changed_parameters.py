@@ -78,7 +78,7 @@ def test_a_state_that_does_not_fit_any_more_raises(start, end, options):
         ),
     ],
 )
-def test_a_form_that_no_rule_updates_raises(rule, shape, change, message):
+def test_a_format_that_no_rule_updates_raises(rule, shape, change, message):
     """As in the constructor."""
     params, opt = made(rule, shapes=[shape])
     original = params[0].data
@@ -143,7 +143,7 @@ def test_another_order_in_memory():
     torch.testing.assert_close(*results, rtol=0, atol=1e-6)
 
 
-def test_a_form_that_does_not_change_is_looked_at_once(monkeypatch):
+def test_an_unchanged_parameter_is_inspected_once(monkeypatch):
     chosen, choose = [], ParamRecord.choose_program
     monkeypatch.setattr(ParamRecord, "choose_program", lambda self, *a: chosen.append(self.name) or choose(self, *a))
     params, opt = made("adalomo")
@@ -153,7 +153,7 @@ def test_a_form_that_does_not_change_is_looked_at_once(monkeypatch):
 
 
 @pytest.mark.cpu_only("the simulated GPU has no compiler")
-def test_a_state_of_another_dtype_is_not_given_to_compiled_code():
+def test_compiled_code_is_not_called_with_a_state_of_a_different_dtype():
     """One that a user has put into `opt.state` is swept, as where nothing is compiled."""
     assert Compiler.failure is None
     results, start = [], None

@@ -61,7 +61,7 @@ def test_elements_are_sampled_evenly_from_a_view():
         assert min(tensor.numel(), changes.ELEMENTS // 4) <= sampled.numel() <= changes.ELEMENTS * 2 ** len(shape)
 
 
-def test_parameters_that_are_frozen_make_room_for_others():
+def test_frozen_parameters_leave_the_sample():
     net = Words()
     opt = lowmem.FusedOptimizer(net.named_parameters(), rule="adalomo", lr=1e-2, compile=False)
     opt.backward(net(torch.arange(40)))

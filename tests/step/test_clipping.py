@@ -134,7 +134,7 @@ def test_parameters_that_are_not_contiguous(policy, dtype, layout):
 @pytest.mark.parametrize("policy", ["two_pass", "deferred"])
 @pytest.mark.parametrize("norm_type", [2.0, math.inf])
 @pytest.mark.parametrize("rule", sorted(TABLE))
-def test_what_the_norm_is_of(rule, norm_type, policy):
+def test_norms_are_measured_after_clamping_except_in_adalomo(rule, norm_type, policy):
     """AdaLomo's source measures gradients before it clamps them; PyTorch, and so every other rule, after."""
     p, q = torch.nn.Parameter(torch.ones(3, 4)), torch.nn.Parameter(torch.ones(5))
     options = {"clip_norm": 0.1, "norm_type": norm_type, "clip_value": 0.5, "policy": policy}

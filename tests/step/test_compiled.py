@@ -110,7 +110,7 @@ def assert_as_by_tiles(rule, shapes, bits=False, **arguments):
     ("rule", "rounding", "shape"),
     pairwise(RULES, ("nearest", "stochastic", "compensated", "master"), (MATRIX, PRIME, EXPERTS, VECTOR, LONG, *CUT)),
 )
-def test_the_same_as_by_tiles(graphs, rule, rounding, shape):
+def test_compiled_updates_equal_updates_by_tiles(graphs, rule, rounding, shape):
     """Also the bits that are drawn at random: with others, weights would be spacings apart."""
     assert_as_by_tiles(rule, [shape], bits=rule in ELEMENTWISE, dtype=torch.bfloat16, rounding=rounding)
 
@@ -212,7 +212,7 @@ def test_numbers_are_computed_once_per_group_and_step(graphs, monkeypatch):
     assert len(computed) == 5
 
 
-def test_which_numbers_there_are_is_part_of_the_code(graphs):
+def test_code_is_cached_by_the_hyperparameters_it_reads(graphs):
     def schedule(step):
         return {"weight_decay": (0.0, 0.5, 0.0, 0.25)[step]}
 
@@ -304,7 +304,7 @@ def test_foreign_classes_are_not_traced(graphs, monkeypatch):
     assert gone() is None
 
 
-def test_a_failed_trace_is_not_repeated_and_keeps_nothing(graphs, caplog):
+def test_a_failed_trace_is_not_retried_and_frees_its_memory(graphs, caplog):
     """One for all parameters of the rule, whose groups and parameters are freed with their optimizer."""
     traces = []
 
@@ -330,7 +330,7 @@ def test_a_failed_trace_is_not_repeated_and_keeps_nothing(graphs, caplog):
     assert gone() is None and None in compiled._TRACED.values()
 
 
-def test_what_cannot_be_traced_is_updated_by_tiles(graphs, caplog):
+def test_rules_that_cannot_be_traced_are_updated_by_tiles(graphs, caplog):
     with caplog.at_level(logging.INFO, "lowmem"):
         got = trained(Stepped(), [MATRIX], compile=True, opaque=True)
     assert "updates of rule stepped are not compiled: " in caplog.text
@@ -339,7 +339,7 @@ def test_what_cannot_be_traced_is_updated_by_tiles(graphs, caplog):
 
 
 @pytest.mark.parametrize(("bad", "rules"), [(math.nan, RULES[::2]), (math.inf, RULES[1::2])])
-def test_not_finite_leaves_everything_as_it_is(graphs, bad, rules):
+def test_non_finite_gradients_change_nothing(graphs, bad, rules):
     for rule, other in itertools.product(rules, (VECTOR, CUT[0])):
         params, opt = trained(rule, [MATRIX, other], compile=True, steps=2)
         before = [param.clone() for param in params]
@@ -388,7 +388,7 @@ def test_blocks_of_a_line_have_complete_groups(cols, group):
 
 
 @pytest.mark.parametrize(("rows", "cols"), [(1_000_003, 64), (1 << 16, 1 << 15)])
-def test_what_has_no_blocks(rows, cols):
+def test_shapes_without_blocks(rows, cols):
     """A prime number of rows, say: neither small blocks nor sums that are few."""
     assert blocks(rows, cols) is None
 

@@ -63,7 +63,7 @@ def test_states_are_converted(then, now, form, tmp_path):
     train(other_net, other, steps=1)
 
 
-def test_conversion_is_to_the_nearest_and_draws_nothing():
+def test_conversion_rounds_to_nearest_without_random_numbers():
     net, opt = made("float32")
     train(net, opt)
     saved = opt.state_dict()
@@ -83,7 +83,7 @@ def test_conversion_is_to_the_nearest_and_draws_nothing():
         assert near.max() <= 1 and near.float().mean() < 0.02
 
 
-def test_a_storage_that_is_not_known_here_is_refused_as_before():
+def test_an_unknown_storage_raises():
     net, opt = made("float32")
     train(net, opt)
     saved = opt.named_state_dict()
@@ -95,7 +95,7 @@ def test_a_storage_that_is_not_known_here_is_refused_as_before():
 
 
 @pytest.mark.parametrize("rule", ["lomo", "adalomo", "torch.optim.SGD", "torch.optim.AdamW"])
-def test_a_storage_that_holds_no_state_is_refused(rule):
+def test_a_storage_that_no_state_uses_raises(rule):
     with pytest.raises(ConfigError, match=r"state_storage='8bit' has no effect: rule '.*' has no elementwise state"):
         made("8bit", rule=rule)
 
@@ -110,7 +110,7 @@ def test_a_storage_that_holds_states_of_some_groups_is_taken():
 
 
 @pytest.mark.parametrize("variant", ["jit", "op_by_op"])
-def test_the_momentum_of_adafactor_is_held_as_asked(variant):
+def test_the_momentum_of_adafactor_has_the_requested_storage(variant):
     options = {"rule": "adafactor", "beta1": 0.9, "variant": variant, "min_dim_size_to_factor": 32}
     ends = {}
     for name in ("float32", "8bit"):

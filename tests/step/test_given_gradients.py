@@ -32,7 +32,7 @@ def give(net, step=0, scale=lambda loss: loss):
 
 
 @pytest.mark.parametrize("options", [{"policy": "immediate"}, {"policy": "two_pass", "clip_value": 0.01}], ids=str)
-def test_the_tensors_of_the_loop_stay_as_they_are(options):
+def test_the_tensors_of_the_loop_do_not_change(options):
     """One tensor for two parameters, an expanded one, and a transposed one."""
     one, two, three = (nn.Parameter(torch.ones(3, 4)) for _ in range(3))
     opt = lowmem.FusedOptimizer([one, two, three], rule=SGD, lr=1.0, **options)
@@ -115,7 +115,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize(("options", "spoil", "message"), FAULTS.values(), ids=FAULTS)
-def test_what_cannot_be_right_raises_before_anything_moves(options, spoil, message):
+def test_invalid_gradients_raise_before_any_update(options, spoil, message):
     net = make_net()
     opt, before = make(net, **options), weights(net)
     give(net)

@@ -111,7 +111,7 @@ on_simgpu = pytest.mark.skipif(
 
 @on_simgpu
 @pytest.mark.parametrize("case", cases(), ids=case_id)
-def test_a_step_waits_for_the_step_before_alone(case):
+def test_a_step_waits_only_for_the_previous_step(case):
     """The host reads the report of the last step. No copy is staged on the host either, not even in the first step."""
     with simgpu.watch("sync", "wait", "pageable") as found:
         take_steps(case, "cuda", count=3)

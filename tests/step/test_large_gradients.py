@@ -101,7 +101,7 @@ def test_a_mean_of_squares_that_would_overflow(give_gradients, rule, policy, cap
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
-def test_an_element_that_is_not_finite_among_large_ones(give_gradients, policy, bad):
+def test_a_non_finite_element_among_large_ones(give_gradients, policy, bad):
     params, opt = made(start(), "adamw", policy=policy)
     grads, before = gradients(1e20), [param.detach().clone() for param in params]
     grads[2].view(-1)[-1] = bad

@@ -213,7 +213,7 @@ def test_gradients_that_share_memory(policy):
 
 @pytest.mark.cpu_only("the simulated GPU has no sparse tensors")
 @pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.Adagrad])
-def test_a_sparse_gradient_is_made_dense(cls):
+def test_sparse_gradients_are_converted_to_dense(cls):
     def run(make, backward):
         torch.manual_seed(0)
         net = nn.Sequential(nn.Embedding(7, 3, sparse=True), nn.Linear(3, 1))
@@ -451,7 +451,7 @@ def test_a_new_optimizer_takes_over_from_one_that_nobody_holds(scheduled):
 
 
 @pytest.mark.troubleshooting("a FusedOptimizer was deleted")
-def test_nothing_is_left_of_an_optimizer_that_nobody_holds():
+def test_an_unreferenced_optimizer_is_freed():
     net = make_net()
     opt = lomo(net, rule="adamw", lr=1e-3)
     opt.backward(loss_of(net))

@@ -111,7 +111,7 @@ def test_hysteresis_as_megatron(interval, hysteresis, share):
             assert learn(ours, overflow) == theirs.learn(overflow)
 
 
-def test_a_scale_stays_between_its_minimum_and_the_largest_number():
+def test_a_scale_stays_within_its_range():
     low, high = made(init_scale=100.0, min_scale=30.0), made(init_scale=3e38, growth_interval=1)
     assert not low.at_minimum()
     assert [learn(low, True) for _ in range(3)] == [50.0, 30.0, 30.0]
@@ -165,7 +165,7 @@ def test_a_value_out_of_range(name, values, allowed):
 
 
 @pytest.mark.parametrize("value", [-1, math.inf, math.nan, True, False, "big", "", [2.0], 1e39, 1e-46])
-def test_a_value_that_is_not_a_scale(value):
+def test_an_invalid_scale_raises(value):
     with pytest.raises(ConfigError, match=r"loss_scale=.*a number >= 0.*'dynamic'"):
         FusedConfig(loss_scale=value)
 

@@ -103,7 +103,7 @@ def test_states_stay_and_the_step_does_not_count(policy, rule, caplog):
 
 @SPOILT
 @EACH_POLICY
-def test_many_in_a_row_stop(policy, spoil):
+def test_many_skipped_steps_in_a_row_raise(policy, spoil):
     net = Net()
     opt = make(net, policy)
     for step in (0, 1, 2, 3, 4, 5, 6):  # two in a row are not enough
@@ -158,7 +158,7 @@ def test_every_kind_of_loop_stops(policy, loop):
     assert opt.nonfinite_steps == 3
 
 
-def test_without_a_limit_nothing_stops():
+def test_without_a_limit_training_continues():
     net = Net()
     opt = make(net, max_nonfinite_steps=None)
     train(net, opt, range(60))
@@ -244,7 +244,7 @@ def on_one_rank(rank, kind, policy):
 
 
 @pytest.mark.parametrize(("kind", "policy"), itertools.product(KINDS, ("immediate", "deferred")))
-def test_all_ranks_skip_and_stop_at_the_gradient_of_one(two, kind, policy):
+def test_one_non_finite_gradient_skips_the_step_on_all_ranks(two, kind, policy):
     first, second = two.run(on_one_rank, kind, policy)
     assert first[:2] == second[:2]
     assert first[0] == [2.0**10] * 2 + [2.0**9] * 3 + [2.0**8, 2.0**7]

@@ -59,7 +59,7 @@ GRADIENTS = [
 
 @KINDS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_what_is_stored_comes_back(kind, dtype):
+def test_stored_gradients_are_returned_unchanged(kind, dtype):
     """Bit for bit, in the same layout, beside others of every size, step after step. One that comes for a parameter
     while another is applied does not overwrite it."""
     store, records = make_store(kind), None
@@ -205,7 +205,7 @@ def test_the_dtype_of_stored_gradients(sums, count, expected, monkeypatch):
 
 
 @KINDS
-def test_a_backward_that_fails_leaves_nothing(kind, store):
+def test_a_failed_backward_leaves_no_gradients(kind, store):
     """Nor do the micro-batches before it; the step begins again, and is right."""
     params, opt = watched()
     steps = micro_batches(3, torch.float32)
@@ -225,7 +225,7 @@ def test_a_backward_that_fails_leaves_nothing(kind, store):
 
 
 @KINDS
-def test_micro_batches_that_are_given_up(kind, store):
+def test_discarded_micro_batches(kind, store):
     """A user who continues with the weights as they are begins the step anew."""
     (param,), opt = watched(shapes=[(3,)])
     with opt.accumulate():
@@ -276,7 +276,7 @@ def test_pinned_memory_is_not_rounded(size):
 
 
 @pytest.mark.cpu_only("pinned memory is in several pieces")
-def test_room_is_made_once_for_sums():
+def test_buffers_for_sums_are_allocated_once():
     """A first micro-batch of 16-bit gradients has room for the float32 sum that replaces it."""
     store, (record,) = make_store("host"), records_of(torch.nn.Parameter(torch.zeros(1000, dtype=torch.bfloat16)))
     store.begin(least=4)
@@ -288,7 +288,7 @@ def test_room_is_made_once_for_sums():
 
 
 @pytest.mark.parametrize(("kind", "elsewhere"), [("host", True), ("device", False)])
-def test_which_store_is_made(kind, elsewhere):
+def test_the_store_is_chosen_by_option_and_device(kind, elsewhere):
     """On a CPU host and device are one memory, and nothing is copied."""
     for device, on_host in (("cpu", False), ("meta", elsewhere)):
         param = torch.nn.Parameter(torch.zeros(3, device=device))

@@ -91,7 +91,7 @@ def test_steps_on_a_stream_of_the_loop(options):
     assert_trained_alike(found, trained("cpu", **options))
 
 
-def test_an_optimizer_goes_while_its_last_gradient_is_copied():
+def test_deleting_an_optimizer_during_its_last_copy():
     """The memory of the gradient is not given back before: a race, which a simulated GPU reports."""
     net = torch.nn.Linear(400, 300, device="cuda")
     opt = lowmem.FusedOptimizer(net.named_parameters(), rule="lomo", policy="deferred", clip_norm=1.0)

@@ -83,9 +83,7 @@ EXACT_SKIP, ACCUMULATION = Needs(exact_skip="a dynamic loss scale"), Needs(accum
         (Needs(norm="clip_norm=1.0", accumulation=True), "deferred", "deferred", ("immediate", "two_pass")),
     ],
 )
-def test_auto_is_the_cheapest_policy_that_is_exact_and_a_requested_one_is_taken_or_raises(
-    needs, on_cpu, on_gpu, impossible
-):
+def test_auto_is_the_cheapest_exact_policy_and_a_requested_one_is_used_or_raises(needs, on_cpu, on_gpu, impossible):
     for place, expected in ((True, on_cpu), (False, on_gpu)):
         policy, reason = choose(FusedConfig(), needs, on_cpu=place)
         assert policy == expected
@@ -153,7 +151,7 @@ UNUSABLE = [
 
 
 @pytest.mark.parametrize(("loss", "message"), UNUSABLE)
-def test_a_loss_that_cannot_make_a_step(net, opt, loss, message):
+def test_a_loss_without_a_graph_raises(net, opt, loss, message):
     before = weights(net)
     with pytest.raises(StepError, match=message):
         opt.backward(loss(net))
@@ -175,7 +173,7 @@ def test_a_loss_that_cannot_make_a_step(net, opt, loss, message):
         ({"clip_norm": 1.0, "policy": "two_pass"}, r"policy 'two_pass'.*no gradients have been measured.*opt\.backw"),
     ],
 )
-def test_a_plain_backward_that_is_not_enough(net, options, message):
+def test_a_plain_backward_that_the_policy_does_not_support_raises(net, options, message):
     opt, before = make(net, **options), weights(net)
     with pytest.raises(StepError, match=message):
         net().backward()
@@ -227,7 +225,7 @@ def test_other_calls_inside_a_step(net, opt):
 # -- accumulation ------------------------------------------------------------------------------------------------------
 
 
-def test_nothing_moves_before_the_last_micro_batch(net):
+def test_weights_do_not_change_before_the_last_micro_batch(net):
     opt, before = make(net, "deferred"), weights(net)
     for _ in range(3):
         with opt.accumulate():
@@ -298,7 +296,7 @@ def half_a_per_cent_larger(net):
 
 @pytest.mark.parametrize("loss_scale", [None, 1024.0])
 @pytest.mark.parametrize("loss", [forgetful, half_a_per_cent_larger])
-def test_a_replay_that_is_another_computation_is_noticed(net, loss, loss_scale):
+def test_a_different_replay_raises(net, loss, loss_scale):
     opt = make(net, "two_pass", clip_norm=0.5, loss_scale=loss_scale)
     opt.backward(loss(net))
     for go_on in (lambda: opt.backward(net()), opt.state_dict):
@@ -309,7 +307,7 @@ def test_a_replay_that_is_another_computation_is_noticed(net, loss, loss_scale):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_an_honest_replay_does_not_raise(dtype):
+def test_an_identical_replay_does_not_raise(dtype):
     """Gradients of many sizes, one of them of several tiles, and elements that are all the same: sums of these are
     rounded in one direction. Between them is a bias whose gradient is what rounding leaves of terms that cancel."""
     wide = torch.nn.Linear(600, 500).to(dtype)
@@ -348,7 +346,7 @@ class InTurn(torch.autograd.Function):
         (("late",), ("late", "middle"), r"'middle\.weight' got a gradient in the second pass but not in the first"),
     ],
 )
-def test_passes_over_other_parameters_are_noticed(net, first, second, message):
+def test_passes_over_different_parameters_raise(net, first, second, message):
     opt = make(net, "two_pass", clip_norm=0.5, batching=False)
     with pytest.raises(StepError, match=message):
         opt.backward(InTurn.apply([first, second], net.late.weight, net.middle.weight))
@@ -415,7 +413,7 @@ def test_auto_defers_where_reentrant_checkpointing_rules_out_two_passes(net, cal
 
 @pytest.mark.parametrize("policy", ["immediate", "deferred"])
 @pytest.mark.parametrize("rule", [torch.optim.AdamW, "lomo"])
-def test_a_plain_backward_around_others_raises_before_the_first_update(net, rule, policy):
+def test_a_plain_backward_around_other_passes_raises_before_the_first_update(net, rule, policy):
     before, x = weights(net), torch.ones(2, 4, requires_grad=True)
     opt = make(net, policy, rule=rule, batching=False)
     with pytest.raises(StepError, match=r"one backward inside another.*use_reentrant=False\), or opt\.backward\(loss"):
@@ -483,7 +481,7 @@ def test_a_step_that_fails_after_its_first_update_is_torn(net, opt, plain, way_o
 @pytest.mark.by_tiles("small parameters wait in a stack, and none that is compiled does")
 @PLAIN
 @pytest.mark.parametrize("options", [{"policy": "auto"}, *({"policy": p, "clip_norm": 0.5} for p in DECIDED)], ids=str)
-def test_a_step_that_fails_before_its_first_update_never_was(net, plain, options):
+def test_a_step_that_fails_before_its_first_update_can_be_repeated(net, plain, options):
     """While small parameters wait for others of their shape, in a measuring pass, or while gradients are stored. No
     clip coefficient of another step is used."""
     if plain and options["policy"] == "two_pass":
@@ -501,7 +499,7 @@ def test_a_step_that_fails_before_its_first_update_never_was(net, plain, options
     assert opts[0].last_step.clip_coef in (None, 1.0)
 
 
-def test_a_second_pass_that_fails_tears_the_step(net):
+def test_a_failed_second_pass_leaves_a_torn_step(net):
     opt = make(net, "two_pass", clip_norm=0.5, batching=False)
     fail(net, opt, when=2)
     with pytest.raises(StepError, match="step 1 is torn: its backward ended with Boom after 1 parameter"):

@@ -75,7 +75,7 @@ def roundtrip(saved):
 
 
 @pytest.mark.parametrize("rounding", ["stochastic", "compensated"])
-def test_going_back_to_the_beginning_is_exact(rounding):
+def test_loading_the_initial_state_is_exact(rounding):
     """What a later step left, residuals included, does not outlive the loading of an earlier state."""
     opt, ends = made(steps=0, rounding=rounding), []
     beginning, weights = roundtrip(opt.state_dict()), [param.detach().clone() for param in params_of(opt)]
@@ -90,7 +90,7 @@ def test_going_back_to_the_beginning_is_exact(rounding):
 
 
 @pytest.mark.parametrize("rounding", ["stochastic", "compensated"])
-def test_the_form_of_torch_shows_states_before_the_first_update_and_loads_none(rounding):
+def test_torch_state_dict_shows_states_before_the_first_update(rounding):
     def new():
         params = {name: nn.Parameter(torch.ones(2).bfloat16()) for name in ("used", "frozen", "unused")}
         params["frozen"].requires_grad_(False)
@@ -176,7 +176,7 @@ def test_a_state_that_fits(was, now, rule, options):
 @pytest.mark.parametrize("cls", [ADAMW, torch.optim.Adam], ids=lambda cls: cls.__name__)
 @pytest.mark.parametrize("named", [False, True])
 @pytest.mark.parametrize("seldom", [False, True])
-def test_a_state_of_torch_is_taken_over(cls, named, seldom):
+def test_a_torch_state_is_loaded(cls, named, seldom):
     """Three steps of torch's optimizer, a file, and three of ours: the bits of six of torch's."""
     decay = {"weight_decay": 0.1 if cls is ADAMW else 0.0}
 
@@ -214,7 +214,7 @@ def test_a_state_of_torch_is_taken_over(cls, named, seldom):
     again.load_state_dict(roundtrip(opt.state_dict()))  # and is saved as any other
 
 
-def test_a_state_of_torch_in_bfloat16():
+def test_a_torch_state_in_bfloat16():
     """What torch held in the dtype of the weight is held in float32, with the same values."""
     theirs, ours = (nn.Parameter(torch.ones(4).bfloat16()) for _ in range(2))
     plain = ADAMW([theirs])
@@ -300,7 +300,7 @@ for was, now, rule, options, state in DTYPES.values():
 
 
 @pytest.mark.parametrize(("saved", "loading", "message"), OTHERS, ids=str)
-def test_a_state_of_another_optimizer_raises(saved, loading, message, tmp_path):
+def test_loading_the_state_of_a_different_optimizer_raises(saved, loading, message, tmp_path):
     other, opt, file = made(**saved), made(**loading), tmp_path / "optimizer.safetensors"
     save_optimizer(other, file)
     assert_refuses(opt, message, lambda: opt.load_state_dict(other.state_dict()), lambda: load_optimizer(opt, file))
@@ -331,7 +331,7 @@ def test_a_state_of_another_optimizer_raises(saved, loading, message, tmp_path):
         (SGD, {}, {}, "has no step, seed and loss scale"),
     ],
 )
-def test_a_state_of_torch_that_raises(cls, options, own, message):
+def test_unsupported_torch_states_raise(cls, options, own, message):
     theirs = [(name, nn.Parameter(torch.ones(64, 64))) for name in "ab"]
     plain = cls(theirs, **options)
     for _, param in theirs:

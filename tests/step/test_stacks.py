@@ -33,7 +33,7 @@ def step(opt, params, order=EVERY, seed=0):
 
 @pytest.mark.parametrize("reloads", [False, True])
 @pytest.mark.parametrize("orders", ORDERS.values(), ids=ORDERS)
-def test_whatever_the_order(orders, reloads):
+def test_stacks_do_not_depend_on_the_order_of_gradients(orders, reloads):
     """As `torch.optim.AdamW`, to the bit, also if states are loaded again in between."""
     params, opt = make()
     theirs = [param.detach().clone() for param in params]
@@ -51,7 +51,7 @@ def test_whatever_the_order(orders, reloads):
                 assert torch.equal(opt.state[param][name], state)
 
 
-def test_a_saved_state_is_saved_by_itself():
+def test_saved_states_do_not_share_the_memory_of_their_stack():
     """A file that has one parameter has nothing of another one."""
     params, opt = make()
     step(opt, params)

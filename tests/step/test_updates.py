@@ -99,7 +99,7 @@ def quadratic(params):
 
 
 @pytest.mark.by_tiles("updates that are compiled are in no stack")
-def test_what_is_stacked(stacks):
+def test_small_equal_parameters_are_stacked(stacks):
     """Like with like: shape, dtype, group. Large parameters go at once, and everything if it is switched off."""
     small, large = [torch.nn.Parameter(torch.ones(8, 8)) for _ in range(6)], torch.nn.Parameter(torch.ones(256, 256))
     half = torch.nn.Parameter(torch.ones(8, 8).bfloat16())
@@ -126,7 +126,7 @@ def test_a_full_stack_does_not_wait(stacks, monkeypatch):
 @pytest.mark.parametrize(
     ("rule", "options", "sizes"), [("lans", {"aggregate_num": 3}, [3, 3, 1]), (torch.optim.SGD, {}, [1] * 7)]
 )
-def test_how_many_a_rule_takes(stacks, rule, options, sizes):
+def test_stack_sizes_are_limited_by_the_rule(stacks, rule, options, sizes):
     params = [torch.nn.Parameter(torch.ones(8)) for _ in range(7)]
     lowmem.FusedOptimizer(params, rule=rule, lr=0.1, **options).backward(quadratic(params))
     assert [size for size, _ in stacks] == sizes
@@ -134,7 +134,7 @@ def test_how_many_a_rule_takes(stacks, rule, options, sizes):
 
 @pytest.mark.filterwarnings("ignore:Expected a tensor")
 @pytest.mark.by_tiles("updates that are compiled are in no stack")
-def test_memory_of_what_waits():
+def test_memory_of_waiting_gradients():
     """800 vectors of 4,096 are 12.5 MiB; no more than a full stack of their gradients and its copies live at a time."""
     params = [torch.nn.Parameter(torch.randn(4096)) for _ in range(800)]
     opt = lowmem.FusedOptimizer(params, rule="lomo", lr=0.01)
@@ -175,7 +175,7 @@ def trained(dtype, rule, **options):
         ("torch.optim.AdamW", {"eps": 1e-3}, "nearest"),
     ],
 )
-def test_the_default_rounding_is_the_rules_own_or_stochastic(dtype, rule, options, rounding):
+def test_the_default_rounding_is_set_by_the_rule_or_stochastic(dtype, rule, options, rounding):
     own = (rounding, dtype) == ("its own", torch.bfloat16)
     default, size = trained(dtype, rule, **options)
     asked, asked_size = trained(dtype, rule, **options, rounding=rounding.replace("its own", "stochastic"))
@@ -184,7 +184,7 @@ def test_the_default_rounding_is_the_rules_own_or_stochastic(dtype, rule, option
     assert torch.equal(default, nearest) == (rounding == "nearest" or dtype == torch.float32)
 
 
-def test_rounding_by_default_is_per_group_and_saved_as_it_was_asked_for():
+def test_default_rounding_is_per_group_and_saved_as_requested():
     params = {name: torch.nn.Parameter(torch.ones(64, dtype=torch.bfloat16)) for name in "ab"}
     groups = [{"params": [("a", params["a"])]}, {"params": [("b", params["b"])], "rounding": "nearest"}]
     opt = lowmem.FusedOptimizer(groups, rule="lomo", lr=1e-3, seed=3)
@@ -209,7 +209,7 @@ def test_rounding_by_default_is_per_group_and_saved_as_it_was_asked_for():
         (torch.float32, "torch.optim.AdamW", {}, None),
     ],
 )
-def test_updates_that_rounding_loses_are_warned_of_once(dtype, rule, options, said, caplog):
+def test_updates_lost_by_rounding_warn_once(dtype, rule, options, said, caplog):
     program._warn_of_lost_updates.cache_clear()
     for _ in range(2):
         one_weight(dtype, rule, **options)

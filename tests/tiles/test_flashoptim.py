@@ -84,7 +84,7 @@ def test_a_scale_is_the_largest_value_rounded_up(signed):
     assert not dequantized(*quantized(tiny, signed), signed).any()
 
 
-def test_a_square_is_never_zero_in_a_group_that_is_not():
+def test_a_square_is_only_zero_in_a_group_of_zeros():
     """A second moment of zero would make an enormous step. Down to subnormals, of which the smallest is 2⁻¹⁴⁹."""
     value = torch.zeros(200, 32)
     value[:, 5] = torch.logspace(-44.8, 38, 200, dtype=torch.float64).float()
@@ -94,7 +94,7 @@ def test_a_square_is_never_zero_in_a_group_that_is_not():
 
 
 @SIGNED
-def test_one_huge_value_and_others_tiny(signed):
+def test_one_huge_value_among_tiny_ones(signed):
     """The huge one is exact. The others are the smallest code, or nothing; at random their mean is the value, except
     that a square is at least the smallest code."""
     value = torch.full((1, 32), 1e-3 if signed else 1e-6)
@@ -118,7 +118,7 @@ def test_the_largest_numbers(signed):
 
 
 @SIGNED
-def test_subnormals_become_smaller_at_most(signed):
+def test_subnormals_are_not_rounded_up(signed):
     """A group whose largest value is below 2⁻¹²⁶ is stored as less than it is, with its sign: no update feels that."""
     value = torch.logspace(-44, -38, 300, dtype=torch.float64).float()
     value = torch.cat([value, -value]).view(-1, 1) if signed else value.view(-1, 1)
@@ -130,7 +130,7 @@ def test_subnormals_become_smaller_at_most(signed):
         assert (found.abs().amax(-1) <= value.abs().amax(-1) * (1 + 2.0**-7) + 2.0**-133).all()
 
 
-def test_a_square_that_was_stored_changes_once_at_most():
+def test_storing_a_square_again_changes_it_at_most_once():
     """The largest square of a group may round to code 254, if its scale was rounded up by so much. The next scale is
     that value rounded up, which may be smaller by one spacing of bfloat16; codes then are others, values within half a
     step. After that nothing changes.
@@ -229,7 +229,7 @@ def test_residuals_of_subnormal_weights():
 
 @pytest.mark.parametrize("number", [0, MIDDLE, LAST])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_weight_that_was_stored_stays(dtype, number):
+def test_storing_a_weight_again_does_not_change_it(dtype, number):
     """Half a spacing away is the middle of two weights: the other one may be taken, with the opposite residual. If that
     is a power of two, it has twice the spacing, and residuals twice as far apart.
     """

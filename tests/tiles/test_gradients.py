@@ -90,7 +90,7 @@ def moved(t):
 
 @pytest.mark.parametrize("tile", [None, 5, 40])
 @pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
-def test_a_sweep_reads_it_as_often_as_it_likes(view, tile, param):
+def test_a_sweep_can_read_a_gradient_repeatedly(view, tile, param):
     grad, block = torch.randn(ROWS, COLS), 8
     weights, sums = [param.clone(), param.clone()], []
     contribution = InBlocks(grad, block)
@@ -110,7 +110,7 @@ def test_a_sweep_reads_it_as_often_as_it_likes(view, tile, param):
 
 
 @pytest.mark.troubleshooting("this rule reads the gradient once more")
-def test_a_pass_after_the_weight_was_written_is_refused(param):
+def test_reading_a_gradient_after_the_weight_changed_raises(param):
     """The gradient would belong to other weights."""
     computed = ComputedGradient((ROWS, COLS), param.device, [InBlocks(torch.ones(ROWS, COLS), ROWS)])
     sweep = Sweep(StoredTiles(computed.layout(View.matrix(2)), Held(FLOAT32, (param,)), computed))
@@ -119,7 +119,7 @@ def test_a_pass_after_the_weight_was_written_is_refused(param):
         sweep.reduce(squares)
 
 
-def test_a_quarter_of_the_memory_is_worth_it(param):
+def test_gradients_are_computed_where_that_saves_enough_memory(param):
     kept = torch.ones(ROWS, COLS), torch.ones(ROWS, COLS).bfloat16()
     assert saves_memory(kept, 4 * ROWS * COLS * 6)
     assert not saves_memory(kept, 4 * ROWS * COLS * 6 - 1)

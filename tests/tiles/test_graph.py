@@ -230,7 +230,7 @@ def test_compiled_updates_round_as_the_kernels_of_torch(fresh, rule):
     assert torch.equal(stepped(ours), stepped(theirs))
 
 
-def test_the_code_of_another_version_is_not_taken(fresh, monkeypatch, tmp_path):
+def test_code_compiled_by_a_different_version_is_not_used(fresh, monkeypatch, tmp_path):
     """From Inductor's cache, whose key does not have what this package changes."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
 
@@ -246,7 +246,7 @@ def test_the_code_of_another_version_is_not_taken(fresh, monkeypatch, tmp_path):
     assert (hits(), hits()) == (0, 1)
 
 
-def test_cuda_graphs_are_not_taken(fresh):
+def test_cuda_graphs_are_not_used(fresh):
     """Whatever the environment asks of other code: they would copy each gradient."""
     skipped = counters["inductor"]["cudagraph_skips"]
     with config.patch({"triton.cudagraphs": True, "force_disable_caches": True}):
@@ -265,7 +265,7 @@ def test_sizes_with_the_same_example_differ():
         assert all(map(torch.equal, run(one, other), (one + 1, other.t() + 2)))
 
 
-def test_an_option_that_inductor_does_not_have_is_left_out(monkeypatch):
+def test_options_unknown_to_inductor_are_omitted(monkeypatch):
     """As torch 2.9 does not have the rounding of divisions."""
     monkeypatch.setitem(graph.OPTIONS, "an_option.of_later", True)
     graph.try_compiler.__wrapped__("cpu")

@@ -65,7 +65,7 @@ def test_whole_layout_covers_exactly_once(case):
         (View((0, 3), (), (1, 2)), 4),
     ],
 )
-def test_no_more_pieces_than_memory_asks_for(view, pieces):
+def test_a_tensor_is_divided_into_the_fewest_pieces(view, pieces):
     assert len(Layout.of((4, 3, 2, 5), view).rectangles) == pieces
 
 
@@ -125,7 +125,7 @@ def test_a_range_of_a_matrix_is_three_rectangles():
 
 
 @pytest.mark.parametrize("view", [View.matrix(2), View.vector(2)])
-def test_no_rows_are_complete_groups(view):
+def test_ranges_without_rows_have_complete_groups(view):
     """Those of a rank that has none."""
     (codes,), (scales,) = (Layout.of((6, 64), view, 384, 384).views(torch.empty(0), group) for group in (1, 32))
     assert not codes.numel() and codes.shape[-1] == 32 * scales.shape[-1] > 0

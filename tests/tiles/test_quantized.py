@@ -142,7 +142,7 @@ def test_autograd_saves_quantized_weights(shape, bias, trained):
 
 
 @pytest.mark.parametrize("autocast", [False, True])
-def test_a_graph_from_before_an_update_is_refused(autocast):
+def test_backward_through_a_graph_from_before_an_update_raises(autocast):
     quantized, _ = pair(12, torch.float32)
     opt, losses = lowmem.FusedOptimizer([("weight", quantized)], lr=1e-2), []
     for _ in range(2):
@@ -179,7 +179,7 @@ def test_a_copy_has_the_values_of_the_matrix_and_keeps_them(change, autocast, dt
 
 @pytest.mark.parametrize("shape", [(), (1,), (128,), (96, 1), (1, 96, 128), (2, 96, 128), (128, 96), (96, 64)], ids=str)
 @pytest.mark.parametrize("part", [slice(None), slice(None, None, 2)], ids=["all", "every other"])
-def test_copying_has_the_shapes_of_torch(shape, part):
+def test_copies_broadcast_as_in_torch(shape, part):
     """A number is stored exactly, if it is the only one in its group."""
     quantized, matrix = (torch.zeros(2, 96, 128) for _ in range(2))
     quantized = QuantizedWeight.of(quantized, Integer(12))
@@ -195,7 +195,7 @@ def test_copying_has_the_shapes_of_torch(shape, part):
     assert not plain(quantized)[1].any() or part == slice(None)
 
 
-def test_numbers_that_are_not_finite_are_refused():
+def test_non_finite_numbers_raise():
     model = nn.Linear(128, 96)
     with torch.no_grad():
         model.weight[5, 3] = torch.inf
@@ -319,7 +319,7 @@ def test_to_a_device_keeps_the_hooks_of_the_optimizer():
         (lambda weight: setattr(weight, "data", torch.zeros(96, 128)), "dequantize_"),
     ],
 )
-def test_any_other_use_is_refused(use, words):
+def test_unsupported_operations_raise(use, words):
     quantized, _ = pair()
     with pytest.raises(lowmem.LowmemError, match=words):
         use(quantized.detach().requires_grad_())

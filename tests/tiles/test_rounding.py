@@ -93,7 +93,7 @@ def test_float16_and_its_residual():
 
 @HALVES
 @pytest.mark.parametrize("bits", [8, 16])
-def test_the_residual_of_a_value_that_is_not_finite_is_zero(bits, dtype):
+def test_the_residual_of_a_non_finite_value_is_zero(bits, dtype):
     value = NOT_FINITE if bits == 16 else torch.cat([NOT_FINITE, torch.tensor([3.4e38, -3.4e38])])
     storage = Compensated(dtype, bits)
     stored, *residual = storage.encode(value, Uniform.half(value))

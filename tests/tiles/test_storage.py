@@ -152,7 +152,7 @@ def test_rounding_to_nearest(storage):
 
 
 @each(STORAGES)
-def test_larger_values_are_never_stored_as_smaller_ones(storage):
+def test_storage_is_monotonic(storage):
     """Whatever the random numbers, if they are the same."""
     largest = 1.7
     line = torch.linspace(-largest if signed(storage) else 0, largest, 100_000)
@@ -167,7 +167,7 @@ def test_larger_values_are_never_stored_as_smaller_ones(storage):
 
 
 @each(STAYING)
-def test_a_value_that_was_stored_stays_to_the_last_bit(storage):
+def test_storing_twice_does_not_change_a_bit(storage):
     """Whatever the random numbers, in groups of any size: with every significand of a bfloat16 scale."""
     significands = torch.arange(128, 256)[:, None] * 2.0**-7
     for exponent in (-10, 0, 10) if getattr(storage, "dtype", None) == torch.float16 else (-100, 0, 100):
@@ -193,7 +193,7 @@ def test_zeros_stay_zeros(storage, number):
 
 @each(STORAGES)
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_a_value_that_is_not_finite_shows_in_its_group_alone(storage, bad):
+def test_a_non_finite_value_affects_only_its_group(storage, bad):
     """The group is as any other again once its values are finite."""
     value = random_rows(storage)
     spoilt, number = value.clone(), torch.randint(NUMBERS, value.shape)

@@ -178,7 +178,7 @@ def test_names_and_dtypes_of_stored_tensors():
     assert torch.equal(Int8().decode((end["param0.codes"], end["param0.scale"])), end["param0"])
 
 
-def test_small_parameters_stay_as_they_are(monkeypatch):
+def test_small_parameters_are_not_quantized(monkeypatch):
     monkeypatch.undo()
     *_, end = train((3, 65), state_storage="int8_by_64", rounding="int8_by_64")
     assert end["param0.exp_avg"].dtype == torch.float32
@@ -210,7 +210,7 @@ def test_tiles_and_stacks_do_not_show(options, shape, monkeypatch):
 
 @many
 @pytest.mark.parametrize("unmoved", [{"lr": 0.0}, {"size": 0.0}], ids=["rate of zero", "gradient of zero"])
-def test_updates_that_change_nothing_leave_every_bit_of_the_weight(options, unmoved):
+def test_zero_updates_keep_every_bit_of_the_weight(options, unmoved):
     first, *_, last = train((4, 1024), steps=30, **{**options, **unmoved})
     names = [name for name in first if not name.startswith(("param0.exp_avg", "param0.step"))]
     assert_same({name: first[name] for name in names}, {name: last[name] for name in names})
@@ -226,7 +226,7 @@ def test_scales_stay_from_update_to_update(name):
     assert 0.9 < same.float().mean() < 1
 
 
-def test_resumed_bit_for_bit_and_unmoved_by_a_gradient_that_is_not_finite():
+def test_resumed_bit_for_bit_and_unchanged_by_a_non_finite_gradient():
     (grads,) = gradients((4, 64), 1, count=4)
 
     def make():
@@ -289,7 +289,7 @@ COMPILED = {
 
 @compiles
 @pytest.mark.parametrize("options", COMPILED.values(), ids=COMPILED)
-def test_compiled_updates_are_those_by_tiles(options):
+def test_compiled_updates_equal_updates_by_tiles(options):
     """Integers bit for bit. Where a last bit decides how a moment is rounded, its code may be the next one: a 127th."""
     got, want = (train((1000, 192), batching=False, compile=compile, **options)[-1] for compile in (True, False))
     if "rounding" in options:
@@ -299,7 +299,7 @@ def test_compiled_updates_are_those_by_tiles(options):
 
 @compiles
 @pytest.mark.parametrize("signed", [True, False])
-def test_compiled_code_shows_a_value_that_is_not_finite(signed):
+def test_compiled_code_keeps_non_finite_values(signed):
     value = torch.randn(8, 32).abs()
     value[1, 3], value[3, 4], value[5] = torch.nan, torch.inf, 0.0
 

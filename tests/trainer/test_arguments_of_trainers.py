@@ -111,7 +111,7 @@ if FULL:  # compiles for seconds
 
 
 @pytest.mark.parametrize(("row", "keywords", "options"), EQUAL.values(), ids=EQUAL)
-def test_a_run_is_the_trainers_own_to_the_last_bit(row, keywords, options, tmp_path):
+def test_a_run_equals_the_plain_trainer_bit_for_bit(row, keywords, options, tmp_path):
     if "train_sampling_strategy" in options:
         options = sampling(options["train_sampling_strategy"])
     ordinary, fused = both(lambda mixin: build(row, tmp_path / str(mixin), mixin, keywords, **options))
@@ -131,7 +131,7 @@ RESUMED = {  # arguments of the run that resumes; six steps are an epoch
 
 
 @pytest.mark.parametrize("changed", RESUMED.values(), ids=RESUMED)
-def test_a_resumed_run_is_the_trainers_own_to_the_last_bit(changed, tmp_path):
+def test_a_resumed_run_equals_the_plain_trainer_bit_for_bit(changed, tmp_path):
     ordinary, fused = both(lambda mixin: build(CAUSAL, tmp_path / str(mixin), mixin, **SAVED))
     for mixin, first in enumerate((ordinary, fused)):
         trainer = build(CAUSAL, first.args.output_dir, bool(mixin), **{**SAVED, **changed})
@@ -155,7 +155,7 @@ class Overflow(LlamaForCausalLM):
 
 
 @pytest.mark.parametrize("filtered", [True, False])
-def test_a_loss_that_is_not_finite_is_logged_as_by_the_trainer(filtered, tmp_path):
+def test_a_non_finite_loss_is_logged_as_by_the_plain_trainer(filtered, tmp_path):
     """The weights stay finite, which those of the trainer without the mixin do not."""
     options = {"logging_nan_inf_filter": filtered, "remove_unused_columns": False, "max_grad_norm": 0.0}
     runs = both(lambda mixin: build(CAUSAL, tmp_path, mixin, {"model": builders.llama(Overflow)}, **options))
@@ -181,19 +181,19 @@ if hasattr(accelerate, "ParallelismConfig") and "parallelism_config" in Training
 
 
 @pytest.mark.parametrize(("options", "error", "message"), REFUSED.values(), ids=REFUSED)
-def test_what_cannot_be_honoured_raises_when_the_trainer_is_made(options, error, message, tmp_path):
+def test_unsupported_arguments_raise_when_the_trainer_is_created(options, error, message, tmp_path):
     with pytest.raises(error, match=message):
         build(CAUSAL, tmp_path, True, **options)
 
 
-def test_a_checkpoint_within_a_step_is_refused(tmp_path):
+def test_a_checkpoint_within_a_step_raises(tmp_path):
     options = {"save_strategy": "epoch", "gradient_accumulation_steps": 4}
     with pytest.raises(UnsupportedError, match="an epoch of unknown length may end"):
         build(CAUSAL, tmp_path, True, {"train_dataset": Stream()}, **options)
 
 
 @pytest.mark.cpu_only("auto takes two passes on a CPU only")
-def test_a_compiled_model_is_refused_under_two_pass(tmp_path):
+def test_a_compiled_model_with_policy_two_pass_raises(tmp_path):
     trainer = build(CAUSAL, tmp_path, True, torch_compile_backend="aot_eager", max_grad_norm=0.5)
     with pytest.raises(UnsupportedError, match=r"torch_compile=True.*policy='deferred'"):
         trainer.train()
@@ -206,7 +206,7 @@ def test_a_sharded_model_is_not_compiled(tmp_path):
 
 
 @pytest.mark.troubleshooting("It contains only weights")
-def test_a_checkpoint_of_weights_alone_is_not_resumed(tmp_path):
+def test_resuming_from_weights_only_raises(tmp_path):
     """Hugging Face would go on with empty optimizer states and the schedule from its start."""
     build(CAUSAL, tmp_path, True, **SAVED, save_only_model=True).train()
     with pytest.raises(
@@ -216,7 +216,7 @@ def test_a_checkpoint_of_weights_alone_is_not_resumed(tmp_path):
 
 
 @pytest.mark.parametrize("strategy", ["end", "every_save", "checkpoint", "all_checkpoints"])
-def test_what_is_pushed_to_the_hub_is_complete(strategy, tmp_path, monkeypatch):
+def test_files_pushed_to_the_hub_are_complete(strategy, tmp_path, monkeypatch):
     """An upload reads its directory while training goes on; it never sees a checkpoint that is being written."""
     if not hasattr(transformers.trainer, "hf_api"):
         pytest.skip("this transformers has no one place that talks to the Hub")

@@ -47,7 +47,7 @@ def given(row, way):
 
 @pytest.mark.parametrize("way", ["a path", "adapters", "a stream", "several evaluation sets"])
 @pytest.mark.parametrize("row", COMMANDS)
-def test_training_is_the_trainers_own_to_the_last_bit(row, way, tmp_path):
+def test_training_equals_the_plain_trainer_bit_for_bit(row, way, tmp_path):
     options = {"model_init_kwargs": {"dtype": "float32"}, "max_steps": 2}
     if way == "several evaluation sets":
         options |= {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 2}

@@ -133,7 +133,7 @@ def test_a_run_folder_that_is_deleted(make, when, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), DistBackendError("NCCL error")])
-def test_an_error_that_is_not_of_a_file_stays_itself(make, error, tmp_path, monkeypatch):
+def test_errors_unrelated_to_files_are_not_changed(make, error, tmp_path, monkeypatch):
     """Such as one of the device or of another rank, for which free space on the disk does nothing."""
 
     def fail(*_, **__):
@@ -166,7 +166,7 @@ class Killed(BaseException):
 
 
 @pytest.mark.parametrize("at", range(1, 5))
-def test_a_run_that_is_killed_while_it_replaces_a_checkpoint_loses_none(make, at, tmp_path, monkeypatch):
+def test_a_run_killed_while_replacing_a_checkpoint_loses_none(make, at, tmp_path, monkeypatch):
     """Before each of the calls that change the names of directories, or remove them."""
     make(**SAVES, max_steps=2).train()
     run = tmp_path / "run"
@@ -193,7 +193,7 @@ def test_a_run_that_is_killed_while_it_replaces_a_checkpoint_loses_none(make, at
     assert names(run) == ["checkpoint-1", *(["checkpoint-2"] if folder.parent == run else []), "checkpoint-3"]
 
 
-def test_a_run_that_is_killed_while_it_removes_a_checkpoint_leaves_no_half_of_it(make, tmp_path, monkeypatch):
+def test_a_run_killed_while_removing_a_checkpoint_leaves_no_partial_checkpoint(make, tmp_path, monkeypatch):
     make(**SAVES, max_steps=3).train()
     run = tmp_path / "run"
 
@@ -222,7 +222,7 @@ ROTATIONS = {
 
 
 @pytest.mark.parametrize(("there", "step", "limit", "best", "left"), ROTATIONS.values(), ids=ROTATIONS)
-def test_which_checkpoints_stay(there, step, limit, best, left, tmp_path):
+def test_save_total_limit_keeps_the_best_and_newest_checkpoints(there, step, limit, best, left, tmp_path):
     for number in there:
         (tmp_path / f"checkpoint-{number}").mkdir()
     checkpoint.rotate(tmp_path, step, limit, best and str(tmp_path / f"checkpoint-{best}"))
@@ -230,7 +230,7 @@ def test_which_checkpoints_stay(there, step, limit, best, left, tmp_path):
 
 
 @pytest.mark.parametrize("absolute", ["the run directory", "the checkpoint"])
-def test_the_best_checkpoint_stays_whatever_way_its_path_is_written(make, absolute, tmp_path, monkeypatch):
+def test_the_best_checkpoint_is_kept_for_any_spelling_of_its_path(make, absolute, tmp_path, monkeypatch):
     """One of `output_dir` and the checkpoint that is resumed from is relative."""
     settings = {**SAVES, "eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True, "max_steps": 3}
     settings |= {"metric_for_best_model": "loss", "greater_is_better": True}  # the first is the best
@@ -278,7 +278,7 @@ def logged(trainer):
 
 
 @pytest.mark.parametrize(("options", "arguments", "steps"), RESUMED.values(), ids=RESUMED)
-def test_a_resumed_run_is_the_uninterrupted_one(make, tiny_llama, options, arguments, steps, tmp_path):
+def test_a_resumed_run_equals_the_uninterrupted_one(make, tiny_llama, options, arguments, steps, tmp_path):
     """With weights that are rounded at random, with dropout, and over the end of an epoch of five steps."""
     settings = {**SAVES, "max_steps": 7, "per_device_train_batch_size": 8, "lr_scheduler_type": "cosine", **arguments}
 

@@ -102,7 +102,7 @@ def test_one_rank_looks_for_the_checkpoint_once(two, newest, run):
     assert len(warned) == (newest == "damaged")
 
 
-def test_every_rank_raises_what_the_first_one_found(two, run):
+def test_every_rank_raises_the_error_of_rank_0(two, run):
     flip(run / NEWEST / "model.safetensors")
     for message, *_ in two.run(looked_for, str(run / NEWEST), str(run)):
         assert "model.safetensors is damaged: its checksum differs from the one in" in message
@@ -137,7 +137,7 @@ def forget(folder, name):
 
 
 @pytest.mark.troubleshooting("is damaged: its checksum")
-def test_a_file_that_was_changed_on_purpose_is_accepted_once_its_line_is_gone(run):
+def test_removing_a_checksum_line_accepts_a_changed_file(run):
     path = run / NEWEST / "generation_config.json"
     path.write_text('{"temperature": 0.5}')
     (run / NEWEST / "notes.txt").write_text("the best so far")  # not listed
@@ -147,7 +147,7 @@ def test_a_file_that_was_changed_on_purpose_is_accepted_once_its_line_is_gone(ru
     checkpoint.check_resumable(run / NEWEST)
 
 
-def test_the_lines_are_those_of_xxh128sum(tmp_path):
+def test_checksums_have_the_format_of_xxh128sum(tmp_path):
     """`printf '' | xxh128sum` prints this."""
     (tmp_path / "adapter").mkdir()
     (tmp_path / "adapter" / "a").write_bytes(b"")
@@ -168,7 +168,7 @@ LINES = {
 
 
 @pytest.mark.parametrize(("text", "message"), LINES.items(), ids=LINES.values())
-def test_damaged_checksums_are_refused(run, text, message):
+def test_damaged_checksums_raise(run, text, message):
     (run / NEWEST / "checksums.txt").write_text(text)
     for check in (checkpoint.check_resumable, checkpoint.check_model):
         with pytest.raises(CheckpointError, match=message):
@@ -187,7 +187,7 @@ def test_only_resuming_needs_checksums(run):
 
 
 @pytest.mark.parametrize("map", [{"w": "../checkpoint-2/model.safetensors"}, {"w": "/etc/passwd"}, {"w": 3}, {}, "x"])
-def test_an_index_leads_nowhere_else(run, map):
+def test_an_index_cannot_name_files_outside_its_folder(run, map):
     (run / NEWEST / "checksums.txt").unlink()
     (run / NEWEST / "model.safetensors.index.json").write_text(json.dumps({"weight_map": map}))
     with pytest.raises(CheckpointError, match=r"not a file of the same folder|has no weight_map"):

@@ -81,13 +81,13 @@ def test_the_default_of_transformers_differs_in_last_bits(make):
     ],
 )
 @pytest.mark.troubleshooting("is the default of ... for AdamW")
-def test_a_rate_that_was_left_alone_is_asked_about(make, fused, arguments, usual):
+def test_a_default_learning_rate_raises(make, fused, arguments, usual):
     arguments = {"learning_rate": DEFAULT, **arguments}
     with pytest.raises(ConfigError, match=f"learning_rate=5e-05 is the default of TrainingArguments.*{usual}"):
         make(fused=fused, **arguments)
 
 
-def test_the_default_is_that_of_the_class_of_the_arguments(tiny_llama, tmp_path):
+def test_the_default_comes_from_the_arguments_class(tiny_llama, tmp_path):
     class Arguments(TrainingArguments):
         pass
 
@@ -121,7 +121,7 @@ def test_the_default_is_that_of_the_class_of_the_arguments(tiny_llama, tmp_path)
         (None, DEFAULT, DEFAULT),
     ],
 )
-def test_a_rate_is_taken_from_where_it_was_set(make, fused, rate, lr):
+def test_the_learning_rate_comes_from_where_it_was_set(make, fused, rate, lr):
     trainer = make(fused=fused, learning_rate=rate, lr_scheduler_type="constant", max_steps=2)
     assert trainer.args.learning_rate == lr  # what is logged, and what model cards say
     trainer.train()
@@ -130,7 +130,7 @@ def test_a_rate_is_taken_from_where_it_was_set(make, fused, rate, lr):
 
 
 @pytest.mark.parametrize("rule", ["adalomo", "adamw", "torch.optim.AdamW"])
-def test_two_rates_that_differ_are_refused(make, rule):
+def test_two_different_learning_rates_raise(make, rule):
     with pytest.raises(ConfigError, match=r"fused\.lr=0\.001 contradicts learning_rate=0\.002"):
         make(fused=FusedConfig(rule=rule, lr=1e-3), learning_rate=2e-3)
     if rule != "adalomo":
@@ -147,7 +147,7 @@ def test_the_rate_of_a_hyperparameter_search_wins(make, found, monkeypatch):
     assert {group["lr"] for group in trainer.optimizer.param_groups} == {found}
 
 
-def test_each_trial_of_a_hyperparameter_search_is_a_run_of_its_own(make, tiny_llama, monkeypatch):
+def test_each_trial_of_a_hyperparameter_search_is_a_separate_run(make, tiny_llama, monkeypatch):
     monkeypatch.setattr("transformers.integrations.hp_params", lambda trial: trial.params)  # optuna is not installed
     search = make()
     search.hp_search_backend, search.hp_space = HPSearchBackend.OPTUNA, lambda trial: trial.params
@@ -212,7 +212,7 @@ def test_the_log_says_how_weights_are_rounded_and_which_policy_is_chosen(make, t
     assert f"adamw, weights in {str(dtype)[6:]} ({said}), policy immediate" in caplog.text
 
 
-def test_a_foreign_optimizer_in_bfloat16_is_warned_about(make, tiny_llama, caplog):
+def test_a_third_party_optimizer_in_bfloat16_warns(make, tiny_llama, caplog):
     lowmem.step.program._warn_of_lost_updates.cache_clear()
     make(model=tiny_llama(torch.bfloat16), fused=FusedConfig(rule="torch.optim.AdamW")).create_optimizer()
     assert "unless torch.optim.adamw.AdamW itself rounds differently" in caplog.text

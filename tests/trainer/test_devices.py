@@ -39,14 +39,14 @@ def offloaded(folder, way, tmp_path):
 
 
 @pytest.mark.parametrize(("way", "words"), [("device_map", "cpu"), ("cpu_offload", "cpu_offload")])
-def test_a_model_that_is_offloaded_is_refused(make, folder, way, words, tmp_path):
+def test_an_offloaded_model_raises(make, folder, way, words, tmp_path):
     with pytest.raises(UnsupportedError, match=rf"split or offloaded \(.*{words}.*device_map=None"):
         make(model=offloaded(folder, way, tmp_path))
 
 
 @ONE_DEVICE
 @pytest.mark.parametrize("row", ["SFT", "Reward"])
-def test_a_model_that_the_arguments_of_trl_offload_is_refused(row, folder, tmp_path):
+def test_a_model_offloaded_by_trl_arguments_raises(row, folder, tmp_path):
     head = "score" if row == "Reward" else "lm_head"
     options = {"device_map": {"model": "cpu", head: "disk"}, "offload_folder": str(tmp_path / "disk")}
     with pytest.raises(UnsupportedError, match=r"model_init_kwargs=\{'device_map': None\}"):
@@ -78,13 +78,13 @@ def test_weights_are_quantized_before_they_get_to_the_gpu(row, folder, tmp_path)
 
 @NEEDS_TWO
 @pytest.mark.parametrize("row", ["SFT", "GRPO"])
-def test_a_process_that_sees_two_gpus_is_told_to_see_one(row, folder, tmp_path):
+def test_a_process_with_two_gpus_raises_and_suggests_one(row, folder, tmp_path):
     with pytest.raises(UnsupportedError, match=r"sees 2 GPUs.*CUDA_VISIBLE_DEVICES=0"):
         build(row, tmp_path, True, {"model": str(folder)})
 
 
 @NEEDS_TWO
-def test_a_model_that_trl_splits_without_arguments_is_refused(folder, tmp_path, monkeypatch):
+def test_a_model_split_by_trl_raises(folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # the output of a trainer without arguments
     cls, _, _, keywords = builders.sft()
     with pytest.raises(UnsupportedError, match=r"split or offloaded \(0, 1\).*device_map=None"):

@@ -26,7 +26,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("row", "policy"), CASES)
-def test_training_is_the_trainers_own_to_the_last_bit(row, policy, tmp_path):
+def test_training_equals_the_plain_trainer_bit_for_bit(row, policy, tmp_path):
     start = [param.detach().clone() for param in builders.build(row, tmp_path, True).model.parameters()]
     ordinary, fused = both(lambda mixin: builders.build(row, tmp_path, mixin, **WAYS[policy]))
     replays = "reentrant" not in fused.optimizer.policy_reason  # the default of activation checkpointing, before 5.0
@@ -39,7 +39,7 @@ def test_training_is_the_trainers_own_to_the_last_bit(row, policy, tmp_path):
 
 @pytest.mark.parametrize("policy", ["immediate", "deferred"])
 @pytest.mark.parametrize("row", ["SFT, dft loss", "GRPO"])
-def test_training_with_computed_gradients_is_the_trainers_own(row, policy, tmp_path):
+def test_training_with_computed_gradients_equals_the_plain_trainer(row, policy, tmp_path):
     """The head's own sums: losses to 1e-5, and weights as near as AdamW keeps them, which divides by small numbers."""
 
     def make(mixin):

@@ -65,7 +65,7 @@ class NeedsRate(torch.optim.SGD):
         super().__init__(params, lr, weight_decay=weight_decay)
 
 
-def test_an_optimizer_without_a_default_rate_gets_that_of_the_arguments(make, monkeypatch):
+def test_an_optimizer_without_a_default_rate_uses_the_arguments(make, monkeypatch):
     NeedsRate.__module__ = "torch.optim"
     monkeypatch.setattr(torch.optim, "NeedsRate", NeedsRate, raising=False)
     named = NeedsRate, {"lr": 1e-3, "weight_decay": 0.0}
@@ -126,13 +126,13 @@ REFUSED = {
 
 @pytest.mark.parametrize(("fused", "arguments", "message"), REFUSED.values(), ids=REFUSED)
 @pytest.mark.usefixtures("read_optim_args")
-def test_what_the_rule_does_not_have_is_refused(make, fused, arguments, message):
+def test_options_the_rule_does_not_support_raise(make, fused, arguments, message):
     with pytest.raises((ConfigError, UnsupportedError), match=message) as raised:
         make(fused=fused, **arguments)
     assert "OptimizerNames" not in str(raised.value)
 
 
-def test_arguments_that_are_changed_before_training_are_taken(make):
+def test_arguments_changed_before_training_take_effect(make):
     """As by a hyperparameter search."""
     ends = []
     for keywords in ({"cls": Trainer}, {}):

@@ -87,12 +87,12 @@ CLASSES = {
 
 @pytest.mark.parametrize("norm", [0.0, 0.5])
 @pytest.mark.parametrize("cls", CLASSES.values(), ids=CLASSES)
-def test_the_optimizer_that_a_class_makes_runs_fused(make, cls, norm):
+def test_an_optimizer_created_by_a_trainer_class_runs_fused(make, cls, norm):
     options = {"optim": "adamw_torch", "weight_decay": 0.1, "lr_scheduler_type": "linear", "max_grad_norm": norm}
     ends_alike(make, cls, max_steps=4, **options)
 
 
-def test_an_optimizer_that_a_class_above_the_mixin_makes_runs_fused(make):
+def test_an_optimizer_created_by_a_base_class_of_the_mixin_runs_fused(make):
     class Above(FusedTrainer):
         create_optimizer = MakesSGD.create_optimizer
 
@@ -100,7 +100,7 @@ def test_an_optimizer_that_a_class_above_the_mixin_makes_runs_fused(make):
     assert ours.optimizer in ours.accelerator._optimizers
 
 
-def test_a_rule_in_fused_takes_the_place_of_the_class_and_keeps_its_groups(make):
+def test_a_rule_in_fused_replaces_the_optimizer_class_and_keeps_its_groups(make):
     rule = lowmem.FusedConfig(rule="adalomo", groups=({"match": "norm", "lr": 5e-4},))
     opt = make(fused(MakesSGD), fused=rule, optim="adamw_torch_fused", weight_decay=0.1).create_optimizer()
     rates = {name: (group["rule"], group["lr"]) for group in opt.param_groups for name in group["param_names"]}
@@ -143,7 +143,7 @@ Partial = makes(lambda self: torch.optim.SGD(self.model.lm_head.parameters(), lr
     ],
     ids=["hooks", "a schedule", "hidden options", "a part of the model"],
 )
-def test_what_would_be_lost_of_it_is_refused_before_the_first_step(make, cls, message):
+def test_custom_behavior_that_would_be_lost_raises_before_the_first_step(make, cls, message):
     trainer = make(fused(cls), optim="adamw_torch", max_grad_norm=0.5)
     start = weights(trainer)
     with pytest.raises((ConfigError, UnsupportedError), match=message):
@@ -151,7 +151,7 @@ def test_what_would_be_lost_of_it_is_refused_before_the_first_step(make, cls, me
     assert all(map(torch.equal, start, weights(trainer)))
 
 
-def test_the_ways_out_of_a_refusal_work(make):
+def test_suggestions_of_error_messages_work(make):
     ends_alike(make, Partial, optim="adamw_torch", max_grad_norm=0.0)
     rule = lowmem.FusedConfig(rule="torch.optim.SGD", momentum=0.5)
     trainer = make(fused(Hides), fused=rule, optim="adamw_torch_fused")
@@ -185,13 +185,13 @@ class OwnLoop(Trainer):
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_a_loop_of_its_own_trains_as_without_the_mixin(make, accumulation):
+def test_a_custom_loop_trains_as_without_the_mixin(make, accumulation):
     options = {"optim": "adamw_torch", "max_grad_norm": 0.0, "gradient_accumulation_steps": accumulation}
     options |= {"save_strategy": "steps"}
     ends_alike(make, OwnLoop, per_device_train_batch_size=2, **options)
 
 
-def test_a_loop_of_its_own_is_clipped_only_if_that_is_asked_for(make):
+def test_a_custom_loop_is_clipped_only_on_request(make):
     trainer = make(fused(OwnLoop), optim="adamw_torch", max_grad_norm=1.0)
     start = weights(trainer)
     with pytest.raises(ConfigError, match=r"FusedOwnLoop has a custom training loop.* set max_grad_norm=0"):
@@ -202,7 +202,7 @@ def test_a_loop_of_its_own_is_clipped_only_if_that_is_asked_for(make):
     assert asked.optimizer.last_step.clip_coef < 1
 
 
-def test_a_class_loads_checkpoints_in_its_own_way(make):
+def test_a_class_with_custom_checkpoint_loading(make):
     loaded = []
 
     class Loads(Trainer):
@@ -240,7 +240,7 @@ def test_cached_gradients_name_the_policy_that_is_exact(make):
     assert all(map(torch.equal, weights(plain), weights(ours)))
 
 
-def test_a_callback_that_may_read_gradients_is_warned_of_once(make, caplog):
+def test_a_callback_that_may_read_gradients_warns_once(make, caplog):
     class Reads(TrainerCallback):
         def on_pre_optimizer_step(self, *args, **kwargs):
             pass

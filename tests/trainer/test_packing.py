@@ -123,7 +123,7 @@ LEAKING = {
 
 @pytest.mark.parametrize(("kind", "attention", "arguments"), LEAKING.values(), ids=LEAKING)
 @pytest.mark.troubleshooting("a sample depends on")
-def test_what_trains_across_borders_is_refused_before_the_first_update(kind, attention, arguments, make):
+def test_packing_without_sample_boundaries_raises_before_the_first_update(kind, attention, arguments, make):
     model = small(kind, attention)
     before = [param.clone() for param in model.parameters()]
     with pytest.raises(UnsupportedError, match=rf"{type(model).__name__} a sample depends.*Omit both"):
@@ -132,7 +132,7 @@ def test_what_trains_across_borders_is_refused_before_the_first_update(kind, att
     make(model, **PADDED).create_optimizer()
 
 
-def test_the_trainer_without_the_mixin_trains_across_borders(make):
+def test_without_the_mixin_attention_crosses_sample_boundaries(make):
     """The message tells the truth: with another neighbour the same sample has other log probabilities."""
     trainer = make(small("afmoe").eval(), trl.SFTTrainer, **PACKED)
     one, other = (logits.log_softmax(-1) for logits in beside_neighbours(trainer))
@@ -150,7 +150,7 @@ def test_wrapped_rows_are_one_sample_each_by_design(make):
 # --- The check itself ---------------------------------------------------------------------------------------------
 
 
-def test_the_check_leaves_no_trace(make):
+def test_the_packing_check_changes_no_state(make):
     model = small().eval()
     model.model.layers[0].self_attn.q_proj.weight.requires_grad_(False)
     trainer, state = make(model, **PACKED), torch.get_rng_state()
@@ -190,5 +190,5 @@ SHARDED += [("zero3", "llama", False), ("fsdp2", "afmoe", True), ("zero3", "afmo
 
 
 @pytest.mark.parametrize(("kind", "model", "leaks"), SHARDED)
-def test_sharded_models_are_checked_too(two, kind, model, leaks):
+def test_packing_of_sharded_models_is_checked_too(two, kind, model, leaks):
     two.run(checked, kind, model, leaks)

@@ -125,6 +125,6 @@ def test_no_callback_is_added(make):
     assert names[0] == names[1]
 
 
-def test_a_checkpoint_that_is_not_there_still_raises(make, tmp_path):
+def test_a_missing_checkpoint_still_raises(make, tmp_path):
     with pytest.raises(CheckpointError, match="no such directory"):
         make().train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))

@@ -30,7 +30,7 @@ SAVING = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 2, "sav
 
 
 @pytest.mark.troubleshooting("the last ... steps")
-def test_nan_ends_the_run_and_keeps_the_good_checkpoints(make, tmp_path, caplog):
+def test_nan_stops_the_run_and_keeps_good_checkpoints(make, tmp_path, caplog):
     fused = FusedConfig(rule="adamw", max_nonfinite_steps=3)
     trainer = spoiling(make(fused=fused, **SAVING), lambda step: step >= 4)
     with pytest.raises(StepError, match=r"the last 3 steps had non-finite gradients.*the loss is not finite"):
@@ -45,14 +45,14 @@ def test_nan_ends_the_run_and_keeps_the_good_checkpoints(make, tmp_path, caplog)
     assert all(param.isfinite().all() for param in good.model.parameters())
 
 
-def test_one_nan_is_a_skipped_step_and_old_checkpoints_go(make, tmp_path):
+def test_one_nan_skips_a_step_and_old_checkpoints_are_removed(make, tmp_path):
     trainer = spoiling(make(fused=FusedConfig(rule="adamw", max_nonfinite_steps=3), **SAVING), lambda step: step == 4)
     trainer.train()
     assert trainer.optimizer.nonfinite_steps == 1
     assert steps_saved(tmp_path / "run") == [7, 8]
 
 
-def test_weights_alone_are_kept_too(make, tmp_path):
+def test_checkpoints_of_weights_only_are_kept_too(make, tmp_path):
     """Without the optimizer's state nothing else asks how the last step ended."""
     options = {**SAVING, "save_only_model": True, "max_steps": 5}
     spoiling(make(**options), lambda step: step >= 4).train()
@@ -76,7 +76,7 @@ def with_a_loss_beside(trainer):
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("max_grad_norm", [0.0, 0.05])
-def test_a_backward_inside_compute_loss_is_of_the_same_step(make, max_grad_norm, accumulation):
+def test_a_backward_inside_compute_loss_belongs_to_the_same_step(make, max_grad_norm, accumulation):
     options = {"max_grad_norm": max_grad_norm, "gradient_accumulation_steps": accumulation, "max_steps": 3}
     plain = with_a_loss_beside(make(cls=Trainer, run="plain", **options))
     plain.train()
@@ -94,7 +94,7 @@ def test_a_backward_inside_compute_loss_is_of_the_same_step(make, max_grad_norm,
         pytest.param("two_pass", 1.0, marks=pytest.mark.troubleshooting("policy 'two_pass' cannot accumulate")),
     ],
 )
-def test_a_policy_that_sums_nothing_refuses_it(make, policy, max_grad_norm):
+def test_policies_without_accumulation_raise(make, policy, max_grad_norm):
     trainer = with_a_loss_beside(make(fused=FusedConfig(rule="adamw", policy=policy), max_grad_norm=max_grad_norm))
     before = [param.detach().clone() for param in trainer.model.parameters()]
     with pytest.raises(UnsupportedError, match=r"cannot accumulate gradients.*policy='deferred'"):

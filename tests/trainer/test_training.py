@@ -138,7 +138,7 @@ def test_a_group_of_the_default_rule_takes_the_arguments(make):
     assert (group["lr"], group["weight_decay"], group["eps"]) == (1e-2, 0.3, (1e-30, 1e-2))
 
 
-def test_options_and_trainers_construct_no_optimizer_to_try_it(make, monkeypatch):
+def test_validating_options_constructs_no_optimizer(make, monkeypatch):
     constructed = []
     init = torch.optim.AdamW.__init__
 
@@ -201,7 +201,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("arguments", "message"), REFUSED.values(), ids=REFUSED)
-def test_what_cannot_be_honoured_raises_when_the_trainer_is_made(make, arguments, message):
+def test_unsupported_arguments_raise_when_the_trainer_is_created(make, arguments, message):
     with pytest.raises((ConfigError, UnsupportedError), match=message):
         make(**arguments)
 
@@ -217,7 +217,7 @@ PASSED = {  # an optimizer that is passed to the trainer, arguments, the message
 
 
 @pytest.mark.parametrize(("options", "arguments", "message"), PASSED.values(), ids=PASSED)
-def test_an_optimizer_that_contradicts_the_arguments_is_refused(make, tiny_llama, options, arguments, message):
+def test_an_optimizer_that_contradicts_the_arguments_raises(make, tiny_llama, options, arguments, message):
     model = tiny_llama()
     if options is None:
         opt = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -233,7 +233,7 @@ def test_options_may_repeat_arguments(make):
     assert [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups] == [(1e-2, 0.1), (1e-2, 0.0)]
 
 
-def test_an_optimizer_class_is_refused(tiny_llama, samples, tmp_path):
+def test_an_optimizer_class_raises(tiny_llama, samples, tmp_path):
     with pytest.raises(ConfigError, match="optimizer_cls_and_kwargs"):
         FusedTrainer(
             model=tiny_llama(),

@@ -45,12 +45,12 @@ def test_the_second_trainer_trains_as_without_the_mixin(between, tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(ordinary, fused, strict=True))
 
 
-def test_another_class_of_trainer_goes_on_with_the_model(tmp_path):
+def test_a_different_trainer_class_continues_with_the_model(tmp_path):
     ordinary, fused = (two_trainings(mixin, tmp_path, list, "SFT") for mixin in (False, True))
     assert all(torch.equal(a, b) for a, b in zip(ordinary, fused, strict=True))
 
 
-def test_the_first_trainer_says_that_it_has_lost_the_model(tmp_path):
+def test_using_the_first_trainer_again_raises(tmp_path):
     model = builders.llama()
     first, second = (build(CAUSAL, tmp_path, True, {"model": model}, max_steps=1) for _ in range(2))
     first.train()
@@ -64,7 +64,7 @@ def test_the_first_trainer_says_that_it_has_lost_the_model(tmp_path):
 
 
 @pytest.mark.troubleshooting("is already updated")
-def test_an_optimizer_of_the_users_own_is_not_removed(tmp_path):
+def test_a_users_optimizer_is_not_removed(tmp_path):
     model = builders.llama()
     opt = lowmem.FusedOptimizer(model.named_parameters(), rule="lomo", lr=0.1)
     with pytest.raises(StepError, match="is already updated by another FusedOptimizer"):

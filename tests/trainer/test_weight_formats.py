@@ -23,7 +23,7 @@ def trainer(make, tiny_llama):
 
 @pytest.mark.cpu_only("auto takes two passes on a CPU only")
 @pytest.mark.parametrize("weight_format", ["int8", "int10", "int12"])
-def test_activations_that_are_computed_again_change_nothing(trainer, tiny_llama, weight_format):
+def test_activation_checkpointing_does_not_change_training(trainer, tiny_llama, weight_format):
     runs = []
     for checkpointing in (False, True):
         model = tiny_llama(torch.bfloat16, **SIZES)
@@ -35,7 +35,7 @@ def test_activations_that_are_computed_again_change_nothing(trainer, tiny_llama,
     assert runs[0] == runs[1]
 
 
-def test_what_is_saved_is_an_ordinary_model(trainer, tmp_path):
+def test_the_saved_model_is_an_ordinary_model(trainer, tmp_path):
     run = trainer(max_steps=2)
     assert in_codes(run.model)
     run.train()
@@ -46,14 +46,14 @@ def test_what_is_saved_is_an_ordinary_model(trainer, tmp_path):
     assert not any(isinstance(param, QuantizedWeight) for param in saved.parameters())
 
 
-def test_it_is_evaluated_and_learns(trainer):
+def test_a_quantized_model_is_evaluated_and_learns(trainer):
     run = trainer("int12", max_steps=30, learning_rate=5e-2)
     before = run.evaluate()["eval_loss"]
     run.train()
     assert run.evaluate()["eval_loss"] < before - 0.1
 
 
-def test_a_model_that_is_in_codes_already_stays_as_it_is(trainer, tiny_llama):
+def test_a_quantized_model_is_not_quantized_again(trainer, tiny_llama):
     model = lowmem.quantize_(tiny_llama(torch.bfloat16, **SIZES), "int12", group=32)
     run = trainer("int12", model=model, max_steps=1)
     run.train()
