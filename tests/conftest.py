@@ -1,5 +1,5 @@
-"""What the tests share: one thread, a fixed seed, ranks, a small Llama, and a loss with the gradients asked for."""
-# ruff: noqa: E402 (a simulated GPU has to be there before torch is imported)
+"""Shared fixtures, and the hooks that run the tests on a GPU, with compiled updates, or as a sample."""
+# ruff: noqa: E402 (a simulated GPU is installed before torch is imported)
 
 import gc
 import logging
@@ -20,13 +20,15 @@ os.environ.setdefault(
 os.environ.setdefault("TORCHINDUCTOR_FX_GRAPH_CACHE", "1")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # no processes that import torch only to compile
 
-# Whether the tests are to run on a GPU (scripts/test.sh --gpu), and the number of simulated ones (--simgpu).
+# Ways to run the tests (scripts/test.sh): on a GPU (--gpu), on a number of simulated GPUs (--simgpu), with compiled
+# updates of any size (--compiled, see support/compiled.py), and with one in EVERY of the engine's tests (--stack).
 SIMGPUS = int(os.environ.get("LOWMEM_SIMGPU", "0"))
 ON_GPU = bool(SIMGPUS) or os.environ.get("LOWMEM_GPU") == "1"
+EVERY = int(os.environ.get("LOWMEM_EVERY", "1"))
 if SIMGPUS:
     from support import simgpu
 
-    simgpu.install(SIMGPUS)  # before torch, which asks for CUDA as it is imported
+    simgpu.install(SIMGPUS)  # before torch, which looks for CUDA when it is imported
 
 import hypothesis
 import pytest
@@ -53,29 +55,90 @@ def fixed_seed():
 
 
 @pytest.fixture(autouse=True)
-def log_level_is_of_the_test_alone():
-    """`lowmem rules` raises it."""
+def reset_log_level():
+    """`lowmem rules` changes it."""
     yield
     logging.getLogger("lowmem").setLevel(logging.NOTSET)
 
 
 @pytest.fixture(autouse=True)
-def mixed_precision_is_of_the_test_alone():
-    """The arguments of a trainer of transformers 4 leave it in the environment, where those of the next one find it."""
+def reset_mixed_precision():
+    """TrainingArguments of transformers 4 set an environment variable, which the next TrainingArguments would read."""
     yield
     os.environ.pop("ACCELERATE_MIXED_PRECISION", None)
 
 
 @pytest.fixture(autouse=True)
-def garbage_is_of_the_test_alone():
-    """Accelerate collects garbage in every `train`, which takes most of a second with all that is imported."""
+def freeze_imported_objects():
+    """Accelerate collects garbage in every `train`, which takes most of a second unless imports are frozen."""
     gc.collect()
     gc.freeze()
 
 
+# Folders whose tests create tensors on the default device. Trainers move models to a GPU by themselves.
+ON_DEFAULT_DEVICE = {"layers", "rules", "step", "tiles"}
+
+
+@contextmanager
+def default_device(path):
+    """Makes the GPU, if the tests run on one, the default device for a file's tests and for its import."""
+    if ON_GPU and path.parent.name in ON_DEFAULT_DEVICE:
+        torch.set_default_device("cuda")
+    try:
+        yield
+    finally:
+        if ON_GPU:
+            torch.set_default_device(None)
+
+
+@pytest.fixture(autouse=True)
+def gpu(request, monkeypatch):
+    """If the tests run on a GPU, compares tensors up to rounding; on a simulated one, requires that there are no races
+    and no reads of uninitialized memory.
+    """
+    with default_device(request.path):
+        if not SIMGPUS:
+            if ON_GPU:
+                monkeypatch.setattr(torch, "equal", rounded.equal)
+            yield
+            return
+        from lowmem.tiles.graph import Compiler
+
+        monkeypatch.setattr(Compiler, "failure", "a simulated GPU has no compiler")
+        with simgpu.watch("race", "unwritten") as findings:
+            yield
+        assert not findings, simgpu.summary(findings)
+
+
+def reasons_to_skip(item):
+    """Yields why a test cannot run in the way that was chosen."""
+    if ON_GPU:
+        for marker in item.iter_markers("cpu_only"):
+            yield f"on a CPU only: {marker.args[0]}"
+        if "ranks_of" in item.fixturenames:
+            yield "on a CPU only: ranks are processes that meet over gloo"
+    if compiled.FORCED:
+        for marker in item.iter_markers("by_tiles"):
+            yield f"by tiles only: {marker.args[0]}"
+
+
+def pytest_collection_modifyitems(items):
+    """Skips tests, and with EVERY keeps a sample of the engine's tests, which is the same for all stacks."""
+    for item in items:
+        for reason in reasons_to_skip(item):
+            item.add_marker(pytest.mark.skip(reason=reason))
+    items[:] = [item for item in items if not ENGINE.match(item.nodeid) or crc32(item.nodeid.encode()) % EVERY == 0]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector):
+    with default_device(collector.path):
+        return (yield)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_pyfunc_call(pyfuncitem):
-    """A test that carries headings of docs/how-to/troubleshooting.md sees the messages that they quote."""
+    """A test marked with headings of docs/how-to/troubleshooting.md has to produce the messages that they quote."""
     headings = [mark.args[0] for mark in pyfuncitem.iter_markers("troubleshooting")]
     if not headings:
         return (yield)
@@ -86,80 +149,9 @@ def pytest_pyfunc_call(pyfuncitem):
     return result
 
 
-# Folders whose tests put tensors on the default device. Trainers put models on a GPU by themselves.
-ON_DEFAULT_DEVICE = {"layers", "rules", "step", "tiles"}
-
-if ON_GPU:
-
-    @contextmanager
-    def default_device(path):
-        """Makes the GPU the default device of a file's tests, and of what the file makes when it is imported."""
-        if path.parent.name in ON_DEFAULT_DEVICE:
-            torch.set_default_device("cuda")
-        try:
-            yield
-        finally:
-            torch.set_default_device(None)
-
-    @pytest.hookimpl(wrapper=True)
-    def pytest_make_collect_report(collector):
-        with default_device(collector.path):
-            return (yield)
-
-    def pytest_collection_modifyitems(items):
-        for item in items:
-            reasons = [marker.args[0] for marker in item.iter_markers("cpu_only")]
-            if "ranks_of" in item.fixturenames:
-                reasons.append("ranks are processes that meet over gloo")
-            if reasons:
-                item.add_marker(pytest.mark.skip(reason=f"on a CPU only: {reasons[0]}"))
-
-    @pytest.fixture(autouse=True)
-    def on_the_gpu(request):
-        with default_device(request.path):
-            yield
-
-
-if ON_GPU and not SIMGPUS:
-
-    @pytest.fixture(autouse=True)
-    def up_to_rounding(monkeypatch):
-        monkeypatch.setattr(torch, "equal", rounded.equal)
-
-
-if SIMGPUS:
-
-    @pytest.fixture(autouse=True)
-    def without_races(on_the_gpu, monkeypatch):
-        """In every test there is no race, and no memory is read before it is written."""
-        from lowmem.tiles.graph import Compiler
-
-        monkeypatch.setattr(Compiler, "failure", "a simulated GPU has no compiler")
-        with simgpu.watch("race", "unwritten") as found:
-            yield
-        assert not found, simgpu.summary(found)
-
-
-if compiled.FORCED:
-
-    def pytest_collection_modifyitems(items):
-        for item in items:
-            for marker in item.iter_markers("by_tiles"):
-                item.add_marker(pytest.mark.skip(reason=f"by tiles only: {marker.args[0]}"))
-
-
-# Of the engine's tests one in so many, the same ones beside all versions of other packages (scripts/test.sh --stack).
-EVERY = int(os.environ.get("LOWMEM_EVERY", "1"))
-
-
-@pytest.hookimpl(specname="pytest_collection_modifyitems")
-def pytest_sample_of_the_engine(items):
-    items[:] = [item for item in items if not ENGINE.match(item.nodeid) or crc32(item.nodeid.encode()) % EVERY == 0]
-
-
 @pytest.fixture(scope="session")
 def ranks_of():
-    """A function: the ranks of a group of so many, which stay for all tests."""
+    """A function: the ranks of a group of a given size, which are started once for all tests."""
     groups = {}
 
     def of(count):
@@ -217,13 +209,13 @@ def give_gradients():
 
 @pytest.fixture
 def offers(monkeypatch):
-    """By parameter, the kinds of contributions that optimizers were offered, and whether they took them."""
+    """By parameter, the kinds of contributions that optimizers were offered, and whether they accepted them."""
     from lowmem.step.hooks import Hooks
 
-    offered, own = {}, Hooks._offer
+    offered, original = {}, Hooks._offer
 
     def offer(self, record, contribution):
-        takes = own(self, record, contribution)
+        takes = original(self, record, contribution)
         offered.setdefault(record.name, set()).add((type(contribution).__name__, takes))
         return takes
 
@@ -233,7 +225,7 @@ def offers(monkeypatch):
 
 @pytest.fixture
 def matrices(monkeypatch):
-    """The shapes of logits of which the matrix was computed."""
+    """The shapes of logits whose matrix was computed."""
     from lowmem.layers.logits import Logits
 
     shapes, compute = [], Logits.matrix

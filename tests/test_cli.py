@@ -74,8 +74,8 @@ def test_commands_train_with_the_arguments_of_trl(case, tmp_path):
 @pytest.fixture
 def trainers(monkeypatch):
     """The trainers that are built."""
-    built, own = [], build.trainer
-    monkeypatch.setattr(build, "trainer", lambda *args, **kwargs: built.append(own(*args, **kwargs)) or built[-1])
+    built, original = [], build.trainer
+    monkeypatch.setattr(build, "trainer", lambda *args, **kwargs: built.append(original(*args, **kwargs)) or built[-1])
     return built
 
 
@@ -301,10 +301,10 @@ class At(TrainerCallback):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_a_run_with_a_checkpoint(number, tmp_path, run_dir, monkeypatch):
-    own, handlers = build.trainer, [signal.getsignal(name) for name in (signal.SIGINT, signal.SIGTERM)]
+    original, handlers = build.trainer, [signal.getsignal(name) for name in (signal.SIGINT, signal.SIGTERM)]
 
     def with_signal(*args, **kwargs):
-        trainer = own(*args, **kwargs)
+        trainer = original(*args, **kwargs)
         trainer.add_callback(At(2, lambda: os.kill(os.getpid(), number)))
         return trainer
 
@@ -316,7 +316,7 @@ def test_a_signal_ends_a_run_with_a_checkpoint(number, tmp_path, run_dir, monkey
     assert "stopped at step 2; continue with: lowmem sft --config " in ended.out
     assert [path.name for path in run_dir.glob("checkpoint-*")] == ["checkpoint-2"]
     assert handlers == [signal.getsignal(name) for name in (signal.SIGINT, signal.SIGTERM)]
-    monkeypatch.setattr(build, "trainer", own)
+    monkeypatch.setattr(build, "trainer", original)
     assert resume(run_dir, "--max_steps", 3).status == 0
 
 
@@ -420,7 +420,6 @@ def of(file):
 
 ZERO = {"deepspeed": {"zero_optimization": {"stage": 3}}}
 BEST = {"metric_for_best_model": "foo", "eval_strategy": "steps", "eval_steps": 1, "test_split_size": 0.25}
-STORED = {"fused": {"rule": "adalomo", "policy": "deferred", "store": "/proc"}}
 
 # Command, what is otherwise in its file, arguments, the message, and what else is otherwise.
 MISTAKES = {
@@ -450,7 +449,6 @@ MISTAKES = {
     "Liger is not installed": ("sft", {"use_liger_kernel": True}, "", "liger-kernel", missing("liger_kernel")),
     "an unknown metric": ("sft", BEST, "", "metric_for_best_model 'foo' is unknown. An evaluation has loss, "),
     "a model to resume from": ("sft", {}, "--resume_from_checkpoint {model}", "does not contain optimizer.safetensors"),
-    "a store that cannot be written": ("sft", STORED, "", "/proc"),
     "no model for a plan": ("plan sft", {"model_name_or_path": None}, "", "no model: set model_name_or_path"),
     "a plan of GRPO": ("plan grpo", {}, "", "grpo cannot be planned, because its step also generates"),
 }  # fmt: skip

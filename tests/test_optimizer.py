@@ -152,8 +152,8 @@ def test_groups_in_the_format_of_torch(named, give_gradients):
         groups = [{"params": model.parameters(), "lr": 0.1}, {"params": single}]
     opt = lowmem.FusedOptimizer(groups, rule="lomo", lr=0.2)
     give_gradients(opt, *[(param, torch.ones_like(param)) for param in [*model.parameters(), single]])
-    own = [f"param{i}" for i in range(5)]
-    assert list(opt.last_step.names) == ([*dict(model.named_parameters()), "single"] if named else own)
+    numbered = [f"param{i}" for i in range(5)]
+    assert list(opt.last_step.names) == ([*dict(model.named_parameters()), "single"] if named else numbered)
     torch.testing.assert_close(single.detach(), torch.full((2,), 0.8))
 
 

@@ -55,8 +55,8 @@ def t2t_adafactor(case: Case) -> dict[str, Any]:
     else:
         option = {"pow": ("memory_exponent", "exponent"), "adam": ("beta2", "beta2")}[decay["kind"]]
         own = {"decay_type": decay["kind"], option[0]: decay[option[1]]}
-    given = None if isinstance(lr, str) else lr
-    return {**hyper, **own, "rule": "adafactor_t2t", "lr": given, "factor_stacks": False}
+    rate = None if isinstance(lr, str) else lr
+    return {**hyper, **own, "rule": "adafactor_t2t", "lr": rate, "factor_stacks": False}
 
 
 def lans(case: Case) -> dict[str, Any]:
@@ -70,8 +70,8 @@ def lans(case: Case) -> dict[str, Any]:
 def t5x_adafactor(case: Case) -> dict[str, Any]:
     hyper = dict(case.hyper)
     lr = hyper.pop("learning_rate")
-    given = 1.0 if isinstance(lr, str) else lr  # each step has its own
-    return {**hyper, "rule": "adafactor", "lr": given, "variant": case.entry["variant"] or "op_by_op"}
+    rate = 1.0 if isinstance(lr, str) else lr  # each step has its own
+    return {**hyper, "rule": "adafactor", "lr": rate, "variant": case.entry["variant"] or "op_by_op"}
 
 
 # Recorded optimizer → arguments of `FusedOptimizer` that play a case of it; they raise `NotReplayed`.

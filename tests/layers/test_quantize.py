@@ -69,7 +69,7 @@ def assert_same(model, other):
             assert torch.equal(mine, theirs), name
 
 
-def moved(model, like):
+def changed_weights(model, like):
     return sum(
         not torch.equal(a.parts[0], b.parts[0])
         for a, b in zip(model.parameters(), like.parameters(), strict=True)
@@ -84,7 +84,7 @@ def test_every_rule_updates_all_quantized_weights_and_the_loss_falls(llama, toke
     before = model(**batch).loss.item()
     opt = train(model, [batch] * 12, **options)
     assert model(**batch).loss.item() < before
-    assert moved(model, llama("int10")) == 2 + 2 * 7
+    assert changed_weights(model, llama("int10")) == 2 + 2 * 7
     assert 0 < opt.last_step.changed_share <= 1
 
 
@@ -173,7 +173,7 @@ def test_a_state_dict_restores_the_quantized_weights(llama, token_batches):
     other = llama("int10")
     again = lowmem.FusedOptimizer(other.named_parameters(), "adamw", lr=1e-2)
     again.load_state_dict(opt.state_dict())
-    assert moved(model, other) == 0
+    assert changed_weights(model, other) == 0
 
 
 class Experts(nn.Module):
@@ -248,7 +248,7 @@ def test_frozen_weights_do_not_change(llama, token_batches):
     train(model, token_batches(3))
     frozen, before = (llama("int8") if each is None else each for each in (model, None))
     assert_same(frozen.model.layers[0], before.model.layers[0])
-    assert moved(model, before) == 2 + 7
+    assert changed_weights(model, before) == 2 + 7
 
 
 SMALL = {"vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16}

@@ -43,7 +43,7 @@ DIFFERENT = {
 }
 
 
-def refused(rank, name):
+def assert_raises(rank, name):
     make, message = DIFFERENT[name]
     params = list(make(rank))
     tensors = [pair for item in params for pair in (item["params"] if isinstance(item, dict) else [item])]
@@ -59,7 +59,7 @@ def refused(rank, name):
 
 @pytest.mark.parametrize("name", DIFFERENT)
 def test_different_parameters_on_ranks_raise(two, name):
-    two.run(refused, name)
+    two.run(assert_raises, name)
 
 
 def a_group_that_differs(rank):

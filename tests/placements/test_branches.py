@@ -191,7 +191,7 @@ class Half(Layers):
         return (x if path[-1] is None else Silent.apply(x, self.layers[path[-1]].weight)).square().sum()
 
 
-def never(rank, steps):
+def train_without_some(rank, steps):
     net = Half()
     opt = lowmem.FusedOptimizer(net.named_parameters(), rule="adamw", lr=0.1, weight_decay=0.1)
     for paths in steps:
@@ -203,7 +203,7 @@ def never(rank, steps):
     "steps", [[[(0, 1, 5), (0, 2, None)]] * 3, [[(0, 1, None)] * 2, [(0, 1, 5)] * 2]], ids=["on one rank", "later"]
 )
 def test_a_parameter_reached_without_a_gradient_is_not_reduced(two, steps):
-    (one, names), (other, others) = two.run(never, steps)
+    (one, names), (other, others) = two.run(train_without_some, steps)
     assert all(map(torch.equal, one, other))
     assert "layers.5.weight" not in names + others
     torch.manual_seed(0)  # as in each rank
@@ -227,7 +227,7 @@ def test_no_gradient_in_a_micro_batch_before_the_last(two):
 def zeros_for_no_gradient(rank):
     """They are noticed on every rank."""
     with pytest.raises(StepError, match="Return zeros instead of None"):
-        never(rank, [[(0, 1, None)] * 2, [(0, 1, 5), (0, 1, None)]])
+        train_without_some(rank, [[(0, 1, None)] * 2, [(0, 1, 5), (0, 1, None)]])
 
 
 def hidden_later(rank):

@@ -19,7 +19,7 @@ def gradient(name, shape, rank, step):
     return torch.randn(shape, generator=source)
 
 
-def given(name, rank, step):
+def has_gradient(name, rank, step):
     """Each rank leaves out others now and then."""
     return (len(name) + rank + step) % 3 > 0
 
@@ -39,7 +39,7 @@ def alone(count, settings, micro_batches=1, apart=True):
     opt = optimizer(net, settings, placement="local")
     for step in range(STEPS):
         for name, param in net.named_parameters():
-            ranks = [rank for rank in range(count) if param.requires_grad and given(name, rank * apart, step)]
+            ranks = [rank for rank in range(count) if param.requires_grad and has_gradient(name, rank * apart, step)]
             if ranks:
                 param.grad = sum(gradient(name, param.shape, rank, step) for rank in ranks) / count
             if micro_batches > 1 and name in ("one", "embed"):
@@ -61,7 +61,7 @@ def on_ranks(rank, kind, settings, micro_batches=1):
                 (net.one.sum() + net.embed.sum()).backward()
         with gathered(kind, trained.values()):
             for name, param in trained.items():
-                if not given(name, rank if replicated else 0, step):
+                if not has_gradient(name, rank if replicated else 0, step):
                     continue
                 if kind == "fsdp2":
                     average = sum(gradient(name, param.shape, each, step) for each in range(count)) / count

@@ -75,7 +75,7 @@ def test_accumulation(ranks_of, count, kind, settings):
 # -- optimizers from elsewhere, states ---------------------------------------------------------------------------------
 
 
-def refused(rank, kind, rule, hyper):
+def assert_raises(rank, kind, rule, hyper):
     net = SHARDS[kind](rank, make)
     with pytest.raises(UnsupportedError, match=r"needs full matrices.*'replicated'.*torch.optim.AdamW"):
         lowmem.FusedOptimizer(net.named_parameters(), model=net, rule=rule, **hyper)
@@ -84,7 +84,7 @@ def refused(rank, kind, rule, hyper):
 @pytest.mark.parametrize("rule", ["torch.optim.Adafactor", "torch.optim.Muon"])
 @pytest.mark.parametrize("kind", SHARDS)
 def test_optimizers_that_need_full_matrices_raise(two, kind, rule):
-    two.run(refused, kind, rule, {})
+    two.run(assert_raises, kind, rule, {})
 
 
 def steps(net, opt, batches, rank, count):

@@ -7,12 +7,12 @@ import pytest
 import torch
 from reference.adafactor import Adafactor as Reference
 from support.products import pairwise
-from test_rules import made as made_by
+from test_rules import make_optimizer as made_by
 
 import lowmem
 from lowmem.errors import ConfigError
 
-made = functools.partial(made_by, "adafactor")
+make_optimizer = functools.partial(made_by, "adafactor")
 
 
 # -- options -----------------------------------------------------------------------------------------------------------
@@ -24,7 +24,7 @@ def test_momentum_in_16_bits(give_gradients, kept_in, beta1, variant):
     """It is multiplied with beta1 rounded like itself, and stored rounded to nearest after the weight has moved. With
     steps of signs, the momentum after two of them is known: (1 - 0.9)·lr of each, lr a power of two."""
     dtype, start = getattr(torch, kept_in), torch.randn(6)
-    (param,), opt = made(
+    (param,), opt = make_optimizer(
         [start], lr=0.5, multiply_by_parameter_scale=False, beta1=0.9, dtype_momentum=kept_in, variant=variant
     )
     signs = torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0, -1.0])
@@ -46,7 +46,7 @@ def test_op_by_op_rounds_the_decayed_weight(give_gradients, dtype):
     start, signs = torch.randn(200).to(dtype), torch.randn(200).sign().to(dtype)
     stored = {}
     for variant in ("jit", "op_by_op"):
-        (param,), opt = made(
+        (param,), opt = make_optimizer(
             [start], lr=2.0**-6, weight_decay_rate=0.1, multiply_by_parameter_scale=False, variant=variant,
             rounding="nearest",
         )  # fmt: skip
@@ -89,7 +89,7 @@ def skips_as_the_source(give_gradients, shapes, bad, options, threshold=None, **
     """Four steps, in the second of which one gradient has a bad element."""
     options = {"skip_nan_updates": True, "lr": 0.1, **options}
     start = [torch.randn(shape) for shape in shapes]
-    params, opt = made(start, **options, global_norm_clip_threshold=threshold, **more)
+    params, opt = make_optimizer(start, **options, global_norm_clip_threshold=threshold, **more)
     references = [Reference(shape, **options) for shape in shapes]
     want = [value.double().cpu().numpy() for value in start]
     for step in range(4):
@@ -100,9 +100,9 @@ def skips_as_the_source(give_gradients, shapes, bad, options, threshold=None, **
         assert opt.last_step.nonfinite == (["w1"] if step == 1 else [])
         assert not opt.last_step.skipped and ("policy" not in more or opt.last_step.skipped_params == 0)
         with np.errstate(all="ignore"):
-            given = [grad.double().cpu().numpy() for grad in grads]
-            given = given if threshold is None else clipped_as_the_source(given, threshold)
-            want = [one.step(value, grad) for one, value, grad in zip(references, want, given, strict=True)]
+            gradients = [grad.double().cpu().numpy() for grad in grads]
+            gradients = gradients if threshold is None else clipped_as_the_source(gradients, threshold)
+            want = [one.step(value, grad) for one, value, grad in zip(references, want, gradients, strict=True)]
     assert opt.named_state_dict()["step"] == 4
     for param, value, reference in zip(params, want, references, strict=True):
         np.testing.assert_allclose(param.detach().cpu().numpy(), value, rtol=1e-5, atol=1e-6)
@@ -148,7 +148,7 @@ def test_skip_nan_updates_and_a_dynamic_loss_scale(give_gradients, policy):
     """An overflow of the scaled loss skips the step, as GradScaler does, and the scale backs off."""
     start, grad = torch.randn(6), torch.randn(6)
     grad[3] = torch.inf
-    (param,), opt = made([start], skip_nan_updates=True, policy=policy, loss_scale="dynamic")
+    (param,), opt = make_optimizer([start], skip_nan_updates=True, policy=policy, loss_scale="dynamic")
     scale = opt.loss_scale
     give_gradients(opt, (param, grad))
     assert opt.last_step.skipped

@@ -14,7 +14,7 @@ from lowmem.rules.adafactor_t2t import golden_ratio_noise
 GOLDEN = Path(__file__).parent.parent / "golden"
 
 
-def made(start, **options):
+def make_optimizer(start, **options):
     """A parameter and its optimizer, in whose first step the change is the sign of the gradient."""
     param = torch.nn.Parameter(start.clone())
     return param, lowmem.FusedOptimizer([("w", param)], rule="adafactor_t2t", **options)
@@ -24,7 +24,7 @@ def made(start, **options):
 
 
 def test_small_weights_move_by_a_thousandth(give_gradients):
-    param, opt = made(torch.zeros(3), lr=0.5)
+    param, opt = make_optimizer(torch.zeros(3), lr=0.5)
     give_gradients(opt, (param, torch.ones(3)))
     torch.testing.assert_close(param.detach(), torch.full((3,), -0.5e-3))
 
@@ -33,7 +33,7 @@ def test_small_weights_move_by_a_thousandth(give_gradients):
 def test_large_gradients_are_ordinary(give_gradients, size):
     """The source adds mean(g²)·1e-30 to decay and step size, to keep a compiler from fusing: 1e-4 and 1 here."""
     start, grad = torch.randn(20), torch.randn(20).sign() * size
-    param, opt = made(start, lr=1e-3, multiply_by_parameter_scale=False)
+    param, opt = make_optimizer(start, lr=1e-3, multiply_by_parameter_scale=False)
     give_gradients(opt, (param, grad))
     torch.testing.assert_close(start - param.detach(), 1e-3 * grad.sign(), rtol=1e-3, atol=1e-6)
     give_gradients(opt, (param, grad))
@@ -49,7 +49,7 @@ def test_the_size_of_16_bit_weights_is_computed_in_their_own_dtype(give_gradient
         return x.to(dtype).double()
 
     def stored(start, lr):
-        param, opt = made(start, lr=lr)
+        param, opt = make_optimizer(start, lr=lr)
         give_gradients(opt, (param, torch.ones(7, dtype=dtype)))
         return param[1].double()
 
@@ -82,7 +82,9 @@ def test_noise_equals_its_source_bit_for_bit(name):
 def test_other_roundings_draw_noise_per_element(give_gradients):
     """The same for all elements with `auto`, as in the source; with `stochastic` each has its own."""
     for rounding, values in (("auto", 1), ("stochastic", 2)):
-        param, opt = made(torch.ones(500).bfloat16(), lr=2.0**-9, rounding=rounding, multiply_by_parameter_scale=False)
+        param, opt = make_optimizer(
+            torch.ones(500).bfloat16(), lr=2.0**-9, rounding=rounding, multiply_by_parameter_scale=False
+        )
         give_gradients(opt, (param, torch.ones(500).bfloat16()))
         assert param.unique().numel() == values
 
@@ -93,4 +95,4 @@ def test_other_roundings_draw_noise_per_element(give_gradients):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_quantisation_takes_float32_weights(dtype):
     with pytest.raises(UnsupportedError, match=rf"'w' of shape \[2, 3\] is {dtype}, but simulated_quantize_bits"):
-        made(torch.zeros(2, 3, dtype=dtype), simulated_quantize_bits=8)
+        make_optimizer(torch.zeros(2, 3, dtype=dtype), simulated_quantize_bits=8)

@@ -9,14 +9,14 @@ import lowmem
 from lowmem.errors import ConfigError
 
 
-def made(shape, **options):
+def make_optimizer(shape, **options):
     param = torch.nn.Parameter(torch.randn(shape))
     return param, lowmem.FusedOptimizer([("block/w", param)], rule="adafactor", lr=0.1, **options)
 
 
-def kept(give_gradients, shape, **options):
+def state_shapes(give_gradients, shape, **options):
     """The shapes of what a step leaves in the state."""
-    param, opt = made(shape, **options)
+    param, opt = make_optimizer(shape, **options)
     give_gradients(opt, (param, torch.randn(shape)))
     return {name: tuple(state.shape) for name, state in opt.named_state_dict()["state"]["block/w"].items()}
 
@@ -81,7 +81,7 @@ def logical(*axes, rules="standard"):
 def test_dimensions_that_are_factored(give_gradients, shape, options, want):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        found = kept(give_gradients, shape, **options)
+        found = state_shapes(give_gradients, shape, **options)
     assert want.items() <= found.items()
     assert found.keys() == ({"v"} if "v" in want else {"v_row", "v_col"})
 
@@ -101,7 +101,7 @@ def test_dimensions_that_are_factored(give_gradients, shape, options, want):
 def test_an_ignored_rule_warns(give_gradients, shape, options, roles):
     """As in the source, vectors and matrices follow the heuristic; here it is said by name."""
     with pytest.warns(UserWarning, match=rf"'block/w' of shape \[6(, 4)?\]: .* heuristic is used .*{roles}"):
-        found = kept(give_gradients, shape, **options, min_dim_size_to_factor=4)
+        found = state_shapes(give_gradients, shape, **options, min_dim_size_to_factor=4)
     assert found == ({"v": (6,)} if len(shape) == 1 else {"v_row": (4,), "v_col": (6,)})
 
 
@@ -157,16 +157,16 @@ WHERE = r"'block/w' of shape \[2, 3, 4\]"
 )
 def test_invalid_options_raise(options, message):
     with pytest.raises(ConfigError, match=message):
-        made((2, 3, 4), **options)
+        make_optimizer((2, 3, 4), **options)
 
 
 @pytest.mark.parametrize("options", [{}, {"factor_map": [(".*", "HEURISTIC")]}])
 def test_four_dimensions_need_a_rule(options):
     with pytest.raises(ConfigError, match=r"'block/w' of shape \[2, 3, 4, 5\]: rule HEURISTIC.*in factor_map"):
-        made((2, 3, 4, 5), **options)
+        make_optimizer((2, 3, 4, 5), **options)
 
 
 def test_axes_of_an_unknown_parameter_raise():
     axes = {"block/w": ("embed", "mlp", "layers"), "block/y": ("embed",)}
     with pytest.raises(ConfigError, match="no parameter is called 'block/y'"):
-        made((2, 3, 4), logical_factor_rules="standard", param_logical_axes=axes)
+        make_optimizer((2, 3, 4), logical_factor_rules="standard", param_logical_axes=axes)

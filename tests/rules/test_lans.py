@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from reference.lans import Lans as Reference
-from test_rules import made as made_by
+from test_rules import make_optimizer as made_by
 
 import lowmem
 from lowmem.errors import ConfigError
@@ -14,13 +14,13 @@ from lowmem.errors import ConfigError
 BOTH = pytest.mark.parametrize("variant", ["fused", "step"])
 
 
-made = functools.partial(made_by, "lans")
+make_optimizer = functools.partial(made_by, "lans")
 
 
 def follows_reference(give_gradients, grads, dtype=torch.float32, **options):
     """A parameter through these gradients, and the reference through the same in float64."""
     start = torch.randn(5, 7).to(dtype)
-    (param,), opt = made([start], **options)
+    (param,), opt = make_optimizer([start], **options)
     reference, want = Reference((5, 7), **{"lr": 0.1, **options}), start.double().cpu().numpy()
     for grad in grads:
         stored = want if dtype == torch.float32 else param.detach().double().cpu().numpy()
@@ -94,7 +94,7 @@ def test_names_of_other_groups_are_known():
 
 def test_only_updates_are_counted(give_gradients):
     """Not steps without a gradient, nor such whose gradient is not finite."""
-    params, opt = made([torch.randn(3) for _ in range(3)])
+    params, opt = make_optimizer([torch.randn(3) for _ in range(3)])
     bad = torch.tensor([1.0, torch.nan, 0.0])
     give_gradients(opt, (params[0], torch.randn(3)), (params[2], bad))
     give_gradients(opt, *((param, torch.randn(3)) for param in params))

@@ -43,7 +43,7 @@ def test_every_rule_is_here():
     assert FULL.keys() == TABLE.keys()
 
 
-def made(rule, start, **options):
+def make_optimizer(rule, start, **options):
     """Parameters called w0, w1, ... with these values, and an optimizer over them."""
     params = [torch.nn.Parameter(value.clone()) for value in start]
     named = [(f"w{i}", param) for i, param in enumerate(params)]
@@ -80,7 +80,9 @@ def test_a_non_finite_gradient_leaves_its_parameter_unchanged(give_gradients, va
     else:
         dtype, rounded = torch.bfloat16, {"rounding": rounding}
     start = [torch.randn(shape).to(dtype) for _ in range(3)]
-    (params, opt), (others, without) = (made(rule, start, **options, **rounded, batching=batching) for _ in range(2))
+    (params, opt), (others, without) = (
+        make_optimizer(rule, start, **options, **rounded, batching=batching) for _ in range(2)
+    )
     for step in range(3):
         grads = [torch.randn(shape).to(dtype) for _ in start]
         if step == 1:
@@ -143,8 +145,8 @@ BY_NAME = [
 def test_options_by_name(give_gradients, rule, options, alone, batching):
     """Parameters of one shape, so that they could be one stack."""
     start = [torch.randn(4, 4) * 10.0 for _ in range(4)]
-    params, opt = made(rule, start, **options, batching=batching)
-    others = [made(rule, [value], **own) for value, own in zip(start, alone, strict=True)]
+    params, opt = make_optimizer(rule, start, **options, batching=batching)
+    others = [make_optimizer(rule, [value], **own) for value, own in zip(start, alone, strict=True)]
     for _ in range(3):
         grads = [torch.randn(4, 4) for _ in start]
         give_gradients(opt, *zip(params, grads, strict=True))
@@ -160,7 +162,7 @@ ASKED = [*product(["adafactor", "adafactor_t2t"], ["float32", "bfloat16", "float
 @pytest.mark.parametrize(("rule", "asked"), ASKED)
 def test_dtype_of_the_momentum(give_gradients, rule, asked, dtype):
     """Rounded to nearest; for adafactor_t2t the dtype of the weight, unless another is named."""
-    (param,), opt = made(rule, [torch.ones(4, dtype=dtype)], lr=0.3, beta1=0.9, dtype_momentum=asked)
+    (param,), opt = make_optimizer(rule, [torch.ones(4, dtype=dtype)], lr=0.3, beta1=0.9, dtype_momentum=asked)
     give_gradients(opt, (param, torch.ones(4, dtype=dtype)))
     momentum = opt.state[param]["m"]
     assert momentum.dtype == (dtype if asked is None else getattr(torch, asked))
@@ -185,8 +187,8 @@ def test_each_expert_is_factored_separately(give_gradients, rule, options, row, 
     whatever their sizes."""
     sizes = 10.0 ** (torch.arange(shape[0]) - shape[0] // 2)
     start = torch.randn(shape) * sizes[:, None, None]
-    (whole,), one = made(rule, [start], **options)
-    parts, many = made(rule, list(start), **options)
+    (whole,), one = make_optimizer(rule, [start], **options)
+    parts, many = make_optimizer(rule, list(start), **options)
     for _ in range(3):
         grad = torch.randn(shape) * sizes.flip(0)[:, None, None]
         give_gradients(one, (whole, grad))

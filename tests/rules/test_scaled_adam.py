@@ -41,8 +41,8 @@ def test_a_missing_gradient_is_zero(give_gradients, shape, batching):
     for step in range(8):
         grads = [torch.tensor(rng.normal(size=shape)).float() if step in steps else None for steps in present]
         give_gradients(opt, *((p, g) for p, g in zip(params, grads, strict=True) if g is not None))
-        given = [None if grad is None else grad.double().cpu().numpy() for grad in grads]
-        want = [reference.step(*pair) for reference, *pair in zip(references, want, given, strict=True)]
+        gradients = [None if grad is None else grad.double().cpu().numpy() for grad in grads]
+        want = [reference.step(*pair) for reference, *pair in zip(references, want, gradients, strict=True)]
         assert opt.last_step.names == tuple(f"param{i}" for i in range(3) if grads[i] is not None)
     for param, value, reference in zip(params, want, references, strict=True):
         np.testing.assert_allclose(param.detach().cpu().numpy(), value, rtol=1e-5, atol=1e-6)

@@ -31,7 +31,7 @@ def arguments(tmp_path):
 
 
 @pytest.fixture
-def looked_at(arguments):
+def summary(arguments):
     """A function: what is said of data before training."""
 
     def of(rows=None, command="sft", **changes):
@@ -96,11 +96,11 @@ def test_the_evaluation_split_is_reproducible(arguments):
     assert data.load(parsed)[0][:] == train[:]
 
 
-def test_streams_are_inspected(arguments, looked_at):
+def test_streams_are_inspected(arguments, summary):
     changes = {"dataset_streaming": True, "streaming": True}
     train, _ = data.load(arguments(**changes))
     assert not isinstance(train, Dataset) and len(data.first(train)) == len(runs.SENTENCES)
-    assert looked_at(**changes).startswith("16 rows, ")
+    assert summary(**changes).startswith("16 rows, ")
 
 
 def test_a_stream_is_trained_on(tmp_path):
@@ -115,15 +115,15 @@ def test_a_stream_is_trained_on(tmp_path):
 # --- The look before training -----------------------------------------------------------------------------------------
 
 
-def test_rows_tokens_and_trained_tokens_are_counted(looked_at):
-    everything = looked_at()
+def test_rows_tokens_and_trained_tokens_are_counted(summary):
+    everything = summary()
     rows, tokens, trained = everything.split(", ")
     count = int(tokens.split()[0])
     assert rows == "16 rows" and trained == f"loss on {count - 16} (91%)"  # of a row's first token there is none
-    answers = looked_at(assistant_only_loss=True)
+    answers = summary(assistant_only_loss=True)
     assert answers.startswith(f"16 rows, {count} tokens, loss on ") and "100%" not in answers
-    assert looked_at(packing=True, max_length=32).startswith("16 rows packed into ")
-    assert looked_at(command="dpo").startswith("16 rows; columns prompt, chosen, rejected, prompt_ids")
+    assert summary(packing=True, max_length=32).startswith("16 rows packed into ")
+    assert summary(command="dpo").startswith("16 rows; columns prompt, chosen, rejected, prompt_ids")
 
 
 @pytest.mark.parametrize("place", [0, 110])
@@ -136,41 +136,40 @@ def test_rows_truncated_to_nothing_are_counted(place, arguments):
     assert counts.startswith("111 rows, 1 dropped, because max_length=16 leaves no token to train on, ")
 
 
-def test_tokens_cut_off_by_max_length_are_counted(looked_at):
+def test_tokens_cut_off_by_max_length_are_counted(summary):
     rows = [{"text": "the old cat sat " * 10}] * 3
-    tokens = int(looked_at(rows).split(", ")[1].split()[0])
+    tokens = int(summary(rows).split(", ")[1].split()[0])
     assert (
-        looked_at(rows, max_length=8)
-        == f"3 rows, 24 tokens and {tokens - 24} cut off by max_length=8, loss on 21 (88%)"
+        summary(rows, max_length=8) == f"3 rows, 24 tokens and {tokens - 24} cut off by max_length=8, loss on 21 (88%)"
     )
-    packed = looked_at(rows, max_length=8, packing=True, packing_strategy="wrapped")
+    packed = summary(rows, max_length=8, packing=True, packing_strategy="wrapped")
     assert packed.startswith(f"3 rows packed into {-(-tokens // 8)}, {tokens} tokens, loss on ")
-    mixed = looked_at([{"input_ids": [5, 6]}, {"input_ids": [5]}])
+    mixed = summary([{"input_ids": [5, 6]}, {"input_ids": [5]}])
     assert mixed.startswith("2 rows, 1 without a token to train on, ")
 
 
 @pytest.mark.parametrize("command", ["dpo", "reward", "kto"])
-def test_pairs_that_are_too_long_are_counted(command, looked_at):
+def test_pairs_that_are_too_long_are_counted(command, summary):
     usual = runs.FILES["kto.jsonl" if command == "kto" else "preferences.jsonl"]
     long = {**usual[0], "prompt": runs.user("the " * 40)}
-    assert looked_at([long, *usual], command, max_length=20).startswith("17 rows, 1 dropped, because max_length=20 ")
+    assert summary([long, *usual], command, max_length=20).startswith("17 rows, 1 dropped, because max_length=20 ")
     with pytest.raises(DataError, match="max_length=20 leaves none of 2 rows"):
-        looked_at([long] * 2, command, max_length=20)
+        summary([long] * 2, command, max_length=20)
 
 
 @pytest.mark.troubleshooting("none of the ... tokens")
 @pytest.mark.troubleshooting("max_length=... leaves none")
-def test_rows_without_trained_tokens_raise(looked_at):
+def test_rows_without_trained_tokens_raise(summary):
     with pytest.raises(DataError, match="none of the 48 tokens in 3 rows contributes to the loss"):
-        looked_at([LATE] * 3, max_length=16, assistant_only_loss=True, packing=True)
+        summary([LATE] * 3, max_length=16, assistant_only_loss=True, packing=True)
     with pytest.raises(DataError, match=r"max_length=1024 leaves none of 2 rows\. .* the format of the rows"):
-        looked_at([{"messages": "a text"}] * 2)
+        summary([{"messages": "a text"}] * 2)
     with pytest.raises(DataError, match="none of the 2 tokens in 2 rows contributes to the loss"):
-        looked_at([{"text": "the old cat"}] * 2, max_length=1)
+        summary([{"text": "the old cat"}] * 2, max_length=1)
     with pytest.raises(DataError, match="16 rows do not fill a batch of 32; omit dataloader_drop_last"):
-        looked_at(per_device_train_batch_size=32, dataloader_drop_last=True)
+        summary(per_device_train_batch_size=32, dataloader_drop_last=True)
     with pytest.raises(ConfigError, match="max_steps=0 is out of range"):
-        looked_at(max_steps=0)
+        summary(max_steps=0)
 
 
 def test_evaluation_data_are_inspected_too(arguments, tmp_path):

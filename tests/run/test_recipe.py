@@ -35,7 +35,7 @@ def parsed(tmp_path):
 
 
 @pytest.fixture
-def refused(parsed):
+def error_message(parsed):
     """A function: the message with which arguments are refused."""
 
     def of(*words, **options):
@@ -117,13 +117,15 @@ def test_a_key_of_a_section_overrides_one_that_is_merged_into_it(parsed):
 
 @pytest.mark.parametrize("rule", ["adalomo", "torch.optim.SGD"])
 @pytest.mark.troubleshooting("unknown key")
-def test_hyperparameters_of_the_rule_are_arguments(rule, parsed, refused):
+def test_hyperparameters_of_the_rule_are_arguments(rule, parsed, error_message):
     name = {"adalomo": "clip_threshold", "torch.optim.SGD": "momentum"}[rule]
     nested = parsed(f"fused: {{rule: {rule}, {name}: 0.5}}")
     assert nested.fused == FusedConfig(rule=rule, **{name: 0.5})
     assert nested.fused == parsed("", "--fused.rule", rule, f"--fused.{name}", "0.5").fused
     assert nested.fused == parsed(f"fused: {{rule: {rule}}}", f"--fused.{name}", "0.5").fused
-    assert f"line 1: unknown key 'fused.{name}'. The rule lion takes" in refused(f"fused: {{{name}: 1, rule: lion}}")
+    assert f"line 1: unknown key 'fused.{name}'. The rule lion takes" in error_message(
+        f"fused: {{{name}: 1, rule: lion}}"
+    )
 
 
 # --- Mistakes ---------------------------------------------------------------------------------------------------------
@@ -194,8 +196,8 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("text", MISTAKES)
-def test_mistakes_in_a_file(text, refused):
-    assert MISTAKES[text] in refused(text)
+def test_mistakes_in_a_file(text, error_message):
+    assert MISTAKES[text] in error_message(text)
 
 
 @pytest.mark.parametrize(
@@ -225,8 +227,8 @@ def test_mistakes_in_a_file(text, refused):
         ("--save_steps 0", "--save_steps=0.0 is out of range; allowed: a number > 0"),
     ],
 )
-def test_mistakes_on_the_command_line(words, message, refused):
-    assert message in refused("", *words.split())
+def test_mistakes_on_the_command_line(words, message, error_message):
+    assert message in error_message("", *words.split())
 
 
 NONSENSE = {
@@ -239,12 +241,12 @@ NONSENSE = {
 
 
 @pytest.mark.parametrize("name", NONSENSE)
-def test_numbers_out_of_range_raise_with_their_place(name, refused, parsed):
+def test_numbers_out_of_range_raise_with_their_place(name, error_message, parsed):
     for value in NONSENSE[name]:
-        assert f"c.yaml, line 2: {name}=" in refused(f"run_name: a\n{name}: {value}")
-        assert (message := refused("", f"--{name}={str(value).removeprefix('.')}")).startswith(f"--{name}=")
+        assert f"c.yaml, line 2: {name}=" in error_message(f"run_name: a\n{name}: {value}")
+        assert (message := error_message("", f"--{name}={str(value).removeprefix('.')}")).startswith(f"--{name}=")
         assert "is out of range; allowed: a" in message
-    refused(f"{name}: {NONSENSE[name][0]}", "--packing", "true")
+    error_message(f"{name}: {NONSENSE[name][0]}", "--packing", "true")
     parsed(f"{name}: {NONSENSE[name][0]}", f"--{name}", "0.5" if name == "lora_dropout" else "1")  # which is before it
 
 

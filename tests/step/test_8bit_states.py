@@ -47,7 +47,7 @@ def states(opt):
     return {f"{owner}/{name}": value.clone() for owner, kept in saved.items() for name, value in kept.items()}
 
 
-def held(net, opt):
+def weights_and_states(net, opt):
     """Weights and states by name."""
     return {name: param.detach().clone() for name, param in net.named_parameters()} | states(opt)
 
@@ -72,10 +72,10 @@ POLICIES = {
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_policy_gives_the_same_codes(name):
-    alone = held(*train({**FORMATS[name], "policy": "immediate"}))
+    alone = weights_and_states(*train({**FORMATS[name], "policy": "immediate"}))
     assert {torch.int8, torch.float32} <= {value.dtype for value in alone.values()}
     for options in POLICIES.values():
-        assert_same(held(*train({**FORMATS[name], **options})), alone)
+        assert_same(weights_and_states(*train({**FORMATS[name], **options})), alone)
 
 
 # -- tiles, stacks -----------------------------------------------------------------------------------------------------
@@ -84,14 +84,14 @@ def test_every_policy_gives_the_same_codes(name):
 @pytest.mark.parametrize("name", ["8bit", "stochastic", "to nearest", "lion"])
 def test_tiles_and_stacks_do_not_show(name, monkeypatch):
     """Nor tiles that are only written, which follow free memory on a GPU: noise, groups and guards are the same."""
-    expected = held(*train(FORMATS[name]))
+    expected = weights_and_states(*train(FORMATS[name]))
     for tile, batching in itertools.product((1024, 2048, 1 << 20), (True, False)):
         monkeypatch.setattr(stored, "CPU_TILE", tile)
-        assert_same(held(*train({**FORMATS[name], "batching": batching})), expected)
+        assert_same(weights_and_states(*train({**FORMATS[name], "batching": batching})), expected)
     monkeypatch.setattr(stored, "CPU_TILE", 1024)
     for tile in (2048, 1 << 20):
         monkeypatch.setattr(stored, "written_tile", lambda device, tile=tile: tile)
-        assert_same(held(*train(FORMATS[name])), expected)
+        assert_same(weights_and_states(*train(FORMATS[name])), expected)
 
 
 def test_experts_are_their_slices(give_gradients):

@@ -130,15 +130,15 @@ def test_compiled_loops_train_as_in_plain_pytorch(event):
 
 
 def lose_what_is_offered(monkeypatch):
-    own = offers.Offers.take
-    monkeypatch.setattr(offers.Offers, "take", lambda self, param: own(self, param)[:0])
+    original = offers.Offers.take
+    monkeypatch.setattr(offers.Offers, "take", lambda self, param: original(self, param)[:0])
 
 
 def clip_by_a_per_mille_more(monkeypatch):
-    own = clipping.Clipping.decide
+    original = clipping.Clipping.decide
 
     def decide(self, measured, *, prepared):
-        decision = own(self, measured, prepared=prepared)
+        decision = original(self, measured, prepared=prepared)
         decision.clip_coef.mul_(0.999)
         return decision
 
@@ -150,8 +150,8 @@ def forget_a_micro_batch(monkeypatch):
 
 
 def read_codes_a_per_mille_larger(monkeypatch):
-    own = quantized.QuantizedWeight.dequantize
-    monkeypatch.setattr(quantized.QuantizedWeight, "dequantize", lambda self: own(self) * 1.001)
+    original = quantized.QuantizedWeight.dequantize
+    monkeypatch.setattr(quantized.QuantizedWeight, "dequantize", lambda self: original(self) * 1.001)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ SHAPES = [(64, 48), (87, 50), (24,), (24,)]  # two that are updated alone, and a
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 
 
-def made(rule, dtype=F32, shapes=SHAPES, **options):
+def make_optimizer(rule, dtype=F32, shapes=SHAPES, **options):
     """Parameters, and their optimizer after a step."""
     source = seeded(0)
     params = torch.nn.ParameterList(torch.randn(shape, generator=source).to(dtype) for shape in shapes)
@@ -49,7 +49,7 @@ UNFIT = {
 @pytest.mark.parametrize(("start", "end", "options"), UNFIT.values(), ids=UNFIT)
 def test_a_state_that_does_not_fit_any_more_raises(start, end, options):
     """Nothing is torn: with the parameter as it was, training continues."""
-    (params, opt), (others, plain) = (made(**options, dtype=start) for _ in range(2))
+    (params, opt), (others, plain) = (make_optimizer(**options, dtype=start) for _ in range(2))
     original = params[0].data
     convert([params[0]], end)
     before = weights(params)
@@ -80,7 +80,7 @@ def test_a_state_that_does_not_fit_any_more_raises(start, end, options):
 )
 def test_a_format_that_no_rule_updates_raises(rule, shape, change, message):
     """As in the constructor."""
-    params, opt = made(rule, shapes=[shape])
+    params, opt = make_optimizer(rule, shapes=[shape])
     original = params[0].data
     params[0].data = original.to(**change)
     for _ in range(2):
@@ -91,9 +91,9 @@ def test_a_format_that_no_rule_updates_raises(rule, shape, change, message):
 
 
 def test_loading_a_state_that_fits():
-    params, opt = made("adamw", BF16, rounding="compensated")
+    params, opt = make_optimizer("adamw", BF16, rounding="compensated")
     convert(params, F16)
-    _, other = made("adamw", F16, rounding="compensated")
+    _, other = make_optimizer("adamw", F16, rounding="compensated")
     opt.load_state_dict(other.state_dict())
     backward(opt, params, 2)
 
@@ -102,7 +102,7 @@ def test_some_of_a_stack_are_converted():
     """They leave it with their states."""
     results = []
     for batching in (True, False):
-        params, opt = made("adamw", shapes=[(24,)] * 4, batching=batching)
+        params, opt = make_optimizer("adamw", shapes=[(24,)] * 4, batching=batching)
         for step, dtype in enumerate((BF16, BF16, F32)):
             convert(params[:2], dtype)
             backward(opt, params, step)
@@ -113,7 +113,7 @@ def test_some_of_a_stack_are_converted():
 def test_another_shape():
     """As `resize_token_embeddings` makes it. A rule without states goes on; a state of the old shape raises."""
     for rule in ("lomo", "adamw"):
-        params, opt = made(rule, lr=0.5)
+        params, opt = make_optimizer(rule, lr=0.5)
         params[0].data = torch.ones(80, 48)
         if rule == "adamw":
             with pytest.raises(StepError, match=r"'param0' has changed .*\[64, 48\].*\[80, 48\]"):
@@ -135,7 +135,7 @@ def test_another_order_in_memory():
     """A transposed matrix goes on: states stay in their order. Sums are in the order of the memory."""
     results = []
     for transposed in (True, False):
-        params, opt = made("adalomo", shapes=[(64, 48)])
+        params, opt = make_optimizer("adalomo", shapes=[(64, 48)])
         if transposed:
             params[0].data = params[0].data.t().contiguous().t()
         backward(opt, params, 2)
@@ -146,7 +146,7 @@ def test_another_order_in_memory():
 def test_an_unchanged_parameter_is_inspected_once(monkeypatch):
     chosen, choose = [], ParamRecord.choose_program
     monkeypatch.setattr(ParamRecord, "choose_program", lambda self, *a: chosen.append(self.name) or choose(self, *a))
-    params, opt = made("adalomo")
+    params, opt = make_optimizer("adalomo")
     for seed in range(3):
         backward(opt, params, seed)
     assert sorted(chosen) == ["param0", "param1", "param2", "param3"]
@@ -158,7 +158,7 @@ def test_compiled_code_is_not_called_with_a_state_of_a_different_dtype():
     assert Compiler.failure is None
     results, start = [], None
     for compile in (True, False) if has_compiler("cpu") else (False, False):
-        params, opt = made("adamw", shapes=[(64, 48)], compile=compile, batching=False)
+        params, opt = make_optimizer("adamw", shapes=[(64, 48)], compile=compile, batching=False)
         (param,) = params
         start = start or (param.detach().clone(), opt.state[param])  # compiled code rounds differently
         param.data.copy_(start[0])

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from support.devices import seeded
-from support.nets import give_gradients as given
+from support.nets import give_gradients
 
 import lowmem
 from lowmem.errors import CheckpointError, StepError, UnsupportedError
@@ -34,12 +34,12 @@ def test_the_norm_is_summed_in_parameter_order(policy):
     norms = torch.stack([torch.linalg.vector_norm(grad) for grad in grads])
     forwards, backwards = (torch.linalg.vector_norm(each) for each in (norms, norms.flip(0)))
     assert forwards != backwards
-    came = []
+    arrived = []
     for n, layer in enumerate(layers):
-        layer.weight.register_post_accumulate_grad_hook(lambda _, n=n: came.append(n))
+        layer.weight.register_post_accumulate_grad_hook(lambda _, n=n: arrived.append(n))
     opt = lowmem.FusedOptimizer(layers.parameters(), rule="lomo", clip_norm=1.0, policy=policy)
-    given(opt, *((layer.weight, grad) for layer, grad in zip(layers, grads, strict=True)))
-    assert came[:40] != sorted(came[:40])
+    give_gradients(opt, *((layer.weight, grad) for layer, grad in zip(layers, grads, strict=True)))
+    assert arrived[:40] != sorted(arrived[:40])
     assert torch.equal(opt.last_step.norms, norms)
     assert torch.equal(opt.last_step.grad_norm, forwards)
     assert torch.equal(opt.last_step.clip_coef, 1.0 / (forwards + 1e-6))
@@ -70,7 +70,7 @@ def test_narrow_gradients_are_measured_in_float32(dtype, loss_scale, clip_value,
     params = [torch.nn.Parameter(torch.zeros_like(grad)) for grad in grads]
     clip = {"clip_norm": 1.0, "norm_type": norm_type, "clip_value": clip_value, "loss_scale": loss_scale}
     opt = lowmem.FusedOptimizer(params, rule="lomo", lr=1.0, policy=policy, **clip)
-    given(opt, *zip(params, grads, strict=True))
+    give_gradients(opt, *zip(params, grads, strict=True))
     exact = [grad.double().cpu().numpy().ravel() for grad in grads]
     clamped = [np.clip(each, -(clip_value or np.inf), clip_value or np.inf) for each in exact]
     order = 2 if norm_type == 2 else np.inf
@@ -91,7 +91,7 @@ def test_narrow_gradients_keep_their_bits(policy):
     for param, scale in ((one, None), (other, 1000.0)):  # scaled gradients are rounded once, by autograd
         options = {"policy": policy, "loss_scale": scale, "clip_norm": 1e9, "rounding": "nearest"}
         opt = lowmem.FusedOptimizer([param], rule="lomo", lr=1.0, **options)
-        given(opt, (param, grad))
+        give_gradients(opt, (param, grad))
     scaled = (grad * 1000).float() * (torch.tensor(1000.0).double().reciprocal().float())
     assert torch.equal(one, -grad)
     assert torch.equal(other, -scaled.to(torch.bfloat16))
@@ -121,7 +121,7 @@ def test_parameters_that_are_not_contiguous(policy, dtype, layout):
     for each in (param, plain):
         opt = lowmem.FusedOptimizer([each], rule="adalomo", lr=0.1, batching=False, **clip)
         for _ in range(3):
-            given(opt, (each, grad))
+            give_gradients(opt, (each, grad))
         want = np.linalg.norm(grad.double().cpu().numpy())
         assert opt.last_step.grad_norm.item() == pytest.approx(want, rel=1e-6)
         assert opt.last_step.clip_coef.item() == pytest.approx(0.5 / want, rel=2e-6)
@@ -140,7 +140,7 @@ def test_norms_are_measured_after_clamping_except_in_adalomo(rule, norm_type, po
     options = {"clip_norm": 0.1, "norm_type": norm_type, "clip_value": 0.5, "policy": policy}
     opt = lowmem.FusedOptimizer([p, q], rule=rule, **options)
     grads = [torch.randn(3, 4), torch.randn(5)]
-    given(opt, (p, grads[0]), (q, grads[1]))
+    give_gradients(opt, (p, grads[0]), (q, grads[1]))
     limit = math.inf if rule == "adalomo" else 0.5
     norm = norm_of([grad.clamp(-limit, limit) for grad in grads], norm_type)
     assert opt.last_step.clip_coef.item() == pytest.approx(0.1 / (norm + 1e-6), rel=1e-6)
@@ -162,7 +162,7 @@ def test_t5x_threshold_on_gradients_of_zeros(policy):
     for param, options in zip(params, ({}, {"global_norm_clip_threshold": 0.3, "policy": policy}), strict=True):
         opt = adafactor([param], weight_decay_rate=0.1, **options)
         for _ in range(2):
-            given(opt, (param, torch.zeros(4, 6)))
+            give_gradients(opt, (param, torch.zeros(4, 6)))
     assert torch.equal(*params)
     assert not torch.equal(params[0], start)
 
@@ -179,8 +179,10 @@ def test_t5x_threshold_is_on_the_norm_of_all_groups(policy, scale):
     common = {"lr": 0.1, "epsilon1": 0.1, "clipping_threshold": None}
     clipped, by_hand = ([torch.nn.Parameter(value.clone()) for value in start] for _ in range(2))
     asks = {"params": [clipped[0]], "global_norm_clip_threshold": 0.25}
-    given(adafactor([asks, {"params": [clipped[1]]}], policy=policy, **common), *zip(clipped, grads, strict=True))
-    given(adafactor(by_hand, **common), (by_hand[0], grads[0] * factor), (by_hand[1], grads[1]))
+    give_gradients(
+        adafactor([asks, {"params": [clipped[1]]}], policy=policy, **common), *zip(clipped, grads, strict=True)
+    )
+    give_gradients(adafactor(by_hand, **common), (by_hand[0], grads[0] * factor), (by_hand[1], grads[1]))
     for one, other in zip(clipped, by_hand, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)  # the factor is in float32 there
 
@@ -191,7 +193,7 @@ def test_t5x_threshold_comes_after_clip_norm():
     params = [torch.nn.Parameter(start.clone()) for _ in range(2)]
     common = {"epsilon1": 0.1, "clip_norm": 0.01, "policy": "deferred"}
     for param, threshold in zip(params, (None, 0.02), strict=True):
-        given(adafactor([param], global_norm_clip_threshold=threshold, **common), (param, grad))
+        give_gradients(adafactor([param], global_norm_clip_threshold=threshold, **common), (param, grad))
     torch.testing.assert_close(*params, rtol=1e-6, atol=0)
 
 
@@ -208,7 +210,7 @@ def test_t5x_threshold_comes_after_clip_value(size, policy):
     options |= {"multiply_by_parameter_scale": False, "clipping_threshold": None, "epsilon1": 1e-3, "beta1": 0.5}
     param = torch.nn.Parameter(torch.zeros_like(grad))
     opt = adafactor([param], lr=1.0, **options)
-    given(opt, (param, grad))
+    give_gradients(opt, (param, grad))
     # a norm over tiles is good to 3e-5, as above
     np.testing.assert_allclose(opt.state[param]["m"].cpu().numpy(), 0.5 * np.sqrt(square / (square + 1e-3)), rtol=3e-5)
 
@@ -236,7 +238,7 @@ def scaled_adam(start, **options):
 
 
 def give(opt, params, grads):
-    given(opt, *((param, grad) for param, grad in zip(params, grads, strict=True) if grad is not None))
+    give_gradients(opt, *((param, grad) for param, grad in zip(params, grads, strict=True) if grad is not None))
 
 
 def group_state(opt, group=0):
@@ -293,7 +295,9 @@ def test_scaled_adam_groups_clip_by_their_own_norms():
     for step in range(25):
         sizes = [1.0, 100.0, 40.0 if step % 6 == 5 else 1.0]
         grads = [[size * grad for grad in values(7 * step + n)] for n, size in enumerate(sizes)]
-        given(opt, *(pair for of_group in zip(params, grads, strict=True) for pair in zip(*of_group, strict=True)))
+        give_gradients(
+            opt, *(pair for of_group in zip(params, grads, strict=True) for pair in zip(*of_group, strict=True))
+        )
         for (others, alone), each in zip(apart, grads, strict=True):
             give(alone, others, each)
     for n, (others, alone) in enumerate(apart):

@@ -11,7 +11,7 @@ from lowmem.hf.checkpoint import load_optimizer, save_optimizer
 STORAGES = ["float32", "bfloat16", "8bit", "8bit_64", "8bit_nearest"]
 
 
-def made(state_storage, rule="adamw", **options):
+def make_optimizer(state_storage, rule="adamw", **options):
     """A matrix that is held in groups, a small vector that is not, and an optimizer."""
     torch.manual_seed(0)
     net = nn.Linear(128, 70)
@@ -43,9 +43,9 @@ def distance(state):
 @pytest.mark.parametrize("then", STORAGES)
 @pytest.mark.parametrize("form", ["state_dict", "named_state_dict", "files"])
 def test_states_are_converted(then, now, form, tmp_path):
-    net, opt = made(then)
+    net, opt = make_optimizer(then)
     train(net, opt)
-    other_net, other = made(now, convert_states=True)
+    other_net, other = make_optimizer(now, convert_states=True)
     if form == "files":
         save_optimizer(opt, tmp_path / "optimizer.safetensors")
         load_optimizer(other, tmp_path / "optimizer.safetensors")
@@ -64,31 +64,31 @@ def test_states_are_converted(then, now, form, tmp_path):
 
 
 def test_conversion_rounds_to_nearest_without_random_numbers():
-    net, opt = made("float32")
+    net, opt = make_optimizer("float32")
     train(net, opt)
     saved = opt.state_dict()
-    ends = []
+    results = []
     for _ in range(2):
         torch.manual_seed(5)
-        _, other = made("8bit", convert_states=True)
+        _, other = make_optimizer("8bit", convert_states=True)
         other.load_state_dict(saved)
-        ends.append(other.named_state_dict()["state"]["weight"])
-    _, nearest = made("8bit_nearest", convert_states=True)
+        results.append(other.named_state_dict()["state"]["weight"])
+    _, nearest = make_optimizer("8bit_nearest", convert_states=True)
     nearest.load_state_dict(saved)
-    ends.append(nearest.named_state_dict()["state"]["weight"])
-    for name, value in ends[0].items():
-        assert torch.equal(value, ends[1][name])
+    results.append(nearest.named_state_dict()["state"]["weight"])
+    for name, value in results[0].items():
+        assert torch.equal(value, results[1][name])
         # the nearest code and the code of the nearest value differ where a value is in the middle
-        near = (value.int() - ends[2][name].int()).abs()
+        near = (value.int() - results[2][name].int()).abs()
         assert near.max() <= 1 and near.float().mean() < 0.02
 
 
 def test_an_unknown_storage_raises():
-    net, opt = made("float32")
+    net, opt = make_optimizer("float32")
     train(net, opt)
     saved = opt.named_state_dict()
     saved["param_groups"][0]["state_storage"] = "theirs"
-    _, other = made("8bit", convert_states=True)
+    _, other = make_optimizer("8bit", convert_states=True)
     with pytest.raises(CheckpointError):
         other.load_named_state_dict(saved)
     assert len(other.state) == 0
@@ -97,7 +97,7 @@ def test_an_unknown_storage_raises():
 @pytest.mark.parametrize("rule", ["lomo", "adalomo", "torch.optim.SGD", "torch.optim.AdamW"])
 def test_a_storage_that_no_state_uses_raises(rule):
     with pytest.raises(ConfigError, match=r"state_storage='8bit' has no effect: rule '.*' has no elementwise state"):
-        made("8bit", rule=rule)
+        make_optimizer("8bit", rule=rule)
 
 
 def test_a_storage_that_holds_states_of_some_groups_is_taken():
@@ -112,15 +112,17 @@ def test_a_storage_that_holds_states_of_some_groups_is_taken():
 @pytest.mark.parametrize("variant", ["jit", "op_by_op"])
 def test_the_momentum_of_adafactor_has_the_requested_storage(variant):
     options = {"rule": "adafactor", "beta1": 0.9, "variant": variant, "min_dim_size_to_factor": 32}
-    ends = {}
+    results = {}
     for name in ("float32", "8bit"):
-        net, opt = made(name, **options)
+        net, opt = make_optimizer(name, **options)
         train(net, opt)
-        ends[name] = net.weight.detach()
+        results[name] = net.weight.detach()
     assert opt.named_state_dict()["state"]["weight"]["m"].dtype == torch.int8
-    start = made("float32", **options)[0].weight
-    moved = (ends["float32"] - start).abs().mean()
-    assert (ends["8bit"] - ends["float32"]).abs().mean() < 0.02 * moved  # codes are within 1/250 of a group's largest
-    net, opt = made("float32", dtype_momentum="bfloat16", **options)
+    start = make_optimizer("float32", **options)[0].weight
+    moved = (results["float32"] - start).abs().mean()
+    assert (
+        results["8bit"] - results["float32"]
+    ).abs().mean() < 0.02 * moved  # codes are within 1/250 of a group's largest
+    net, opt = make_optimizer("float32", dtype_momentum="bfloat16", **options)
     train(net, opt)
     assert opt.named_state_dict()["state"]["weight"]["m"].dtype == torch.bfloat16

@@ -61,10 +61,10 @@ def take_steps(case, device, count=2):
     loss scale the second step overflows."""
     settings = {**case.asked, **POLICIES[case.policy]}
     accumulate = settings.pop("accumulate", False)
-    own = OWN.get(case.rule, {}) if "clip_norm" in settings else {}
+    defaults = OWN.get(case.rule, {}) if "clip_norm" in settings else {}
     matrix, *others = (torch.randn(size, device=device).bfloat16() for size in ((160, 160), (64,), (64,)))
     params = [torch.nn.Parameter(value) for value in (matrix, *others, torch.randn(3, 4, device=device))]
-    opt = lowmem.FusedOptimizer(params, case.rule, rounding=case.rounding, compile=False, **own, **settings)
+    opt = lowmem.FusedOptimizer(params, case.rule, rounding=case.rounding, compile=False, **defaults, **settings)
     for step in range(count):
         factor = math.inf if step == 1 and "loss_scale" in settings else 1.0
         for last in (False, True) if accumulate else (True,):

@@ -29,7 +29,7 @@ def gradients(size, seed=0):
     return [torch.randn(shape, generator=source) * size for shape in SHAPES]
 
 
-def made(values, rule, dtype=torch.float32, **options):
+def make_optimizer(values, rule, dtype=torch.float32, **options):
     params = [torch.nn.Parameter(value.to(dtype)) for value in values]
     return params, lowmem.FusedOptimizer(params, rule, **{"lr": 1e-2, "compile": False, **options})
 
@@ -55,7 +55,7 @@ def test_as_the_reference(give_gradients, rule, options, clip, policy):
     if "clip_norm" in clip and policy == "immediate":
         pytest.skip("not supported")
     values = start()
-    params, opt = made(values, rule, policy=policy, **options, **clip)
+    params, opt = make_optimizer(values, rule, policy=policy, **options, **clip)
     twins = [REFERENCES[rule](shape, lr=1e-2, **options) for shape in SHAPES]
     want = [value.double().cpu().numpy() for value in values]
     for step, scale in enumerate((1.0, 1e20, 1.0)):
@@ -64,8 +64,8 @@ def test_as_the_reference(give_gradients, rule, options, clip, policy):
         assert opt.last_step.skipped_params == 0
         coef = min(1.0, clip.get("clip_norm", math.inf) / norm(grads))
         limit = clip.get("clip_value", math.inf)
-        given = [(grad.double() * coef).clamp(-limit, limit) for grad in grads]
-        want = [twin.step(weight, grad.cpu().numpy()) for twin, weight, grad in zip(twins, want, given, strict=True)]
+        clipped = [(grad.double() * coef).clamp(-limit, limit) for grad in grads]
+        want = [twin.step(weight, grad.cpu().numpy()) for twin, weight, grad in zip(twins, want, clipped, strict=True)]
     for param, weight in zip(params, want, strict=True):
         close = {"rtol": 1e-4, "atol": 1e-5} if clip else {"rtol": 1e-5, "atol": 1e-6}
         torch.testing.assert_close(param.detach().double(), torch.as_tensor(weight), **close)
@@ -76,8 +76,8 @@ def test_as_the_reference(give_gradients, rule, options, clip, policy):
 def test_a_mean_of_squares_that_would_overflow(give_gradients, rule, policy, caplog):
     """The parameter with that gradient is left as it is, with a warning; others move, and the step counts."""
     values = start()
-    params, opt = made(values, rule, policy=policy, loss_scale=lowmem.DynamicScale(init_scale=2.0))
-    twins, twin = made([values[0], values[2]], rule, policy=policy)
+    params, opt = make_optimizer(values, rule, policy=policy, loss_scale=lowmem.DynamicScale(init_scale=2.0))
+    twins, twin = make_optimizer([values[0], values[2]], rule, policy=policy)
     for step, scale in enumerate((1.0, 1e20, 1.0)):
         grads = gradients(1.0, step)
         grads[1] *= scale
@@ -102,7 +102,7 @@ def test_a_mean_of_squares_that_would_overflow(give_gradients, rule, policy, cap
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
 def test_a_non_finite_element_among_large_ones(give_gradients, policy, bad):
-    params, opt = made(start(), "adamw", policy=policy)
+    params, opt = make_optimizer(start(), "adamw", policy=policy)
     grads, before = gradients(1e20), [param.detach().clone() for param in params]
     grads[2].view(-1)[-1] = bad
     give_gradients(opt, *zip(params, grads, strict=True))
@@ -121,7 +121,7 @@ def test_clipped_by_the_norm_that_they_have(give_gradients, size, dtype, policy)
     """PyTorch's own norm is infinite, and its coefficient 0."""
     values = [torch.zeros(shape) for shape in (*SHAPES, (600, 500))]  # the last one is more than a tile
     grads = [(torch.randn(value.shape) * size).to(dtype) for value in values]
-    params, opt = made(values, "lomo", dtype, lr=1.0, clip_norm=2.0, policy=policy)
+    params, opt = make_optimizer(values, "lomo", dtype, lr=1.0, clip_norm=2.0, policy=policy)
     give_gradients(opt, *zip(params, grads, strict=True))
     total = norm(grads)
     assert opt.last_step.clip_coef.item() == pytest.approx(2.0 / total, rel=1e-6)
@@ -132,7 +132,7 @@ def test_clipped_by_the_norm_that_they_have(give_gradients, size, dtype, policy)
 
 def test_a_norm_beyond_float32(give_gradients):
     """Every element is finite, and so is what is left of it once clipped."""
-    (param,), opt = made([torch.zeros(40, 30)], "lomo", lr=1.0, clip_norm=1.0, policy="two_pass")
+    (param,), opt = make_optimizer([torch.zeros(40, 30)], "lomo", lr=1.0, clip_norm=1.0, policy="two_pass")
     grad = torch.full((40, 30), 3e38)
     give_gradients(opt, (param, grad))
     assert opt.last_step.nonfinite == []
@@ -149,7 +149,7 @@ def test_a_norm_beyond_float32(give_gradients):
 def test_compiled(give_gradients, rule):
     shape = (200, 130)
     value, grads = torch.randn(shape), [torch.randn(shape) * size for size in (1.0, 1e20, 1.0)]
-    runs = [made([value], rule, policy="immediate", compile=compiled) for compiled in (False, True)]
+    runs = [make_optimizer([value], rule, policy="immediate", compile=compiled) for compiled in (False, True)]
     for grad in grads:
         for (param,), opt in runs:
             give_gradients(opt, (param, grad))

@@ -16,7 +16,7 @@ from lowmem.step.loss_scaler import LossScaler
 CPU = torch.device("cpu")
 
 
-def made(**options):
+def make_scaler(**options):
     return LossScaler(DynamicScale(**options), CPU)
 
 
@@ -64,7 +64,7 @@ class Scaler:
 )
 def test_as_grad_scaler(options, share):
     names = ("init_scale", "growth_factor", "backoff_factor", "growth_interval")
-    ours, theirs = made(**dict(zip(names, options, strict=True)), min_scale=1e-30), Scaler(*options)
+    ours, theirs = make_scaler(**dict(zip(names, options, strict=True)), min_scale=1e-30), Scaler(*options)
     for overflow in pattern(300, share):
         if theirs.scaler.get_scale() > 1e-20:  # GradScaler has no minimum
             assert learn(ours, overflow) == theirs.learn(overflow)
@@ -105,14 +105,14 @@ class Megatron:
 def test_hysteresis_as_megatron(interval, hysteresis, share):
     """Powers of two, so that Python's float64 and our float32 hold the same; a share that balances the interval."""
     theirs = Megatron(interval, hysteresis)
-    ours = made(init_scale=theirs.scale, growth_interval=interval, min_scale=theirs.least, hysteresis=hysteresis)
+    ours = make_scaler(init_scale=theirs.scale, growth_interval=interval, min_scale=theirs.least, hysteresis=hysteresis)
     for overflow in pattern(300, share):
         if theirs.scale < 2.0**100:  # Megatron's has no maximum
             assert learn(ours, overflow) == theirs.learn(overflow)
 
 
 def test_a_scale_stays_within_its_range():
-    low, high = made(init_scale=100.0, min_scale=30.0), made(init_scale=3e38, growth_interval=1)
+    low, high = make_scaler(init_scale=100.0, min_scale=30.0), make_scaler(init_scale=3e38, growth_interval=1)
     assert not low.at_minimum()
     assert [learn(low, True) for _ in range(3)] == [50.0, 30.0, 30.0]
     assert low.at_minimum()
@@ -122,7 +122,7 @@ def test_a_scale_stays_within_its_range():
 
 def test_a_scale_changes_in_place():
     """Another stream may still read its memory."""
-    scale = made(init_scale=8.0)
+    scale = make_scaler(init_scale=8.0)
     value, inverse = scale.value, scale.inverse(CPU)
     learn(scale, True)
     assert scale.value is value and scale.inverse(CPU) is inverse
@@ -176,17 +176,17 @@ def test_an_invalid_scale_raises(value):
 def test_a_saved_scale_continues():
     """From every step of a pattern: its counts, too."""
     options = {"init_scale": 256.0, "growth_interval": 4, "hysteresis": 3, "min_scale": 2.0}
-    overflows, scale = pattern(60, 0.3), made(**options)
+    overflows, scale = pattern(60, 0.3), make_scaler(**options)
     for done, overflow in enumerate(overflows, start=1):
         learn(scale, overflow)
-        resumed, other = made(**options), copy.deepcopy(scale)
+        resumed, other = make_scaler(**options), copy.deepcopy(scale)
         resumed.load_state_dict(scale.state_dict())
         assert torch.equal(resumed.inverse(CPU), scale.inverse(CPU))
         assert [learn(resumed, each) for each in overflows[done:]] == [learn(other, each) for each in overflows[done:]]
 
 
 def test_a_count_beyond_the_interval_grows_at_the_next_step():
-    saved, resumed = made(init_scale=8.0, growth_interval=100), made(init_scale=8.0, growth_interval=10)
+    saved, resumed = make_scaler(init_scale=8.0, growth_interval=100), make_scaler(init_scale=8.0, growth_interval=10)
     for _ in range(50):
         learn(saved, False)
     resumed.load_state_dict(saved.state_dict())
@@ -194,7 +194,7 @@ def test_a_count_beyond_the_interval_grows_at_the_next_step():
 
 
 def test_a_fixed_scale_neither_saves_nor_loads():
-    dynamic, fixed = made(init_scale=64.0), LossScaler(8, CPU)
+    dynamic, fixed = make_scaler(init_scale=64.0), LossScaler(8, CPU)
     dynamic.load_state_dict(fixed.state_dict())
     fixed.load_state_dict(dynamic.state_dict())
     assert (float(dynamic.value), float(fixed.value)) == (64.0, 8.0)

@@ -143,10 +143,10 @@ def give_step(opt, params, steps):
 
 def as_torch_sums(params, steps):
     """`.grad` of parameters like these, after the backwards of all micro-batches."""
-    own = [torch.nn.Parameter(param.detach().clone()) for param in params]
+    copies = [torch.nn.Parameter(param.detach().clone()) for param in params]
     for grads in steps:
-        sum((param * grad).sum().float() for param, grad in pairs(own, grads)).backward()
-    return [param.grad for param in own]
+        sum((param * grad).sum().float() for param, grad in pairs(copies, grads)).backward()
+    return [param.grad for param in copies]
 
 
 def assert_seen(opt, params, steps):
@@ -178,12 +178,12 @@ def test_float32_sums_of_narrow_gradients(kind, dtype, store):
     steps = micro_batches(7, dtype)
     give_step(opt, params, steps)
     for n, (param, rounded) in enumerate(zip(params, as_torch_sums(params, steps), strict=True)):
-        given = [grads[n].double().cpu().numpy() for grads in steps if grads[n] is not None]
-        exact, size = np.sum(given, axis=0), np.sum(np.abs(given), axis=0)
+        gradients = [grads[n].double().cpu().numpy() for grads in steps if grads[n] is not None]
+        exact, size = np.sum(gradients, axis=0), np.sum(np.abs(gradients), axis=0)
         allowed = 6 * 2.0**-24 * size
         found = opt.state[param]["seen"].double().cpu().numpy()
         assert (np.abs(found - exact) <= allowed).all()
-        if len(given) > 1 and param.numel() > 1:
+        if len(gradients) > 1 and param.numel() > 1:
             assert (np.abs(rounded.double().cpu().numpy() - exact) > allowed).any()
 
 

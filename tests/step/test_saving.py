@@ -39,7 +39,7 @@ class InFloat32(torch.optim.Optimizer):
                 param.add_(state["mean"].to(param.dtype), alpha=-group["lr"])
 
 
-def made(rule="adamw", dtype=BF16, shapes=SHAPES, steps=1, **options):
+def make_optimizer(rule="adamw", dtype=BF16, shapes=SHAPES, steps=1, **options):
     """An optimizer after some steps."""
     values = {name: torch.linspace(-1, 1, math.prod(shape)).view(shape).to(dtype) for name, shape in shapes.items()}
     params = [(name, nn.Parameter(value)) for name, value in values.items()]
@@ -77,7 +77,7 @@ def roundtrip(saved):
 @pytest.mark.parametrize("rounding", ["stochastic", "compensated"])
 def test_loading_the_initial_state_is_exact(rounding):
     """What a later step left, residuals included, does not outlive the loading of an earlier state."""
-    opt, ends = made(steps=0, rounding=rounding), []
+    opt, results = make_optimizer(steps=0, rounding=rounding), []
     beginning, weights = roundtrip(opt.state_dict()), [param.detach().clone() for param in params_of(opt)]
     for _ in range(2):
         opt.load_state_dict(beginning)
@@ -85,8 +85,8 @@ def test_loading_the_initial_state_is_exact(rounding):
             param.data.copy_(value)
         for _ in range(3):
             train(opt)
-        ends.append(everything(opt))
-    assert_same(*ends)
+        results.append(everything(opt))
+    assert_same(*results)
 
 
 @pytest.mark.parametrize("rounding", ["stochastic", "compensated"])
@@ -139,7 +139,7 @@ def test_hooks_of_torch_around_saving_and_loading():
         assert saved["mine"] == 1  # hooks are given a shallow copy
         seen.append(log)
 
-    watched(made())
+    watched(make_optimizer())
     watched(ADAMW([nn.Parameter(torch.ones(3))]))
     assert seen[0] == seen[1]
 
@@ -163,8 +163,8 @@ FITS = {
 
 @pytest.mark.parametrize(("was", "now", "rule", "options"), FITS.values(), ids=FITS)
 def test_a_state_that_fits(was, now, rule, options):
-    saved = made(rule, was, **options).named_state_dict()
-    opt = made(rule, now, steps=0, **options)
+    saved = make_optimizer(rule, was, **options).named_state_dict()
+    opt = make_optimizer(rule, now, steps=0, **options)
     opt.load_named_state_dict(saved)
     for name, value in saved["state"].get("a", {}).items():
         loaded = opt.named_state_dict()["state"]["a"][name]
@@ -230,9 +230,9 @@ def test_a_torch_state_in_bfloat16():
 
 def test_a_state_without_the_dtype_of_its_weights():
     """As it was saved before that was."""
-    saved = made(ADAMW, F32).named_state_dict()
+    saved = make_optimizer(ADAMW, F32).named_state_dict()
     del saved["weights"]
-    opt = made(ADAMW, F32)
+    opt = make_optimizer(ADAMW, F32)
     opt.load_named_state_dict(saved)
     train(opt)
 
@@ -301,7 +301,7 @@ for was, now, rule, options, state in DTYPES.values():
 
 @pytest.mark.parametrize(("saved", "loading", "message"), OTHERS, ids=str)
 def test_loading_the_state_of_a_different_optimizer_raises(saved, loading, message, tmp_path):
-    other, opt, file = made(**saved), made(**loading), tmp_path / "optimizer.safetensors"
+    other, opt, file = make_optimizer(**saved), make_optimizer(**loading), tmp_path / "optimizer.safetensors"
     save_optimizer(other, file)
     assert_refuses(opt, message, lambda: opt.load_state_dict(other.state_dict()), lambda: load_optimizer(opt, file))
 
@@ -337,7 +337,7 @@ def test_unsupported_torch_states_raise(cls, options, own, message):
     for _, param in theirs:
         param.grad = torch.ones(64, 64)
     plain.step()
-    opt = made(**{"shapes": dict.fromkeys("ab", (64, 64)), "dtype": F32, **own})
+    opt = make_optimizer(**{"shapes": dict.fromkeys("ab", (64, 64)), "dtype": F32, **own})
     assert_refuses(opt, message, lambda: opt.load_state_dict(plain.state_dict()))
 
 
@@ -398,8 +398,8 @@ DAMAGED = {
 def test_a_damaged_state_raises_and_changes_nothing(name):
     """Nor in the middle of a step."""
     options = {"state_storage": "8bit", "loss_scale": "dynamic", "policy": "deferred"}
-    opt, alone = made(**options), made(**options)
-    saved = made(**options, lr=0.5, seed=3).named_state_dict()
+    opt, alone = make_optimizer(**options), make_optimizer(**options)
+    saved = make_optimizer(**options, lr=0.5, seed=3).named_state_dict()
     for each in (opt, alone):
         with each.accumulate():
             train(each)
@@ -415,7 +415,7 @@ def test_a_damaged_state_raises_and_changes_nothing(name):
 
 @pytest.mark.parametrize("damage", ["float31", 3, ["float32"]])
 def test_a_damaged_dtype_of_weights(damage):
-    opt = made(ADAMW, F32)
+    opt = make_optimizer(ADAMW, F32)
     saved = opt.named_state_dict()
     json.dumps(saved["weights"])  # as a file has it
     assert_refuses(

@@ -176,10 +176,10 @@ def trained(dtype, rule, **options):
     ],
 )
 def test_the_default_rounding_is_set_by_the_rule_or_stochastic(dtype, rule, options, rounding):
-    own = (rounding, dtype) == ("its own", torch.bfloat16)
+    by_rule = (rounding, dtype) == ("its own", torch.bfloat16)
     default, size = trained(dtype, rule, **options)
     asked, asked_size = trained(dtype, rule, **options, rounding=rounding.replace("its own", "stochastic"))
-    assert torch.equal(default, asked) != own and size == asked_size
+    assert torch.equal(default, asked) != by_rule and size == asked_size
     nearest, _ = trained(dtype, rule, **options, rounding="nearest")
     assert torch.equal(default, nearest) == (rounding == "nearest" or dtype == torch.float32)
 

@@ -85,41 +85,41 @@ def score(net):
     return found
 
 
-def plain(net, opt, own, step):
-    loss_of(net, own(batch(step))).backward()
+def plain(net, opt, rows_of, step):
+    loss_of(net, rows_of(batch(step))).backward()
 
 
-def as_told(net, opt, own, step):
-    opt.backward(loss_of(net, own(batch(step))))
+def as_told(net, opt, rows_of, step):
+    opt.backward(loss_of(net, rows_of(batch(step))))
 
 
-def with_scores(net, opt, own, step):
+def with_scores(net, opt, rows_of, step):
     """An evaluation between steps, and one between a forward and its backward."""
     score(net)
-    loss = loss_of(net, own(batch(step)))
+    loss = loss_of(net, rows_of(batch(step)))
     with torch.no_grad():
         loss_of(net, batch(999, 4))
     opt.backward(loss)
 
 
-def in_parts(net, opt, own, step):
+def in_parts(net, opt, rows_of, step):
     """One to three micro-batches, and an evaluation between them."""
     parts = batch(step).tensor_split(1 + step % 3)
     for n, part in enumerate(parts, start=1):
         with opt.accumulate() if n < len(parts) else nullcontext():
-            opt.backward(loss_of(net, own(part)) / len(parts))
+            opt.backward(loss_of(net, rows_of(part)) / len(parts))
         score(net)
 
 
-def part_frozen(net, opt, own, step):
+def part_frozen(net, opt, rows_of, step):
     net.model.layers[1].requires_grad_(step not in (2, 3))
     net.model.embed_tokens.requires_grad_(step >= 1)
-    as_told(net, opt, own, step)
+    as_told(net, opt, rows_of, step)
 
 
-def part_skipped(net, opt, own, step):
+def part_skipped(net, opt, rows_of, step):
     net.model.config.num_hidden_layers = 2 if step in (3, 4) else 3
-    as_told(net, opt, own, step)
+    as_told(net, opt, rows_of, step)
     net.model.config.num_hidden_layers = 3
 
 
@@ -127,13 +127,13 @@ LOOPS = {"plain": plain, "as told": as_told, "with scores": with_scores, "in par
          "part frozen": part_frozen, "part skipped": part_skipped}  # fmt: skip
 
 
-def train(net, own, settings, loop):
+def train(net, rows_of, settings, loop):
     settings = settings if "rule" in settings else {"rule": "adamw", "eps": 1e-3, **settings}  # of no noise's making
     named = dict(net.named_parameters())  # those that are cut: an evaluation leaves others in their place under FSDP2
     opt = lowmem.FusedOptimizer(named.items(), model=net, **{"lr": 1e-2, **settings})
     scores, norms = [], []
     for step in range(STEPS):
-        LOOPS[loop](net, opt, own, step)
+        LOOPS[loop](net, opt, rows_of, step)
         scores.append(score(net))
         norms.append(opt.last_step.grad_norm.item())
     return {name: placements.full_tensor(param).clone() for name, param in named.items()}, scores, norms

@@ -39,10 +39,10 @@ def heard() -> Iterator[list[str]]:
         messages.append(str(message))
         warn(message, *args, **options)  # type: ignore[call-overload]
 
-    def made(self: LowmemError, *args: object) -> None:
+    def initialize(self: LowmemError, *args: object) -> None:
         messages.extend(map(str, args))
 
-    with mock.patch.object(LowmemError, "__init__", made), mock.patch.object(warnings, "warn", warned):
+    with mock.patch.object(LowmemError, "__init__", initialize), mock.patch.object(warnings, "warn", warned):
         yield messages
 
 

@@ -26,7 +26,7 @@ TAKEN = {"mm", "addmm", "bmm", "mv", "matmul", "nn.functional.linear", "nn.funct
 UNDEFINED = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}  # values
 
 
-def can_be_held(value):
+def can_be_quantized(value):
     fits = isinstance(value, Tensor) and value.dtype in STORED_DTYPES and value.layout == torch.strided
     return fits and value.ndim in (2, 3) and value.numel() > 0 and min(value.shape[-2:]) > 1 and value.isfinite().all()
 
@@ -102,7 +102,7 @@ def trials(op, dtype, limit):
             if n == limit:
                 break
             arguments = (sample.input, *sample.args)
-            places = [n for n, leaf in enumerate(tree_leaves((arguments, sample.kwargs))) if can_be_held(leaf)]
+            places = [n for n, leaf in enumerate(tree_leaves((arguments, sample.kwargs))) if can_be_quantized(leaf)]
             for chosen in dict.fromkeys([*((place,) for place in places[:3]), tuple(places)]):
                 if chosen:
                     form = drawn.choice(FORMS)

@@ -135,8 +135,8 @@ def test_the_mean_over_all_random_numbers_is_the_value(storage, scale):
     distance = torch.as_tensor(np.abs(high - low))
     limit = error_of_a_chance(storage, scale) * distance
     assert ((mean - value.double().view(mean.shape)).abs() <= limit).all()
-    ends = torch.stack([first, last])[:, 2:]  # as float32 a small fraction may be 0 or less
-    for end, expected in ((ends.amin(0), np.minimum(low, high)), (ends.amax(0), np.maximum(low, high))):
+    extremes = torch.stack([first, last])[:, 2:]  # as float32 a small fraction may be 0 or less
+    for end, expected in ((extremes.amin(0), np.minimum(low, high)), (extremes.amax(0), np.maximum(low, high))):
         expected = torch.as_tensor(expected).expand(end.shape)
         torch.testing.assert_close(end, expected, rtol=3e-7, atol=0)
 

@@ -48,7 +48,7 @@ def update(rule, shape, *, dtype=torch.bfloat16, rounding_name="nearest", steps=
             keys=functools.partial(list, [step]),
             tile=tile,
         )
-        rule.update(Sweep(tiles), spec, held(spec, states))
+        rule.update(Sweep(tiles), spec, with_storages(spec, states))
     return param, {**states, **extra}
 
 
@@ -59,7 +59,7 @@ def new_states(spec, shape, dtype):
     return {name: torch.zeros(sizes[name], dtype=dtypes[name]) for name in sizes}
 
 
-def held(spec, states):
+def with_storages(spec, states):
     """States as a sweep takes them: with a storage if they have the parameter's size."""
     full = {name for name, each in spec.states.items() if each.extent == "full"}
     return {name: Held(Float(t.dtype), (t,)) if name in full else t for name, t in states.items()}
@@ -139,7 +139,7 @@ def test_temporaries_of_one_update(rule, rounding_name):
     with MemTracker() as tracker:
         numbers = Scalars.of(rule.scalars(rule.defaults, 1))
         one = StoredTiles(Layout.of(shape, spec.view), Held(weight, (param, *extra)), grad, scalars=numbers)
-        rule.update(Sweep(one), spec, held(spec, states))
+        rule.update(Sweep(one), spec, with_storages(spec, states))
     kept = sum(tensor.untyped_storage().nbytes() for tensor in (param, grad, *extra, *states.values()))
     peak = tracker.get_tracker_snapshot("peak")[param.device]["Total"]
     assert kept <= peak <= kept + 8 * MIB

@@ -28,7 +28,7 @@ def adapters(row):
     return peft.LoraConfig(task_type=kind, lora_dropout=0.1, **LORA)
 
 
-def given(row, way):
+def arguments_for(row, way):
     """Keywords of the constructor."""
     builders.require(row)
     keywords = {"model": saved(row).name}
@@ -54,7 +54,7 @@ def test_training_equals_the_plain_trainer_bit_for_bit(row, way, tmp_path):
 
     def make(mixin):
         try:
-            return build(row, tmp_path / str(mixin), mixin, given(row, way), **options)
+            return build(row, tmp_path / str(mixin), mixin, arguments_for(row, way), **options)
         except (AttributeError, NotImplementedError, TypeError) as error:
             if mixin:
                 raise

@@ -21,7 +21,7 @@ from scripts.make_model import train_tokenizer
 DEFAULT = TrainingArguments.learning_rate
 
 
-def ends(trainer):
+def trained_weights(trainer):
     trainer.train()
     return [param.detach().clone() for param in trainer.model.parameters()]
 
@@ -46,24 +46,32 @@ SETTINGS = {
 @pytest.mark.parametrize("fused", [None, FusedConfig(), FusedConfig(policy="deferred", seed=3)])
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 def test_a_trainer_without_fused_is_the_plain_one_bit_for_bit(make, settings, fused):
-    plain = ends(make(Trainer, optim="adamw_torch", **settings))
+    plain = trained_weights(make(Trainer, optim="adamw_torch", **settings))
     ours = make(fused=fused, optim="adamw_torch_fused", **settings)
-    assert all(map(torch.equal, plain, ends(ours)))
+    assert all(map(torch.equal, plain, trained_weights(ours)))
     assert {group["rule"] for group in ours.optimizer.param_groups} == {"adamw"}
 
 
 def test_sft_without_fused_is_the_plain_one_bit_for_bit(tiny_llama, tmp_path):
-    plain = ends(sft(trl.SFTTrainer, tiny_llama, tmp_path, "adamw_torch"))
+    plain = trained_weights(sft(trl.SFTTrainer, tiny_llama, tmp_path, "adamw_torch"))
     layers = LayersConfig(computed_gradients=False)  # TRL's head
-    assert all(map(torch.equal, plain, ends(sft(FusedSFTTrainer, tiny_llama, tmp_path, "adamw_torch", layers=layers))))
-    for one, other in zip(plain, ends(sft(FusedSFTTrainer, tiny_llama, tmp_path, "adamw_torch_fused")), strict=True):
+    assert all(
+        map(
+            torch.equal,
+            plain,
+            trained_weights(sft(FusedSFTTrainer, tiny_llama, tmp_path, "adamw_torch", layers=layers)),
+        )
+    )
+    for one, other in zip(
+        plain, trained_weights(sft(FusedSFTTrainer, tiny_llama, tmp_path, "adamw_torch_fused")), strict=True
+    ):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)  # AdamW divides small numbers by small ones
 
 
 def test_the_default_of_transformers_differs_in_last_bits(make):
     """Its fused kernel computes the step, here of 1e-2 at most, and the weight with other roundings."""
-    plain = ends(make(Trainer, optim="adamw_torch_fused", max_steps=1))
-    for one, other in zip(plain, ends(make(max_steps=1)), strict=True):
+    plain = trained_weights(make(Trainer, optim="adamw_torch_fused", max_steps=1))
+    for one, other in zip(plain, trained_weights(make(max_steps=1)), strict=True):
         assert ((one - other).abs() <= 2**-23 * (one.abs() + 4e-2)).all()
 
 
@@ -156,7 +164,7 @@ def test_each_trial_of_a_hyperparameter_search_is_a_separate_run(make, tiny_llam
         plain = make(Trainer, learning_rate=rate)
         plain.model_init = search.model_init
         search.train(trial=SimpleNamespace(params={"learning_rate": rate}, number=number))
-        assert all(map(torch.equal, search.model.parameters(), ends(plain)))
+        assert all(map(torch.equal, search.model.parameters(), trained_weights(plain)))
         # as transformers 5.23 (integration_utils.py, run_hp_search_optuna) does after each trial
         search.model_wrapped, search.model = release_memory(search.model_wrapped, search.model)
         search.accelerator.clear()
