@@ -149,6 +149,17 @@ def pytest_pyfunc_call(pyfuncitem):
     return result
 
 
+@pytest.fixture
+def restore_storages():
+    """Removes the storages that a test, or a study that it runs, has registered."""
+    from lowmem.tiles import storage
+
+    before = set(storage.TABLE)
+    yield
+    for name in storage.TABLE.keys() - before:
+        del storage.TABLE[name]
+
+
 @pytest.fixture(scope="session")
 def ranks_of():
     """A function: the ranks of a group of a given size, which are started once for all tests."""

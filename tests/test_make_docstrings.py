@@ -8,29 +8,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from scripts import make_docstrings, make_model
 
-MODULE = '''
-def plain(a, b=1, *, c: int) -> str:
-    """Return the sum of a
-    and of b.
-
-    More about it.
-    """
-
-def short():
-    """Too short."""
-
-def again(a):
-    """again(a) -> the signature once more, and then some"""
-
-class Outer:
-    class Inner:
-        async def method(self):
-            """Wait for the thing that was asked for."""
-
-def twice():
-    """Return the sum of a and of b."""
-'''
-
 
 @pytest.fixture
 def run(monkeypatch):
@@ -53,31 +30,6 @@ def test_a_limited_file_is_the_start_of_the_full_one(run, tmp_path):
         (question,), (answer,) = chat["prompt"], chat["completion"]
         assert (question["role"], answer["role"], answer["content"].isascii()) == ("user", "assistant", True)
         assert " of test." not in question["content"]
-
-
-def test_a_limit_below_one_raises(run, tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        run(make_docstrings, "--out", tmp_path / "x.jsonl", "--limit", 0)
-    assert "--limit is 0; it must be at least 1" in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())
-
-
-def test_pairs_of_a_module(tmp_path):
-    for name, text in {"test/a.py": MODULE, "broken.py": "def f(:\n", "package/__init__.py": MODULE}.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(text)
-    pairs, modules = make_docstrings.collect(tmp_path)
-    assert modules == 1
-    assert [(pair["instruction"], pair["output"]) for pair in pairs] == [
-        (
-            "Document this function of package:\ndef plain(a, b=1, *, c: int) -> str",
-            "Return the sum of a and of b.",
-        ),
-        (
-            "Document this method of package.Outer.Inner:\nasync def method(self)",
-            "Wait for the thing that was asked for.",
-        ),
-    ]
 
 
 def test_a_model_is_the_same_each_time_and_its_tokenizer_gives_every_text_back(run, tmp_path):

@@ -14,6 +14,7 @@ BLOCKS = [(page, block) for page in PAGES for block in blocks(page)]
 PICTURES = sorted(RESULTS.glob("*.png"))
 
 
+@pytest.mark.usefixtures("restore_storages")
 @pytest.mark.parametrize(
     ("page", "block"), BLOCKS, ids=[f"{page.name}: {block['begin'][11:-5]}" for page, block in BLOCKS]
 )
@@ -71,21 +72,3 @@ def test_the_first_screen_has_the_figures_of_the_bars():
         for name in ("lowmem adalomo", "AdamW, everything in bfloat16")
     )
     assert f"takes {ours} GiB (planned), against {ordinary} GiB" in (ROOT / "README.md").read_text()
-
-
-def test_the_machine_of_a_measurement_is_named():
-    report = {"settings": {"dtype": "float32"}, "machine": {"gpu": None, "cpu": "A", "threads": 1, "torch": "2"}}
-    assert pages.about(report) == "*A, 1 thread, torch 2, float32.*"
-    report["machine"] |= {"gpu": "B", "date": "2026-01-02", "commit": "0123456789abc"}
-    assert pages.about(report) == "*B, torch 2, float32, 2026-01-02, commit 012345678.*"
-
-
-def test_only_the_tables_of_one_file_are_written(tmp_path, monkeypatch):
-    page = tmp_path / "page.md"
-    text = "a\n<!-- begin: python -m benchmarks.{} -->\nold\n<!-- end -->\nb\n"
-    page.write_text(text.format("step") + text.format("dispatch"))
-    monkeypatch.setattr(pages, "PAGES", [page])
-    pages.write(RESULTS / "dispatch.json")
-    first, second = blocks(page)
-    assert first["body"] == "old\n" and second["body"].startswith("| 720 tensors of | bare hook |")
-    assert page.read_text().startswith("a\n<!--") and page.read_text().endswith("<!-- end -->\nb\n")

@@ -1,15 +1,12 @@
 """Loads golden trajectories and measures how far a replay is from them (README.md describes the format)."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-
-FORMAT = "optimizer-golden-v1"
 
 
 class Case:
@@ -99,10 +96,3 @@ def manifest(folder: Path) -> dict[str, Any]:
 def load_case(folder: Path, name: str) -> Case:
     """One case by name."""
     return Case(folder, next(entry for entry in manifest(folder)["cases"] if entry["name"] == name))
-
-
-def iter_cases(folder: Path, optimizer: str | None = None) -> Iterator[Case]:
-    """All cases, or the cases of one optimizer."""
-    for entry in manifest(folder)["cases"]:
-        if optimizer is None or entry["optimizer"] == optimizer:
-            yield Case(folder, entry)

@@ -1,28 +1,15 @@
-"""Replays golden trajectories through the real `lowmem.FusedOptimizer`.
+"""Replays golden trajectories through the real `lowmem.FusedOptimizer` and measures how far it is from them."""
 
-    python tests/golden/replay.py FOLDER [--optimizer NAME] [--json]
-
-A line a case: how far parameters and states are from the recorded ones, and how far they may be. Cases that the package
-refuses are listed as skipped, with the reason. Exits with 1 if a case is over its tolerance, 2 on a wrong argument.
-"""
-
-import argparse
-import json
 import math
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
+from golden.load_golden import Case
 from torch import Tensor
 
 import lowmem
-from lowmem.errors import did_you_mean
-
-sys.path.insert(0, str(Path(__file__).parent))
-from load_golden import FORMAT, Case, iter_cases, manifest
 
 
 class NotReplayed(Exception):
@@ -97,12 +84,9 @@ class Result:
 
 def replay(case: Case, **settings: Any) -> Result:
     """Drives the fused optimizer, with further `settings` of it, through a case and measures both deviations."""
-    adapter = ADAPTERS.get(case.optimizer)
-    if adapter is None:
-        return Result(case.name, reason=f"lowmem has no rule for {case.optimizer!r} yet")
     params = {name: torch.nn.Parameter(value) for name, value in case.init().items()}
     try:
-        opt = lowmem.FusedOptimizer(groups(case, params), **adapter(case), **settings)
+        opt = lowmem.FusedOptimizer(groups(case, params), **ADAPTERS[case.optimizer](case), **settings)
     except (NotReplayed, lowmem.LowmemError) as error:
         return Result(case.name, reason=str(error))
     try:
@@ -224,51 +208,3 @@ def ordered(x: Tensor) -> Tensor:
     """16-bit floats as integers in the order of their values: neighbours differ by one, -0 and 0 by none."""
     bits = x.view(torch.int16).int()
     return torch.where(bits < 0, -(bits & 0x7FFF), bits)
-
-
-def text(case: Case, result: Result) -> str:
-    """A result as a line for people."""
-    if result.ok is None:
-        return f"{result.name:32} skipped: {result.reason}"
-    if result.param is None or result.state is None:
-        return f"{result.name:32} FAILED: {result.reason}"
-    numbers = f"param {result.param:.1e} / {case.tolerance['param']:.0e}  state {result.state:.1e} / "
-    verdict = "ok" if result.ok else f"OVER: {result.reason}"
-    return f"{result.name:32} {numbers}{case.tolerance['state']:.0e}  {verdict}"
-
-
-def as_json(result: Result) -> str:
-    """A result as a JSON object; a deviation that is not finite (NaN or Inf in the wrong place) is null."""
-    found = {key: None if value in (math.inf, None) else value for key, value in vars(result).items()}
-    if result.reason is None:
-        del found["reason"]
-    return json.dumps(found)
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """The command line; returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("folder", type=Path, help="a folder with manifest.json and its cases")
-    parser.add_argument("--optimizer", help="replay the cases of this optimizer alone")
-    parser.add_argument("--json", action="store_true", help="print one JSON object per line")
-    options = parser.parse_args(arguments)
-
-    results = []
-    try:
-        contents = manifest(options.folder)
-        if contents.get("format") != FORMAT:
-            parser.error(f"{options.folder} has format {contents.get('format')!r}; this reads {FORMAT!r}")
-        known = sorted({entry["optimizer"] for entry in contents["cases"]})
-        if options.optimizer not in (None, *known):
-            close = did_you_mean(options.optimizer, known)
-            parser.error(f"no case is of optimizer {options.optimizer!r}.{close} There are {', '.join(known)}")
-        for case in iter_cases(options.folder, options.optimizer):
-            results.append(replay(case))
-            print(as_json(results[-1]) if options.json else text(case, results[-1]), flush=True)
-    except (OSError, json.JSONDecodeError) as error:
-        parser.error(f"{options.folder} is not a folder of golden trajectories: {error}")
-    return int(any(result.ok is False for result in results))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,16 +1,14 @@
 """The rules against trajectories recorded from the code that defines them (golden/README.md)."""
 
-import json
-import shutil
 from collections import Counter
 from pathlib import Path
 
 import pytest
-from golden.replay import FORMAT, Case, main, manifest, replay
+from golden.load_golden import Case, manifest
+from golden.replay import replay
 
 FOLDER = Path(__file__).parents[1] / "golden"
 ENTRIES = manifest(FOLDER)["cases"]
-ADALOMO = next(entry for entry in ENTRIES if entry["optimizer"] == "adalomo")
 
 
 def skipped_for(entry):
@@ -62,48 +60,3 @@ def test_skipped_for_a_reason(entry):
     result = replay(Case(FOLDER, entry))
     assert result.ok is None
     assert skipped_for(entry) in result.reason
-
-
-def small_copy(tmp_path, **changes):
-    """A folder with one case, its manifest entry changed."""
-    entry = {**ADALOMO, **changes}
-    (tmp_path / "cases").mkdir()
-    shutil.copy(FOLDER / ADALOMO["file"], tmp_path / "cases")
-    (tmp_path / "manifest.json").write_text(json.dumps({"format": FORMAT, "cases": [entry]}))
-    return str(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("changes", "status", "ok"),
-    [
-        ({}, 0, True),
-        ({"tolerance": {"param": 1e-12, "state": 1.0}}, 1, False),
-        ({"tolerance": {"param": 1.0, "state": 1e-12}}, 1, False),
-        ({"hyperparameters": {**ADALOMO["hyperparameters"], "decay_rate": -0.7}}, 1, False),
-        ({"hyperparameters": {**ADALOMO["hyperparameters"], "clip_grad_norm": 1.0}, "two_pass_steps": []}, 0, None),
-        ({"optimizer": "unheard_of"}, 0, None),
-    ],
-)
-def test_tool_verdict(tmp_path, capsys, changes, status, ok):
-    assert main([small_copy(tmp_path, **changes), "--json"]) == status
-    line = json.loads(capsys.readouterr().out)
-    assert line["ok"] is ok
-    assert (line["param"] is None) == (line["state"] is None) == (ok is None)
-    assert ("reason" in line) == (ok is not True)
-    main([str(tmp_path), "--optimizer", changes.get("optimizer", "adalomo")])
-    assert capsys.readouterr().out.split()[-1] == "ok" or ok is not True
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["nowhere"], "is not a folder of golden trajectories"),
-        ([str(FOLDER / "cases")], "is not a folder of golden trajectories"),
-        ([str(FOLDER), "--optimizer", "adalmo"], "Did you mean 'adalomo'?"),
-    ],
-)
-def test_the_tool_rejects_invalid_cases(capsys, arguments, message):
-    with pytest.raises(SystemExit) as exit_:
-        main(arguments)
-    assert exit_.value.code == 2
-    assert message in capsys.readouterr().err

@@ -11,8 +11,6 @@ import lowmem
 from lowmem.errors import CheckpointError, ConfigError
 from lowmem.rules import Lomo
 
-POLICIES = ("two_pass", "deferred")
-
 
 class Net(torch.nn.Module):
     def __init__(self):

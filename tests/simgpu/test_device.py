@@ -1,4 +1,4 @@
-"""The simulated GPU is as unhelpful as it says, and reports what would go wrong on a GPU."""
+"""The simulated GPU reports races, reads of uninitialized memory and synchronization, as they would occur on a GPU."""
 
 import pytest
 import torch
@@ -101,18 +101,6 @@ def test_waits_of_the_host_are_reported(wait):
             wait(value)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-
-
-def test_devices_do_not_mix():
-    with pytest.raises(RuntimeError, match="same device"):
-        ones() + torch.ones(SIZE, device="cpu")
-
-
-def test_views_in_inference_mode():
-    value = ones()
-    with torch.inference_mode():
-        assert not value.view(10, -1).is_inference()
-        assert value.mul(2).view(10, -1).is_inference()
 
 
 def test_memory_figures():

@@ -1,6 +1,4 @@
-"""8-bit states and residuals on one device: the same codes whatever the policy, the store, the tile and the stack."""
-
-import itertools
+"""8-bit states and residuals on one device: the same codes for every policy, store and size of tiles."""
 
 import pytest
 import torch
@@ -78,16 +76,13 @@ def test_every_policy_gives_the_same_codes(name):
         assert_same(weights_and_states(*train({**FORMATS[name], **options})), alone)
 
 
-# -- tiles, stacks -----------------------------------------------------------------------------------------------------
+# -- tiles ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["8bit", "stochastic", "to nearest", "lion"])
-def test_tiles_and_stacks_do_not_show(name, monkeypatch):
-    """Nor tiles that are only written, which follow free memory on a GPU: noise, groups and guards are the same."""
+def test_written_tiles_do_not_change_a_bit(name, monkeypatch):
+    """Tiles that are only written follow the free memory of a GPU."""
     expected = weights_and_states(*train(FORMATS[name]))
-    for tile, batching in itertools.product((1024, 2048, 1 << 20), (True, False)):
-        monkeypatch.setattr(stored, "CPU_TILE", tile)
-        assert_same(weights_and_states(*train({**FORMATS[name], "batching": batching})), expected)
     monkeypatch.setattr(stored, "CPU_TILE", 1024)
     for tile in (2048, 1 << 20):
         monkeypatch.setattr(stored, "written_tile", lambda device, tile=tile: tile)

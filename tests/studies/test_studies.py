@@ -1,4 +1,4 @@
-"""The studies of quality: how runs are asked for and continued, what a run is, and that formats are what they say."""
+"""The studies of quality run end to end at a small size, and continue where they stopped."""
 
 import dataclasses
 import json
@@ -6,9 +6,8 @@ import json
 import pytest
 import torch
 
-from lowmem.tiles import storage
 from studies import __main__ as runner
-from studies import convergence, finetune, states, training, weights
+from studies import finetune, states, training, weights
 
 
 @pytest.fixture
@@ -19,15 +18,6 @@ def small(monkeypatch):
     text = training.Texts(old=rows, new=rows.flip(0), old_held_out=rows[:2], new_held_out=rows[2:4])
     monkeypatch.setattr(training, "texts", lambda *sizes: text)
     return training.Task(updates=2, length=4, vocab=300, rows=2)
-
-
-@pytest.fixture
-def own_formats():
-    """Forgets the storages that studies register."""
-    known = set(storage.TABLE)
-    yield
-    for name in storage.TABLE.keys() - known:
-        del storage.TABLE[name]
 
 
 def run_study(name, tmp_path, *more):
@@ -49,30 +39,7 @@ def test_fine_tuning_is_studied_and_continued(monkeypatch, small, tmp_path, caps
     assert run_study("finetune", tmp_path) == runs
 
 
-def test_learning_rates_are_searched_until_the_best_is_inside():
-    rows = []
-
-    def ask(**options):
-        """Finishes what a search asks for; the best learning rate is 4e-2."""
-        done, like = finetune.Done(rows), finetune.like("adamw", "float32")
-        lrs = [run["lr"] for run in done.search(like, 1e-3, **options) if run["lr"] not in done.series(like).index]
-        rows.extend({**like, "lr": lr, "new": abs(torch.tensor(lr / 4e-2).log10().item())} for lr in lrs)
-        return lrs
-
-    assert [ask() for _ in range(5)] == [[3.2e-4, 1e-3, 3.2e-3], [1e-2], [3.2e-2], [1e-1], []]
-    assert [ask(fine=True) for _ in range(2)] == [[1.8e-2, 5.6e-2], []]
-
-
-def test_the_grid_of_convergence_is_extended_beyond_its_edge():
-    def asked(*losses):
-        grid = convergence.OPTIMIZERS["lans"][1]
-        done = [{"optimizer": "lans", "lr": lr, "losses": [loss]} for lr, loss in zip(grid, losses, strict=True)]
-        return [run["lr"] for run in convergence.runs(done) if run["optimizer"] == "lans"][len(grid) :]
-
-    assert asked(4, 3, 2, 1) == [4e-2] and asked(1, 2, 3, 4) == [1.25e-3] and asked(3, 2, 1, 4) == []
-
-
-@pytest.mark.usefixtures("own_formats")
+@pytest.mark.usefixtures("restore_storages")
 def test_formats_of_states_are_trained_and_compared(monkeypatch, small, tmp_path, capsys):
     settings = {name: states.Setting(small, 1e-2, 0.95) for name in ("a", "b")}
     settings["b"] = settings["b"]._replace(task=dataclasses.replace(small, pretrained=False))
@@ -84,7 +51,7 @@ def test_formats_of_states_are_trained_and_compared(monkeypatch, small, tmp_path
     assert "| float32 | `float32` | 12 | 0 (" in out and "| bfloat16, stochastic | `8bit_linear` | 4.25 | " in out
 
 
-@pytest.mark.usefixtures("own_formats")
+@pytest.mark.usefixtures("restore_storages")
 def test_formats_of_weights_are_trained_and_compared(monkeypatch, small, tmp_path):
     old = dataclasses.replace(small, trained="old", looks=(0.5, 1.0))
     formats = ("float32", "int8", "int10, embedding bfloat16")

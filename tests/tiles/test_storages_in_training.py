@@ -197,7 +197,7 @@ many = pytest.mark.parametrize("options", MANY.values(), ids=MANY)
 
 @many
 @pytest.mark.parametrize("shape", [(8192,), (6, 1024)])
-def test_tiles_and_stacks_do_not_show(options, shape, monkeypatch):
+def test_tiles_and_stacks_do_not_change_a_bit(options, shape, monkeypatch):
     """Bit for bit: rows in several tiles, parameters in stacks or alone."""
     expected = train(shape, count=3, batching=False, **options)
     assert not torch.equal(expected[0]["param0"], expected[-1]["param0"])
