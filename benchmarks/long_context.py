@@ -9,7 +9,7 @@ vocabulary are planned, and the rest is added; `CHECKED` is planned in full, too
 """
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -107,16 +107,21 @@ def fits(peaks: Mapping[int, int], memory: int) -> int:
     return lengths[-1]
 
 
-def tables(report: Any) -> dict[str, str]:
-    """The longest sequence by model and card; and what a short one needs."""
-    rows = []
+def reached(report: Any) -> Iterator[tuple[str, int, dict[str, str]]]:
+    """Model, card, and the longest sequence by setting, where the settings differ: 31k, ≥ 128k, or – if none fits."""
     for name, settings in report["peaks"].items():
         longest = int(list(settings[DEFAULTS])[-1])
         for card in CARDS:
             reach = {each: report["fits"][name][each][str(card)] for each in settings}
             if set(reach.values()) not in ({0}, {longest}):
-                cells = {each: f"{'≥ ' * (n == longest)}{n // 1024}k" if n else "–" for each, n in reach.items()}
-                rows.append({"model": name, "card": f"{card} GiB", **cells})
+                yield name, card, {
+                    each: f"{'≥ ' * (n == longest)}{n // 1024}k" if n else "–" for each, n in reach.items()
+                }
+
+
+def tables(report: Any) -> dict[str, str]:
+    """The longest sequence by model and card; and the memory of a short one."""
+    rows = [{"model": name, "card": f"{card} GiB", **cells} for name, card, cells in reached(report)]
     short = [
         {
             "model": name,
@@ -131,27 +136,19 @@ def tables(report: Any) -> dict[str, str]:
 
 
 def draw(report: Any, path: Path) -> None:
-    """Draws the peak against the length of the sequence, a panel per model and a line per setting."""
-    title, peaks = "Peak of a training step on a GPU, planned: one sequence, AdaLomo, bfloat16", report["peaks"]
-    ticks = (2, 4, 8, 16, 24, 40, 80, 160)
-    with picture(path, title, (10, 4.6), len(peaks), sharey=True, sharex=True) as panels:
-        for axes, (name, rows) in zip(panels, peaks.items(), strict=True):
-            for setting, row in rows.items():
-                style = {"color": COLORS[setting], "marker": "o", "ms": 3, "lw": 4 if setting == OFF else 1.7}
-                lengths = [int(n) for n in row]
-                axes.plot(lengths, [needed / 2**30 for needed in row.values()], label=setting, **style)
-            for card in CARDS:
-                axes.axhline(card, color="#333333", lw=1, ls=(0, (5, 3)))
-                axes.text(SHORTEST, card * 0.97, f"{card} GiB", va="top", fontsize=8, color="#333333")
-            axes.set(xscale="log", yscale="log", xlabel="tokens", title=name)
-            axes.set_xticks(lengths, [f"{n // 1024}k" for n in lengths])
-            axes.set_yticks(ticks, list(map(str, ticks)))
-            axes.minorticks_off()
-            axes.grid(color="#eeeeee")
-            axes.set_axisbelow(True)
-        panels[0].set_ylabel("peak of tensors (GiB)")
-        lines = panels[0].get_legend_handles_labels()
-        panels[0].figure.legend(*lines, loc="outside lower center", ncols=5, frameon=False, fontsize=9)
+    """Draws the longest sequence that fits: a panel per model and card, a bar per setting."""
+    title, rows = "Longest sequence that fits on one GPU (planned; AdaLomo, bfloat16)", [*reached(report)]
+    with picture(path, title, (10, 2.6), len(rows), sharey=True, sharex=True) as panels:
+        for axes, (name, card, cells) in zip(panels, rows, strict=True):
+            reach = report["fits"][name]
+            for place, (setting, cell) in enumerate(cells.items()):
+                tokens = reach[setting][str(card)] / 1024
+                axes.barh(place, tokens, color=COLORS[setting], height=0.7)
+                axes.text(tokens + 3, place, cell, fontsize=9, va="center")
+            axes.set_title(f"{name}, {card} GiB", fontsize=10)
+            axes.set_yticks(range(len(cells)), list(cells))
+            axes.set(xlabel="thousand tokens", xlim=(0, 178), xticks=(0, 32, 64, 96, 128))
+        panels[0].invert_yaxis()
 
 
 @command

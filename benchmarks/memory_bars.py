@@ -21,7 +21,6 @@ from benchmarks.reports import command, picture
 
 CONFIG = "configs/llama3_8b_chat_24gb.yaml"
 MODEL = "llama-3.1-8b"
-SHOWN = ("adalomo", "adamw, bfloat16 states", "adamw")  # as bars
 
 ADALOMO, ADAMW, CLIPPED = ("--fused.rule", "adalomo"), ("--fused.rule", "adamw"), ("--max_grad_norm", "1")
 FORMATS = {f"adalomo, {name}": (*ADALOMO, "--fused.weight_format", name) for name in ("int12", "int10", "int8")}
@@ -47,13 +46,22 @@ PLANS = {
 }
 NAMES = {MODEL: "Llama-3.1-8B", "qwen3-14b": "Qwen3-14B", "qwen3-32b": "Qwen3-32B", "qwen3-4b": "Qwen3-4B",
          "llama-3.2-1b": "Llama-3.2-1B"}  # fmt: skip
-# Bytes per parameter. The second is a Trainer with bf16=True: float32 weights, a model that computes in bfloat16.
+# Bytes per parameter of AdamW without lowmem. The second is a Trainer with bf16=True: float32 weights, and a model that
+# computes in bfloat16.
 ORDINARY = {
-    "AdamW, everything in bfloat16": {"weights": 2, "gradients": 2, "optimizer states": 4},
+    "AdamW, all in bfloat16": {"weights": 2, "gradients": 2, "optimizer states": 4},
     "AdamW, mixed precision": {"weights": 4, "gradients": 4, "optimizer states": 8},
+}
+# Methods of the figure, in groups that are compared with each other: states of equal dtypes. The others are plans.
+GROUPS = {
+    "AdaLomo": ("adalomo",),
+    "AdamW, bfloat16 states": ("adamw, bfloat16 states", "AdamW, all in bfloat16"),
+    "AdamW, float32 states": ("adamw", "AdamW, mixed precision"),
 }
 COLORS = {"weights": "#1f5fa8", "gradients": "#d1495b", "optimizer states": "#e08e2b", "activations": "#2a8f7c"}
 CARDS = (24, 80)  # GiB
+BEHIND = {"facecolor": "white", "edgecolor": "none", "pad": 1}  # text, over the line of a card
+HATCH = {True: "///"}  # of bars that are computed and not planned
 GIB = 1 << 30
 
 
@@ -70,29 +78,38 @@ def planned(model: str, options: Sequence[str]) -> dict[str, float]:
 
 
 def bars(report: Any) -> dict[str, dict[str, float]]:
-    """Method → bytes by kind, the smallest first."""
+    """Method → bytes by kind, in the order of `GROUPS`."""
     plans = report["planned"][MODEL]
     parameters, activations = plans["adalomo"]["weights"] / 2, plans["adalomo"]["activations"]
-    every = {f"lowmem {name}": plans[name] for name in SHOWN}
-    for name, sizes in ORDINARY.items():
-        every[name] = {**{kind: size * parameters for kind, size in sizes.items()}, "activations": activations}
-    return dict(sorted(every.items(), key=lambda item: sum(item[1].values())))
+    computed = {
+        name: {**{kind: size * parameters for kind, size in sizes.items()}, "activations": activations}
+        for name, sizes in ORDINARY.items()
+    }
+    return {name: {**plans, **computed}[name] for names in GROUPS.values() for name in names}
+
+
+def title(name: str) -> str:
+    """The name of a bar, which says where its figures come from."""
+    return f"{name} (computed)" if name in ORDINARY else f"lowmem {name.partition(',')[0]} (planned)"
 
 
 def tables(report: Any) -> dict[str, str]:
     """The bars, and what models need with weights of fewer bits and with 8-bit states."""
 
     def total(model: str, name: str) -> str:
-        found = report["planned"][model].get(name)
-        return "" if found is None else f"{sum(found.values()) / GIB:.1f} GiB"
+        items = report["planned"][model].get(name)
+        return "" if items is None else f"{sum(items.values()) / GIB:.1f} GiB"
 
+    sizes = bars(report)
     shown = [
         {
-            "method": name,
-            **{kind: f"{items[kind] / GIB:.1f}" for kind in COLORS},
-            "GiB in all": f"{sum(items.values()) / GIB:.1f}",
+            "optimizer": group,
+            "method": title(name),
+            **{kind: f"{sizes[name][kind] / GIB:.1f}" for kind in COLORS},
+            "GiB in total": f"{sum(sizes[name].values()) / GIB:.1f}",
         }
-        for name, items in bars(report).items()
+        for group, names in GROUPS.items()
+        for name in names
     ]
     columns = {"bfloat16": "adalomo", **{f"`{name[9:]}`": name for name in FORMATS}}
     formats = [
@@ -107,20 +124,31 @@ def tables(report: Any) -> dict[str, str]:
 
 
 def draw(report: Any, path: Path) -> None:
-    with picture(path, "Fine-tuning all weights of Llama-3.1-8B: memory of a step", (9, 3.6), 1) as axes:
-        methods = {
-            f"{name}: {sum(items.values()) / GIB:.0f} GiB": items for name, items in reversed(bars(report).items())
-        }
-        left = [0.0] * len(methods)
-        for kind, color in COLORS.items():
-            width = [items[kind] / GIB for items in methods.values()]
-            axes.barh(list(methods), width, left=left, color=color, label=kind, height=0.62)
-            left = [a + b for a, b in zip(left, width, strict=True)]
+    sizes, place = bars(report), 0.0
+    places, labels = [], []
+    with picture(path, "Fine-tuning all weights of Llama-3.1-8B: memory of a step", (9, 4.2), 1) as axes:
+        for group, names in GROUPS.items():
+            axes.text(1, place + 0.62, group, fontsize=9.5, fontweight="bold", va="center", bbox=BEHIND)
+            for name in names:
+                left = 0.0
+                for kind, color in COLORS.items():
+                    width = sizes[name][kind] / GIB
+                    axes.barh(place, width, left=left, color=color, height=0.62, hatch=HATCH.get(name in ORDINARY),
+                              edgecolor="white", linewidth=0)  # fmt: skip
+                    left += width
+                axes.text(left + 1, place, f"{left:.0f} GiB", fontsize=9.5, va="center", bbox=BEHIND)
+                places.append(place)
+                labels.append(title(name))
+                place -= 0.85
+            place -= 0.75
         for card in CARDS:
             axes.axvline(card, color="#777777", linewidth=1, linestyle="--", zorder=0)
-            axes.text(card + 0.6, len(methods) - 0.45, f"{card} GiB card", fontsize=8.5, color="#555555")
-        axes.set(xlim=(0, max(left) * 1.02), ylim=(-0.55, len(methods) - 0.15), xlabel="GiB on the device")
-        axes.legend(loc="upper right", bbox_to_anchor=(1.0, 0.95), fontsize=9, frameon=False)
+            axes.text(card, 1.05, f"{card} GiB card", fontsize=8.5, color="#555555", ha="center")
+        axes.set_yticks(places, labels)
+        axes.set(xlim=(0, left * 1.1), ylim=(places[-1] - 0.5, 1.0), xlabel="GiB on the device")
+        for kind, color in COLORS.items():
+            axes.bar(0, 0, color=color, label=kind)
+        axes.legend(loc="upper right", bbox_to_anchor=(1.0, 0.93), fontsize=9, frameon=False)
 
 
 @command

@@ -24,6 +24,7 @@ BLOCK = re.compile(
     r"(?P<body>.*?)(?P<end><!-- end -->)",
     re.DOTALL,
 )
+UNDATED = "date not recorded"
 
 Row = Mapping[str, str]  # text by column
 
@@ -62,14 +63,15 @@ def markdown(rows: Sequence[Row]) -> str:
 
 
 def about(report: Mapping[str, Any]) -> str:
-    """The machine and the versions of a measurement, and its date and commit where they are recorded."""
+    """The machine, the versions, the date and the commit of a measurement. Older files have no date."""
     if "environment" in report:  # a GPU's
         known = {row["what"]: row["measured"] for row in report["environment"]["rows"]}
-        return f"*{known['device']}, torch {known['torch']}.*"
+        return f"*{known['device']}, torch {known['torch']}, {UNDATED}.*"
     machine, settings = report["machine"], report["settings"]
     threads = next((f"{machine[key]} {key}" for key in ("threads", "cores") if key in machine), "")
     known = (machine.get("gpu") or machine.get("cpu"), not machine.get("gpu") and threads, f"torch {machine['torch']}")
-    recorded = (settings.get("dtype"), machine.get("date"), "commit" in machine and f"commit {machine['commit'][:9]}")
+    commit = "commit" in machine and f"commit {machine['commit'][:9]}"
+    recorded = (settings.get("dtype"), machine.get("date", UNDATED), commit)
     return f"*{', '.join(part for part in (*known, *recorded) if part)}.*".replace(" 1 threads", " 1 thread")
 
 

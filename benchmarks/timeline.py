@@ -18,10 +18,10 @@ COLORS = {
     "gradients in memory": "#d1495b", "gradients on the host": "#e7b3ba",
 }  # fmt: skip
 POLICIES = {
-    "immediate": "updates in backward; nothing is known of later gradients",
-    "two_pass": "backward twice: to measure the norm, then to update",
-    "deferred": "gradients are offloaded; updates follow once the step is decided",
-    "ordinary training": "all gradients exist when the optimizer steps",
+    "immediate": "each parameter is updated as soon as its gradient is complete",
+    "two_pass": "backward runs twice: to measure the norm of all gradients, then to update",
+    "deferred": "gradients are offloaded; updates follow when the norm is known",
+    "ordinary training": "all gradients are in memory when the optimizer steps",
 }
 
 Block = tuple[str, float, float]  # kind, start, length
@@ -59,13 +59,11 @@ def step(policy: str) -> Iterator[Block | Gradients]:
 
 
 def draw(path: Path) -> None:
-    with picture(path, "One step of a model with four layers", (10, 5.4), 1) as axis:
+    with picture(path, "One step of a model with four layers", (10, 5.2), 1) as axis:
         for row, (policy, words) in enumerate(POLICIES.items()):
-            base = -row * 1.85
+            base = -row * 1.75
             axis.text(0, base + 1.02, policy, fontsize=11, fontweight="bold")
             axis.text(2.8, base + 1.02, words, fontsize=9, color="#555555")
-            axis.text(0.1, base + 0.66, "time →", fontsize=9, color="#555555")
-            axis.text(0.1, base + 0.05, "gradients that exist", fontsize=9, color="#555555")
             for block in step(policy):
                 if isinstance(block[0], str):
                     kind, start, length = block
@@ -78,10 +76,13 @@ def draw(path: Path) -> None:
                         size = {"height": 0.15 * count, "bottom": bottom, "width": length, "align": "edge"}
                         axis.bar(start, color=COLORS[kind], **size)
                         bottom += 0.15 * count
+        arrow = {"arrowstyle": "->", "color": "#555555"}
+        axis.annotate("", (9.4, base - 0.45), (0, base - 0.45), arrowprops=arrow)
+        axis.text(4.7, base - 0.75, "time", fontsize=9, color="#555555", ha="center")
         for kind, color in COLORS.items():
             axis.bar(0, 0, color=color, label=kind)
         axis.set_axis_off()
-        axis.set_xlim(-0.1, 16.5)
+        axis.set(xlim=(-0.1, 16.5), ylim=(base - 0.85, 1.35))
         axis.legend(loc="lower right", fontsize=9, frameon=False, ncols=2)
 
 

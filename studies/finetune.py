@@ -292,24 +292,25 @@ def _variants(done: Done) -> list[dict[str, str]]:
 
 
 def draw(report: Any, path: Path) -> None:
-    """What roundings of bfloat16 weights learn, by the size of an update and by how many weights it changes."""
-    found = kept_rows(Done(report["runs"]))
-    found = found[(found.batch == 4) & (found.seed == 0)]
+    """Draws how much of float32's improvement bfloat16 weights reach, by the size of an update."""
+    rows = kept_rows(Done(report["runs"]))
+    rows = rows[(rows.batch == 4) & (rows.seed == 0) & (rows["size"] == "1M")]
     colors = {"stochastic": "#2a8f7c", "nearest": "#c44e52"}
-    title = "What bfloat16 weights learn of what float32 weights learn, at the same learning rate"
-    with picture(path, title, (11, 4.6), 2, sharey=True) as (left, right):
+    title = "Fine-tuning with bfloat16 weights, by rounding, compared with float32 weights at the same learning rate"
+    with picture(path, title, (9, 4.4), 1) as axes:
         for rounding, color in colors.items():
-            some = found[found.rounding == rounding]
             for name, style, words in (("adalomo", "-", "AdaLomo"), ("adamw", "--", "AdamW")):
-                line = some[(some.method == name) & (some["size"] == "1M")].sort_values("step float32")
+                line = rows[(rows.rounding == rounding) & (rows.method == name)].sort_values("step float32")
                 known = {"color": color, "ls": style, "marker": "o", "ms": 4, "label": f"{rounding}, {words}"}
-                left.plot(100 * line["step float32"], 100 * line.kept, **known)
-            right.scatter(
-                100 * some.moved, 100 * some.kept, color=color, s=22, label=f"{rounding}, every rule and model"
-            )
-        left.set(xscale="log", xlabel="size of an update, % of the weights' norm", ylabel="% of float32's improvement")
-        left.axvspan(0.2, 0.4, color="#eeeeee", zorder=0)
-        left.annotate("half a spacing\nof bfloat16", (0.28, -4), fontsize=8, ha="center", color="#777777")
-        right.set(xlabel="% of the weights that an update changes", ylim=(-8, 119), xlim=(-2, 102))
-        for axes in (left, right):
-            axes.legend(fontsize=8, frameon=False, loc="lower right", bbox_to_anchor=(1, 0.2))
+                axes.plot(100 * line["step float32"], 100 * line.kept, **known)
+        top = rows.loc[rows.kept.idxmax()]
+        words = f"{top.kept:.0%}: float32 improves the loss by {(top.curve[0][1] - top.new) / top.kept:.2f},\n"
+        words += f"and rounding adds noise that lowers it by {(top.curve[0][1] - top.new) * (1 - 1 / top.kept):.2f} more"
+        axes.annotate(words, (100 * top["step float32"], 100 * top.kept), (4, 7), textcoords="offset points",
+                      fontsize=8, va="bottom", color="#555555")  # fmt: skip
+        axes.set(xscale="log", xlabel="size of an update, in % of the norm of the weights", ylim=(-4, 128))
+        axes.set_ylabel("improvement of the held-out loss,\nin % of float32's")
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.axvspan(0.2, 0.4, color="#eeeeee", zorder=0)
+        axes.text(0.28, 4, "half the distance\nbetween two\nbfloat16 values", fontsize=8, ha="center", color="#555555")
+        axes.legend(fontsize=9, frameon=False, loc="center right")

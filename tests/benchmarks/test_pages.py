@@ -69,6 +69,6 @@ def test_the_first_screen_has_the_figures_of_the_bars():
     report = json.loads((RESULTS / "memory_bars.json").read_text())
     ours, ordinary = (
         round(sum(memory_bars.bars(report)[name].values()) / 2**30)
-        for name in ("lowmem adalomo", "AdamW, everything in bfloat16")
+        for name in ("adalomo", "AdamW, all in bfloat16")
     )
     assert f"takes {ours} GiB (planned), against {ordinary} GiB" in (ROOT / "README.md").read_text()

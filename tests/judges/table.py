@@ -23,7 +23,7 @@ REASONS = {
     "wraps other optimizers": "drive other optimizers",
     "takes a whole model": "take a whole model",
     "closure": "need a closure",
-    "process group": "need a process group of their own",
+    "process group": "need a separate process group",
     "CUDA": "need a GPU",
     "does not require grad": "need gradients with a graph",
 }
@@ -47,7 +47,7 @@ def row(package):
 
 
 if __name__ == "__main__":
-    table = ["| classes of | equal | sharded too | refused |", "| --- | --- | --- | --- |", *map(row, PACKAGES)]
+    table = ["| classes of | same weights | also sharded | not supported |", "| --- | --- | --- | --- |", *map(row, PACKAGES)]
     begin, end = "<!-- judges -->\n", "<!-- /judges -->"
     text = PAGE.read_text()
     before, after = text.split(begin)[0], text.split(end)[1]
