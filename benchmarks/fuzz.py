@@ -146,7 +146,7 @@ def tables(report: Any) -> dict[str, str]:
         rows.append(
             {
                 "surface": name, "inputs": f"{figures['inputs']:,}", "accepted": f"{figures['accepted']:,}",
-                "refused": ", ".join(f"{error} {count:,}" for error, count in refused),
+                "rejected": ", ".join(f"{error} {count:,}" for error, count in refused),
                 "defects": str(len(figures["defects"])), "slowest": f"{figures['slowest']['seconds']:.1f} s",
             }
         )  # fmt: skip

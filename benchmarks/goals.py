@@ -47,11 +47,25 @@ def _on_cpu() -> list[Row]:
 
 
 def _on_gpu() -> list[Row]:
-    """Every goal of `gpu_check`, the unmet ones first."""
+    """Every goal of `gpu_check`: the unmet ones, then the met ones, where cases of one quantity share a row."""
     parts = [part for part in _read("gpu_check").values() if isinstance(part, dict)]
     measured = [row for part in parts for row in part["rows"] if row.get("met") is not None]
-    measured.sort(key=lambda row: bool(row["met"]))
-    return [_row(row["what"], row["goal"].replace("<=", "≤"), row["measured"], row["met"]) for row in measured]
+    unmet = [row for row in measured if not row["met"]]
+    cases: dict[tuple[str, str], list[Any]] = {}
+    for row in measured:
+        if row["met"]:
+            cases.setdefault((row["what"].rpartition(": ")[2], row["goal"]), []).append(row)
+    rows = [_row(_ratio(row["what"]), row["goal"].replace("<=", "≤"), row["measured"], met=False) for row in unmet]
+    for (quantity, limit), met in cases.items():
+        name = met[0]["what"] if len(met) == 1 else f"{quantity} (largest of {len(met)})"
+        rows.append(_row(_ratio(name), limit.replace("<=", "≤"), max(row["measured"] for row in met), met=True))
+    return rows
+
+
+def _ratio(name: str) -> str:
+    """The name of a measured quantity, as a ratio where it is one."""
+    name = name.replace(": times ", " / ").replace(", times ", " / ").replace(" x ", " × ")
+    return name.replace("temporary memory of the parameter's", "temporary memory / the parameter's")
 
 
 def tables(report: None) -> dict[str, str]:

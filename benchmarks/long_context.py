@@ -114,9 +114,8 @@ def reached(report: Any) -> Iterator[tuple[str, int, dict[str, str]]]:
         for card in CARDS:
             reach = {each: report["fits"][name][each][str(card)] for each in settings}
             if set(reach.values()) not in ({0}, {longest}):
-                yield name, card, {
-                    each: f"{'≥ ' * (n == longest)}{n // 1024}k" if n else "–" for each, n in reach.items()
-                }
+                cells = {each: f"{'≥ ' * (n == longest)}{n // 1024}k" if n else "–" for each, n in reach.items()}
+                yield name, card, cells
 
 
 def tables(report: Any) -> dict[str, str]:

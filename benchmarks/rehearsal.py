@@ -61,7 +61,7 @@ AXES: dict[str, dict[str, tuple[str, ...]]] = {
         "int12": ("--dtype=bfloat16", "--fused.weight_format=int12"),
     },
     "gradients": {
-        "as they come": ("--max_grad_norm=0",),
+        "neither": ("--max_grad_norm=0",),
         "clipped": ("--max_grad_norm=0.5",),
         "accumulated": ("--max_grad_norm=0", "--gradient_accumulation_steps=2", "--per_device_train_batch_size=1"),
     },

@@ -53,7 +53,7 @@ def row(*cells):
 
 
 def tables(runs):
-    """Returns the tables of the page: the runs, why tests were skipped, and which ones failed."""
+    """Returns the tables of the page: the runs, and which tests failed."""
     names = [f"{run['stack']}, Python {run['python']}" for run in runs]
     yield row("stack", "Python", *TITLES, "trainers", "engine")
     yield row(*["---"] * (4 + len(TITLES)))
@@ -62,11 +62,6 @@ def tables(runs):
         counts = (" / ".join(str(part.get(key, 0)) for key in ("passed", "failed", "skipped")) for part in parts)
         versions = (run["versions"][package] for package in PACKAGES)
         yield row(f"`{run['stack']}`", run["python"], *versions, *counts)
-    yield "\nTests that were skipped:\n"
-    yield row("reason", *names)
-    yield row(*["---"] * (1 + len(names)))
-    for reason in sorted({reason for run in runs for reason in run["skipped"]}):
-        yield row(reason, *(run["skipped"].get(reason, "") for run in runs))
     yield "\nTests that failed:\n"
     yield row("test", "beside", "error")
     yield row("---", "---", "---")

@@ -304,8 +304,9 @@ def draw(report: Any, path: Path) -> None:
                 known = {"color": color, "ls": style, "marker": "o", "ms": 4, "label": f"{rounding}, {words}"}
                 axes.plot(100 * line["step float32"], 100 * line.kept, **known)
         top = rows.loc[rows.kept.idxmax()]
-        words = f"{top.kept:.0%}: float32 improves the loss by {(top.curve[0][1] - top.new) / top.kept:.2f},\n"
-        words += f"and rounding adds noise that lowers it by {(top.curve[0][1] - top.new) * (1 - 1 / top.kept):.2f} more"
+        learned, exactly = top.curve[0][1] - top.new, (top.curve[0][1] - top.new) / top.kept
+        words = f"{top.kept:.0%}: float32 improves the loss by {exactly:.2f},\n"
+        words += f"and rounding adds noise that lowers it by {learned - exactly:.2f} more"
         axes.annotate(words, (100 * top["step float32"], 100 * top.kept), (4, 7), textcoords="offset points",
                       fontsize=8, va="bottom", color="#555555")  # fmt: skip
         axes.set(xscale="log", xlabel="size of an update, in % of the norm of the weights", ylim=(-4, 128))

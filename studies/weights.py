@@ -115,6 +115,7 @@ def register() -> None:
 # -- what is run -------------------------------------------------------------------------------------------------------
 
 FEW = ("float32", "bfloat16", "int8", "int10")
+SHARE = "share of float32's improvement"
 MAIN = (*FEW, "int12", "int8, fresh units", "bfloat16, compensated")
 WIDE = ("float32", "bfloat16 in float32", *BITS)
 GROUPS = (*WIDE, "int8, to nearest", *(f"{name}, groups of {size}" for name in BITS for size in (32, 128)))
@@ -237,19 +238,19 @@ def tables(report: Any) -> dict[str, str]:
     order = sorted(MAIN, key=lambda form: (form != "float32", mean(old.above(form) or [9.0])))
 
     def size(form: str) -> dict[str, str]:
-        return {"weights": form, "bytes": f"{FORMATS[form].bytes_per_element:.2f}"}
+        name = form.replace("fresh units", "scales recomputed at every update")
+        return {"weights": name, "bytes": f"{FORMATS[form].bytes_per_element:.2f}"}
 
     def learned(losses: Losses, form: str) -> dict[str, str]:
-        return {"above float32": _cell(losses, form), "kept": f"{losses.kept(form):.0%}"}
+        return {"above float32": _cell(losses, form), SHARE: f"{losses.kept(form):.0%}"}
 
     settings = ("old text", "new text", "new text, low rate")
     short = [
-        {**size(form), "kept of what float32 learns": f"{old.kept(form):.0%}"}
-        | {setting: _cell(every[setting], form) for setting in settings}
+        {**size(form), SHARE: f"{old.kept(form):.0%}"} | {setting: _cell(every[setting], form) for setting in settings}
         for form in order
     ]
     spread = {setting: f"{every[setting].spread:.4f}" for setting in settings}
-    short.append({"weights": "spread of float32", "bytes": "", "kept of what float32 learns": "", **spread})
+    short.append({"weights": "spread of float32", "bytes": "", SHARE: "", **spread})
     looks = {f"{round(OLD.updates * share):,}": look + 1 for look, share in enumerate(OLD.looks)}
     along = [
         {**size(form), **{updates: f"{mean(old.above(form, look)):+.4f}" for updates, look in looks.items()}}

@@ -68,7 +68,6 @@ def test_the_memory_of_rules_is_what_was_planned():
 def test_the_first_screen_has_the_figures_of_the_bars():
     report = json.loads((RESULTS / "memory_bars.json").read_text())
     ours, ordinary = (
-        round(sum(memory_bars.bars(report)[name].values()) / 2**30)
-        for name in ("adalomo", "AdamW, all in bfloat16")
+        round(sum(memory_bars.bars(report)[name].values()) / 2**30) for name in ("adalomo", "AdamW, all in bfloat16")
     )
     assert f"takes {ours} GiB (planned), against {ordinary} GiB" in (ROOT / "README.md").read_text()

@@ -47,7 +47,8 @@ def row(package):
 
 
 if __name__ == "__main__":
-    table = ["| classes of | same weights | also sharded | not supported |", "| --- | --- | --- | --- |", *map(row, PACKAGES)]
+    heading = "| classes of | same weights | also sharded | not supported |"
+    table = [heading, "| --- | --- | --- | --- |", *map(row, PACKAGES)]
     begin, end = "<!-- judges -->\n", "<!-- /judges -->"
     text = PAGE.read_text()
     before, after = text.split(begin)[0], text.split(end)[1]
