@@ -36,7 +36,7 @@ class Method:
     """A method of updating weights.
 
     Attributes:
-        make: builds it. It is sent to another process: a function of a module, or a `partial` of one.
+        make: builds it. Must be picklable: a module-level function, or a `partial` of one.
         package: must be installed, as pip names it.
         gpu: it needs a GPU.
         micro_batches: into how many the batch of a step is split.
