@@ -6,6 +6,7 @@ import functools
 import io
 import json
 import os
+import platform
 import re
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from benchmarks import pages
 from benchmarks.methods import PACKAGES
 from lowmem.errors import LowmemError
 from lowmem.files import write_file, writing
-from lowmem.run.environment import cpu, version
+from lowmem.hf import version
 
 OUT = Path("runs/bench")
 CPUINFO = Path("/proc/cpuinfo")
@@ -101,12 +102,17 @@ def default_dtype() -> str:
     return "bfloat16" if known else "float32"
 
 
+def _cpu() -> str:
+    name = re.search(r"^model name\s*:\s*(.+)$", CPUINFO.read_text(), re.MULTILINE) if CPUINFO.exists() else None
+    return name[1] if name else platform.machine()
+
+
 def machine() -> dict[str, Any]:
     """Describes the hardware, the versions, the day and the commit."""
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=pages.ROOT, capture_output=True, text=True).stdout.strip()
     return {
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "cpu": cpu(),
+        "cpu": _cpu(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "bfloat16_instructions": default_dtype() == "bfloat16",

@@ -17,7 +17,7 @@ def main() -> NoReturn:
     except MissingPackageError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
-    for stream in (sys.stdout, sys.stderr):  # a console or a file of Windows may lack characters
+    for stream in (sys.stdout, sys.stderr):  # a console may lack characters
         stream.reconfigure(errors="replace")  # type: ignore[union-attr]
     cli.main()
 

@@ -31,6 +31,7 @@ from lowmem.run.environment import versions
 from lowmem.run.memory import state_bytes
 from lowmem.run.secrets import redacted
 from lowmem.run.terminal import err, out, print_topics, rank, stage
+from lowmem.run.yaml_file import configured
 from lowmem.tiles import storage
 
 # Modules that import transformers, trl or datasets are imported in functions, so that `lowmem --help` is fast.
@@ -105,17 +106,22 @@ def _parser() -> argparse.ArgumentParser:
         subparser.set_defaults(run=run)
         return subparser
 
-    for name, summary in COMMANDS.items():  # their arguments are in run/parser.py
+    for name, summary in COMMANDS.items():  # run/parser.py adds their arguments and --help
         command(name, train, summary, add_help=False).set_defaults(training=name)
     for name, run, summary in (
         ("plan", plan, "Predict the memory of a training step; nothing is downloaded or allocated."),
         ("inspect", inspect, "Show the first training rows, and the tokens that contribute to the loss."),
     ):
         sub = command(name, run, summary, "sft --config configs/llama3_8b_chat_24gb.yaml")
-        sub.add_argument("training", metavar="COMMAND", choices=COMMANDS, help=f"one of {', '.join(COMMANDS)}")
+        methods = sub.add_subparsers(
+            required=True, metavar="COMMAND",
+            help=f"one of {', '.join(COMMANDS)}; `lowmem {name} COMMAND --help` lists the options",
+        )  # fmt: skip
+        for method in COMMANDS:
+            methods.add_parser(method, add_help=False, allow_abbrev=False).set_defaults(training=method)
     sub = command("generate", generate, "Answer a prompt with the model of a run.", 'runs/quickstart "a prompt"')
     sub.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="a run folder, or a checkpoint in it")
-    sub.add_argument("prompt", metavar="PROMPT", help="the user's message; a model trained on raw text continues it")
+    sub.add_argument("prompt", metavar="PROMPT", help="the user's message; a text to continue without a chat template")
     sub.add_argument("--system", metavar="TEXT", help="a system message before the prompt")
     sub.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="maximum length of the answer (256)")
     sub.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (the default)")
@@ -131,6 +137,7 @@ def _parser() -> argparse.ArgumentParser:
 def train(command: argparse.Namespace, rest: Sequence[str]) -> int:
     """`lowmem sft` and the other training commands."""
     with stage("starting"):
+        configured(rest)  # sets environment variables before libraries are imported
         _quiet()
         from lowmem.run import training
         from lowmem.run.recipe import parse
@@ -190,6 +197,7 @@ def plan(command: argparse.Namespace, rest: Sequence[str]) -> int:
 def _recipe(command: argparse.Namespace, rest: Sequence[str], options: Callable[[Any], None]) -> "Recipe":
     """The recipe of a training command for the device that `--device` names."""
     with stage("starting"):
+        configured(rest)
         _quiet()
         from lowmem.run.recipe import parse
     return parse(command.training, rest, device="gpu", more=options)
@@ -280,7 +288,7 @@ def show_rules(arguments: argparse.Namespace, rest: Sequence[str]) -> None:
     weights = {name: storage.of_weight(name, torch.bfloat16) for name in storage.roundings()}
     states = {name: storage.of_state(name, signed=True) for name in storage.state_storages()}
     for name in {**weights, **states}:
-        cells = (f"{held[name].bytes_per_element:.4g}" if name in held else "" for held in (weights, states))
+        cells = (f"{kind[name].bytes_per_element:.4g}" if name in kind else "" for kind in (weights, states))
         table.add_row(name, *cells)
     out.print(table)
     out.print("\n`lowmem rules NAME` shows the options of a rule. Any torch.optim.Optimizer works by its import path.")
@@ -312,9 +320,6 @@ def _quiet() -> None:
 
     huggingface_hub.constants.HF_HUB_DISABLE_TELEMETRY = True  # TRL 1.16 reports each trainer that is made
     datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # datasets 4 (load.py) reports each data set, local ones too
-
-    if not torch.cuda.is_available():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed would warn that it found no accelerator
     warnings.filterwarnings("ignore", category=FutureWarning)  # for developers of libraries
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     transformers.logging.set_verbosity_error()

@@ -10,6 +10,7 @@ import resource
 import shlex
 import shutil
 import signal
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,10 +20,10 @@ from peft import PeftModel
 from safetensors.torch import save_file
 from support.processes import CONTEXT, PATIENCE, sketch
 from support.runs import assets, inside, logged, lowmem, train, write, write_rows
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback, set_seed
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback, TrainerControl, TrainerState, set_seed
 
 from lowmem import rules
-from lowmem.run import build, report, terminal
+from lowmem.run import build, report, terminal, training
 from lowmem.step import program
 
 
@@ -231,7 +232,9 @@ def test_a_copied_run_continues_in_the_copy(finished, run):
     assert f"lowmem generate '{run}'" in ended.out and (run / "checkpoint-8").exists()
     assert {path: path.stat().st_mtime_ns for path in finished.rglob("*")} == before
     text = (run / "config.yaml").read_text()
-    assert yaml.safe_load(text)["output_dir"] == str(run)
+    saved = yaml.safe_load(text)
+    assert saved["output_dir"] == str(run)
+    assert "resume_from_checkpoint" not in saved  # a new run with this file starts from the beginning
     assert f"lowmem sft --config '{run}/config.yaml' --resume_from_checkpoint last" in text
 
 
@@ -320,6 +323,14 @@ def test_a_signal_ends_a_run_with_a_checkpoint(number, tmp_path, run_dir, monkey
     assert resume(run_dir, "--max_steps", 3).status == 0
 
 
+def test_several_ranks_stop_after_the_current_step(monkeypatch):
+    monkeypatch.setattr(training, "in_group", lambda: True)
+    monkeypatch.setattr(training.distributed, "all_reduce", lambda flag, op: flag.fill_(signal.SIGTERM))  # of another
+    stop, control = training._StopOnSignal(), TrainerControl()
+    stop.on_step_end(SimpleNamespace(device="cpu"), TrainerState(global_step=3), control)
+    assert stop.number == signal.SIGTERM and control.should_save and control.should_training_stop
+
+
 def test_ctrl_c_before_training_or_twice_leaves_no_files(tmp_path, run_dir, monkeypatch):
     def interrupted(*_, **__):
         raise KeyboardInterrupt
@@ -368,13 +379,15 @@ def test_a_defect_is_one_line_and_keeps_its_traceback(tmp_path, run_dir, monkeyp
 @pytest.mark.troubleshooting("out of memory")
 def test_out_of_memory_errors_show_the_plan(tmp_path, run_dir, monkeypatch):
     monkeypatch.setattr(report.RunReport, "on_step_end", failing(torch.OutOfMemoryError("Tried to allocate 20.00 MiB")))
-    ended = lowmem("sft", "--config", write(tmp_path, max_length=16))
+    ended = lowmem("sft", "--config", write(tmp_path, max_length=16, dtype="bfloat16", bf16=False))
     assert ended.status == 2
     assert (
         "error: out of memory: Tried to allocate 20.00 MiB. Arguments that reduce the memory of a step: " in ended.err
     )
     assert " --per_device_train_batch_size 1, --max_length 8. `lowmem plan` shows by how much" in ended.err
     assert f"lowmem sft --config {run_dir}/config.yaml --resume_from_checkpoint last" in ended.err
+    ended = lowmem("kto", "--config", write(tmp_path, "kto", output_dir=str(tmp_path / "kto")))
+    assert "Arguments that reduce the memory" in ended.err and "lowmem plan" not in ended.err  # which has no KTO
 
 
 # --- Mistakes ---------------------------------------------------------------------------------------------------------
@@ -531,6 +544,11 @@ def test_generate_says_which_checkpoint_answers(run, tmp_path):
     assert ended.status == 2 and "tokens, but the model accepts 1 to 63" in ended.err
     sampled = [lowmem("generate", run, "hello", "--temperature", 0.8, "--system", "be brief").out for _ in range(2)]
     assert sampled[0] == sampled[1]
+    plain = shutil.copytree(assets() / "model", tmp_path / "plain")
+    (plain / "chat_template.jinja").unlink()
+    assert lowmem("generate", plain, "hello", "--max-new-tokens", 5).status == 0
+    ended = lowmem("generate", plain, "hello", "--system", "be brief")
+    assert ended.status == 2 and "has no chat template. Omit --system" in ended.err
 
 
 def test_rules_prints_what_is_measured():
@@ -576,3 +594,25 @@ def test_the_example_of_a_command_has_a_separate_line(command, monkeypatch):
     ended = lowmem(*command.split(), "--help")
     assert ended.status == 0
     assert ended.out.splitlines()[-2:] == ["example:", f"  {EXAMPLES[command]}"]
+
+
+@pytest.mark.parametrize(("command", "option"), [("plan", "--memory"), ("inspect", "--samples")])
+def test_help_of_a_method_has_the_options_of_a_plan(command, option):
+    ended = lowmem(command, "dpo", "--help")
+    assert ended.status == 0 and option in ended.out and "--beta" in ended.out
+
+
+def test_devices_are_looked_for_after_env_is_set(tmp_path, monkeypatch):
+    """CUDA reads CUDA_VISIBLE_DEVICES only once."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setattr(build, "trainer", failing(KeyboardInterrupt))
+    visible = []
+    for module in (torch.cuda, torch.accelerator):
+        look = module.is_available
+        monkeypatch.setattr(
+            module, "is_available", lambda look=look: visible.append(os.environ["CUDA_VISIBLE_DEVICES"]) or look()
+        )
+    for command in ("sft", "plan sft"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+        lowmem(*command.split(), "--config", write(tmp_path, env={"CUDA_VISIBLE_DEVICES": ""}))
+    assert set(visible) == {""}

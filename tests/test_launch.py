@@ -293,7 +293,7 @@ def test_a_run_that_ends_early(folder, tmp_path, shards, number):
         return
     assert started.statuses == [128 + number] * 2
     step = int(output.partition("stopped at step ")[2].partition(";")[0])
-    assert saved == [f"checkpoint-{step}"] and step % 10 == 0
+    assert saved == [f"checkpoint-{step}"]
     assert step - 1 <= metrics(tmp_path / "run")[-1]["step"] <= step
 
 

@@ -35,19 +35,11 @@ def trainer_class(name: str) -> Any:
 
 
 class _OfRun:
-    """Names the row that TRL cannot prepare, and has the rows of SFT before `max_length` cuts them (`untruncated`)."""
+    """Names the row that TRL cannot prepare."""
 
-    def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, *rest: Any) -> Any:
+    def _prepare_dataset(self, dataset: Any, *options: Any) -> Any:
         prepare = super()._prepare_dataset  # type: ignore[misc]
-        if not isinstance(args, trl.SFTConfig):
-            return _by_row(lambda rows: prepare(rows, processing_class, args, *rest), dataset)
-        packing, formatting, name = rest
-        whole = copy.copy(args)
-        whole.max_length, whole.shuffle_dataset = None, False
-        tokenized = _by_row(lambda rows: prepare(rows, processing_class, whole, False, formatting, name), dataset)
-        vars(self).setdefault("untruncated", {}).setdefault(name, tokenized)
-        empty = tokenized.column_names == []  # TRL found nothing to tokenize
-        return tokenized if empty else prepare(tokenized, processing_class, args, packing, None, name)
+        return _by_row(lambda rows: prepare(rows, *options), dataset)
 
 
 def _by_row(prepare: Callable[[Any], Any], dataset: Any) -> Any:
@@ -67,13 +59,13 @@ def _by_row(prepare: Callable[[Any], Any], dataset: Any) -> Any:
             try:
                 prepare(dataset.select([0, *range(first, middle)]))  # TRL decides by the first row how it reads others
                 first = middle
-            except Exception as found:
-                last, cause = middle, found
-        in_file = enumerate(datasets.Dataset(dataset.data))  # all rows, in their first order
-        row = next((number for number, row in in_file if row == dataset[first]), first)
-        content = json.dumps(dataset[first], default=str, ensure_ascii=False)[:300]
+            except Exception as failure:
+                last, cause = middle, failure
+        row, in_file = dataset[first], datasets.Dataset(dataset.data)  # all rows, in their first order
+        number = next((number for number, other in enumerate(in_file) if other == row), first)
+        content = json.dumps(row, default=str, ensure_ascii=False)[:300]
         raise DataError(
-            f"row {row + 1} of the data cannot be tokenized: {reason(cause)}. The row: {content}"
+            f"row {number + 1} of the data cannot be tokenized: {reason(cause)}. The row: {content}"
         ) from error
 
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -21,12 +20,10 @@ from lowmem.hf.layers import embedding, positions
 from lowmem.run import build
 from lowmem.run.boundary import blaming, reason
 from lowmem.run.recipe import Recipe
+from lowmem.run.terminal import warn
 
 # The columns of tokens that TRL's trainers create.
 _IDS = ("input_ids", "prompt_ids", "chosen_ids", "rejected_ids", "completion_ids")
-
-# Bytes of a file beyond which `_require_flat` does not read it.
-_LARGE = 4 << 30
 
 _BUILDERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
 
@@ -55,7 +52,6 @@ def load(recipe: Recipe) -> tuple[Any, Any]:
             f"dataset_name {name!r} is the name of a file; write datasets: [{{path: {builder}, data_files: {name}}}]"
         )
     set_seed(recipe.training.seed)  # TRL splits by the state of NumPy, which every rank and every start needs alike
-    _require_flat(mixture.datasets)
     try:
         splits = _splits(script, mixture)
     except Exception as error:  # each reader of `datasets` raises its own types
@@ -66,6 +62,8 @@ def load(recipe: Recipe) -> tuple[Any, Any]:
         raise DataError(f"the data cannot be loaded: {fault}") from error
     train = _split(splits, script.dataset_train_split, "dataset_train_split", "")
     if recipe.training.eval_strategy == "no":
+        if share := mixture.test_split_size:
+            warn(f"test_split_size {share}: these rows are not used, because eval_strategy is no. Omit it, or set both")
         return train, None
     test = script.dataset_test_split
     advice = f"; or name its file in data_files: {{train: FILE, {test}: FILE}}, or set test_split_size, such as 0.05"
@@ -100,35 +98,19 @@ def _split(splits: Any, name: str, key: str, advice: str) -> Any:
     return splits[name]
 
 
-def _files(entries: list[Any], *suffixes: str) -> Iterator[Path]:
-    """The local files of data sets that have one of these suffixes."""
+def _files(entries: list[Any]) -> Iterator[Path]:
+    """The local files of data sets that have a row per line."""
     for entry in entries:
         with contextlib.suppress(Exception):  # it has no local files
             builder = datasets.load_dataset_builder(entry.path, data_files=entry.data_files)
             paths = map(Path, builder.config.data_files[entry.split])
-            yield from (path for path in paths if path.suffix in suffixes and path.is_file())
-
-
-def _require_flat(entries: list[Any]) -> None:
-    """Raises `DataError` for JSON nested so deeply that pyarrow 24 ends the process, in files of up to 4 GiB."""
-    for file in _files(entries, ".json", ".jsonl"):
-        if file.stat().st_size > _LARGE:
-            continue
-        with file.open("rb") as lines:
-            for number, line in enumerate(lines, start=1):
-                if line.count(b"[") + line.count(b"{") > sys.getrecursionlimit():
-                    try:
-                        json.loads(line)
-                    except RecursionError:
-                        raise DataError(f"{file}, line {number}: JSON is nested too deeply") from None
-                    except ValueError:  # which `datasets` reports
-                        continue
+            yield from (path for path in paths if path.suffix in (".jsonl", ".csv", ".txt") and path.is_file())
 
 
 def _fault(entries: list[Any]) -> str | None:
     """Finds the line of a local file that cannot be read, or the key that the first file of JSON lines lacks."""
     keys: dict[Path, set[str]] = {}
-    for file in _files(entries, ".jsonl", ".csv", ".txt"):
+    for file in _files(entries):
         keys[file] = set()
         with file.open("rb") as lines:
             for number, line in enumerate(lines, start=1):
@@ -186,28 +168,29 @@ def check(trainer: Any, loaded: Any, evaluation: Any = None) -> str:
         ConfigError: a token is outside the model's embedding, or a row is longer than its positions.
         DataError: no token contributes to the loss, or the rows do not fill a batch.
     """
-    counts = _counts(trainer, trainer.train_dataset, loaded, "train", trainer.args.train_batch_size)
+    counts = _counts(trainer, trainer.train_dataset, loaded, trainer.args.train_batch_size)
     if evaluation is None:
         return counts
-    size = trainer.args.eval_batch_size
-    return f"{counts}; evaluation: {_counts(trainer, trainer.eval_dataset, evaluation, 'eval', size)}"
+    size, of = trainer.args.eval_batch_size, " of the evaluation data"
+    return f"{counts}; evaluation: {_counts(trainer, trainer.eval_dataset, evaluation, size, of)}"
 
 
-def _counts(trainer: Any, tokenized: Any, loaded: Any, name: str, batch_size: int) -> str:
+def _counts(trainer: Any, tokenized: Any, loaded: Any, batch_size: int, of: str = "") -> str:
     if not isinstance(tokenized, datasets.Dataset):
         return f"streamed; columns {', '.join(next(iter(tokenized)))}"
     args, limit = trainer.args, getattr(trainer.args, "max_length", None)
     rows = f"{len(loaded):,} rows"
-    which = f"{rows} of the evaluation data" if name == "eval" else rows
+    which = f"{rows}{of}"
     if len(tokenized) == 0:
         raise DataError(f"max_length={limit} leaves none of {which}. Increase it, or check the format of the rows")
     if args.dataloader_drop_last and len(tokenized) < (batch_size := batch_size * args.world_size):
         raise DataError(f"{which} do not fill a batch of {batch_size:,}; omit dataloader_drop_last, or add rows")
-    counts = _measured(tokenized)
+    packed = getattr(args, "packing", False)
+    counts = _measured(tokenized, None if packed else limit)
     tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
     highest = max(counts.highest, tokenizer.pad_token_id or 0)
     _require_places(trainer.model, tokenizer, highest, min(counts.longest, limit or counts.longest))
-    if getattr(args, "packing", False) and len(tokenized) != len(loaded):
+    if packed and len(tokenized) != len(loaded):
         rows += f" packed into {len(tokenized):,}"
     elif (missing := len(loaded) - len(tokenized)) > 0:
         rows += f", {missing:,} dropped, because max_length={limit} leaves no token to train on"
@@ -218,10 +201,11 @@ def _counts(trainer: Any, tokenized: Any, loaded: Any, name: str, batch_size: in
             f"none of the {counts.tokens:,} tokens in {which} contributes to the loss. Increase max_length, or check "
             "the rows with `lowmem inspect`"
         )
-    cut = _measured(getattr(trainer, "untruncated", {}).get(name, tokenized)).tokens - counts.tokens
-    rows += f", {counts.empty:,} without a token to train on" if counts.empty else ""
-    rows += f", {counts.tokens:,} tokens" + (f" and {cut:,} cut off by max_length={limit}" if cut > 0 else "")
-    return f"{rows}, loss on {counts.trained:,} ({counts.trained / counts.tokens:.0%})"
+    if counts.empty:
+        rows += f", {counts.empty:,} without a token to train on"
+    if counts.full:
+        rows += f", {counts.full:,} cut off at max_length={limit} or as long"
+    return f"{rows}, {counts.tokens:,} tokens, loss on {counts.trained:,} ({counts.trained / counts.tokens:.0%})"
 
 
 class _Counts(NamedTuple):
@@ -230,13 +214,14 @@ class _Counts(NamedTuple):
     tokens: int
     trained: int  # tokens that contribute to the loss
     empty: int  # rows without such a token
+    full: int  # rows of `max_length` tokens, where rows are not packed
     highest: int  # the highest token
     longest: int  # the length of the longest row, with its prompt
 
 
-def _measured(tokenized: datasets.Dataset) -> _Counts:
+def _measured(tokenized: datasets.Dataset, limit: int | None) -> _Counts:
     columns = [column for column in _IDS if column in tokenized.column_names]
-    tokens = trained = empty = highest = longest = 0
+    tokens = trained = empty = full = highest = longest = 0
     for batch in tokenized.with_format("arrow").iter(batch_size=1000) if columns else ():
         lengths = {column: pc.list_value_length(batch[column]).to_numpy() for column in columns}
         highest = max(highest, *(pc.max(pc.list_flatten(batch[column])).as_py() or 0 for column in columns))
@@ -244,6 +229,7 @@ def _measured(tokenized: datasets.Dataset) -> _Counts:
         longest = max(longest, *(int(np.max(prompts + length)) for length in lengths.values()))
         if "input_ids" not in columns:
             continue
+        full += int(np.sum(lengths["input_ids"] == limit))
         ends = np.append(0, np.cumsum(lengths["input_ids"]))  # of rows, in the tokens of the batch
         tokens += int(ends[-1])
         if "labels" not in batch.column_names:
@@ -256,7 +242,7 @@ def _measured(tokenized: datasets.Dataset) -> _Counts:
         by_row = np.diff(np.append(0, np.cumsum(contributes))[ends])
         trained += int(by_row.sum())
         empty += int(np.sum(by_row == 0))
-    return _Counts(tokens, trained, empty, highest, longest)
+    return _Counts(tokens, trained, empty, full, highest, longest)
 
 
 def _require_places(model: Any, tokenizer: Any, token: int, length: int) -> None:

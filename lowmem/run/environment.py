@@ -3,9 +3,7 @@
 import json
 import os
 import platform
-import re
 import shlex
-import subprocess
 import sys
 from datetime import datetime
 from pathlib import Path
@@ -36,29 +34,12 @@ def write_environment(run_dir: str | Path) -> None:
         "started": datetime.now().astimezone().isoformat(timespec="seconds"),
         "command": shlex.join(map(redacted, sys.argv)),
         "directory": str(Path.cwd()),
-        "git": _git(),
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "cpu": {"model": cpu(), "count": os.cpu_count()},
+        "cpus": os.cpu_count(),
         "memory_bytes": psutil.virtual_memory().total,
         "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "processes": int(os.environ.get("WORLD_SIZE", 1)),
         "versions": {name: version(name) for name in ("lowmem", *PACKAGES)},
     }
     write_file(Path(run_dir) / ENVIRONMENT, (json.dumps(record, indent=2) + "\n").encode())
-
-
-def _git() -> str | None:
-    """The commit of the repository in the current directory, with "-dirty" where there are uncommitted changes."""
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None
-
-
-def cpu() -> str:
-    """The name of the processor."""
-    info = Path("/proc/cpuinfo")
-    name = re.search(r"^model name\s*:\s*(.+)$", info.read_text(), re.MULTILINE) if info.exists() else None
-    return name[1] if name else platform.processor() or platform.machine()

@@ -37,6 +37,8 @@ def generate(
     names = " and the ".join(message["role"] for message in messages)
     with blaming(f"{folder}: its chat template does not accept the {names} message", CheckpointError):
         if tokenizer.chat_template is None:
+            if system is not None:
+                raise ConfigError(f"--system: the tokenizer of {folder} has no chat template. Omit --system")
             inputs = tokenizer(prompt, return_tensors="pt")
         else:
             options = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
@@ -59,25 +61,14 @@ def generate(
 
 
 def _model_folder(folder: Path) -> Path:
-    """Returns the folder itself if it has a complete model, else its newest complete checkpoint."""
+    """Returns the folder itself if it has a model, which must be complete, else its newest complete checkpoint."""
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: there is no such folder. Name a run folder, or a checkpoint in it.")
-    skipped: list[str] = []
     if (folder / "config.json").exists() or adapters.files(folder):
-        try:
-            checkpoint.check_model(folder)
-        except CheckpointError as error:
-            if not checkpoint.candidates(folder):
-                raise
-            skipped = [f"skipped a damaged checkpoint: {error}"]
-        else:
-            return _require_loadable(folder)
-    folder, others = checkpoint.find_last(folder, checkpoint.check_model)
-    warn("; ".join([*skipped, *others, f"answering with {folder}"]))
-    return _require_loadable(folder)
-
-
-def _require_loadable(folder: Path) -> Path:
+        checkpoint.check_model(folder)
+    else:
+        folder, damaged = checkpoint.find_last(folder, checkpoint.check_model)
+        warn("; ".join([*damaged, f"answering with {folder}"]))
     if (folder / adapters.OTHERS_FILE).exists():
         raise CheckpointError(
             f"{folder}: {adapters.OTHERS_FILE} contains parameters that PEFT does not load with the adapters. In "

@@ -14,14 +14,9 @@ import trl
 from trl import TrlParser
 
 from lowmem.errors import ConfigError, did_you_mean
-from lowmem.layers.config import LayersConfig
-from lowmem.options import FusedConfig
 from lowmem.rules import resolve
 from lowmem.run.boundary import reason
-from lowmem.run.yaml_file import Entry, yaml_value
-
-# The sections of a configuration that are lowmem's, and their classes.
-SECTIONS: dict[str, Any] = {"fused": FusedConfig, "layers": LayersConfig}
+from lowmem.run.yaml_file import SECTIONS, Entry, yaml_value
 
 # Arguments of earlier versions that no similar name replaces, and what to write today; None if nothing replaces them.
 FORMER = {
@@ -36,6 +31,12 @@ FORMER = {
     "use_flash_attn": "attn_implementation: flash_attention_2",
     "warmup_ratio": "warmup_steps: SHARE, with a share of all steps below 1",
 }
+
+# Options of `accelerate launch`, which `trl` takes.
+_OF_LAUNCHERS = (
+    "accelerate_config", "config_file", "gpu_ids", "machine_rank", "main_process_ip", "main_process_port",
+    "mixed_precision", "num_machines", "num_processes",
+)  # fmt: skip
 
 _FILES = (".json", ".yaml", ".yml")  # that an argument names in place of a mapping
 
@@ -58,10 +59,12 @@ class Parser(TrlParser):
 
     Args:
         command: one of TRL's, such as "sft".
+        rule: the rule whose hyperparameters are arguments.
         more: a function that adds the options of `plan` or `inspect`.
     """
 
-    def __init__(self, command: str, more: Callable[[Any], None] | None = None) -> None:
+    def __init__(self, command: str, rule: Any, more: Callable[[Any], None] | None = None) -> None:
+        self.rule = resolve(rule)
         types = dataclasses_of(command)
         super().__init__(types, prog=f"lowmem {command}", allow_abbrev=False, add_help=False)
         self.hints = {name: hint for kind in types for name, hint in get_type_hints(kind).items()}
@@ -78,10 +81,6 @@ class Parser(TrlParser):
         group.add_argument("--traceback", action="store_true", help="show the traceback of an error")
         if more is not None:
             more(self)
-
-    def add_rule(self, rule: Any) -> None:
-        """Adds the hyperparameters of a rule, and `--help`, which lists all arguments."""
-        self.rule = resolve(rule)
         group = self.add_argument_group(f"lowmem: hyperparameters of the rule {self.rule.name}")
         for name, default in self.rule.defaults.items():
             if f"--fused.{name}" not in self._option_string_actions:
@@ -155,14 +154,16 @@ class Parser(TrlParser):
         elif name in FORMER:
             now = FORMER[name]
             hint = f" It belongs to an earlier version: {f'write {now} instead' if now else 'omit it'}."
+        elif name in _OF_LAUNCHERS:
+            launch = f"accelerate launch OPTIONS -m {self.prog} ..."
+            hint = f" Write the options of the launcher before the command: {launch}"
         else:
             sections = [other.partition(".")[0] for other in known if other.endswith(f".{name}")]
             hint = did_you_mean(name, known)
             if not hint and sections:
                 hint = f" Did you mean {name!r} of the section {sections[0]!r}?"
         raise ConfigError(
-            f"{place}unknown {'key' if place else 'argument'} {name!r}.{hint} `{self.prog} --help` lists all. Write "
-            f"the options of the launcher before the command: accelerate launch OPTIONS -m {self.prog} ..."
+            f"{place}unknown {'key' if place else 'argument'} {name!r}.{hint} `{self.prog} --help` lists all."
         )
 
 

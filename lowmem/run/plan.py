@@ -53,6 +53,7 @@ _UNSUPPORTED = {
     "deepspeed": "a plan covers one device. Omit deepspeed to plan a rank with the full model",
     "fsdp": "a plan covers one device. Omit fsdp to plan a rank with the full model",
     "use_liger_kernel": "its kernels need data. Omit it to plan PyTorch's code, which needs more memory",
+    "precompute_ref_log_probs": "it needs data. Omit it to plan a step with the reference model in memory",
     "torch_compile": "a compiled model cannot run on fake tensors. Omit it to plan the eager model",
 }
 
@@ -93,7 +94,7 @@ def plan(recipe: Recipe) -> RunPlan:
         UnsupportedError: they cannot be planned.
     """
     config = _model_config(recipe)  # before the checks, which depend on its dtype
-    _require_plannable(recipe)
+    require_plannable(recipe)
     device = DEVICES[recipe.device or "gpu"]
     optim.with_learning_rate(recipe.training, _fused(recipe), nn.Module())  # raises here, where no weights are fake
     fake = FakeTensorMode(allow_non_fake_inputs=True)  # torch.tensor(n, device="meta") is not a fake tensor
@@ -117,14 +118,15 @@ def plan(recipe: Recipe) -> RunPlan:
     return RunPlan(step, {**describe(trainer), "step": rows})
 
 
-def _require_plannable(recipe: Recipe) -> None:
+def require_plannable(recipe: Recipe) -> None:
+    """Raises `UnsupportedError` for a command, a device or an argument that a plan does not cover."""
     if recipe.command not in PLANNED:
         raise UnsupportedError(
             f"{recipe.command} cannot be planned, because its step also generates text or uses several models. "
             "`lowmem plan sft` with the same model and max_length is a lower bound"
         )
     for name, instead in _UNSUPPORTED.items():
-        if getattr(recipe.training, name):
+        if getattr(recipe.training, name, None):
             raise UnsupportedError(f"{name} cannot be planned: {instead}")
     values, model = recipe.values, recipe.model
     autocast = values.get("fp16") or (recipe.dtype == torch.float32 and values.get("bf16") is not False)
@@ -196,37 +198,41 @@ def _checkpointing(args: Any) -> str:
 
 
 def ways(recipe: Recipe) -> dict[str, dict[str, Any]]:
-    """Values of arguments that reduce the memory of a step and train as well, by the words of the command line."""
+    """Values of arguments that reduce the memory of a step, by the words of the command line. A smaller batch and
+    shorter rows change the training most, and come after the others.
+    """
     args, layers = recipe.training, recipe.layers
+    full = not recipe.model.use_peft  # adapters have small states, and their base model may be quantized already
+    sharded = bool(args.deepspeed or args.fsdp)
     fused = _fused(recipe)
     groups = [fused.complete({k: v for k, v in group.items() if k != "match"}) for group in ({}, *fused.groups)]
     large_states = {rule.name for rule, _ in groups} - {*_SMALL_STATES}
     states = [state for rule, group in groups for state in rule.spec("", (4096, 4096), group).states.values()]
     moments = any(state.held_as_asked for state in states)
-    quantizable = layers.computed_gradients and not any(rule.materializes for rule, _ in groups)
+    quantizable = recipe.command == "sft" and not sharded and layers.computed_gradients
+    quantizable &= not any(rule.materializes for rule, _ in groups)
     quantizable &= fused.weight_format is None and fused.rounding in ("auto", "stochastic")
     nearest = any(rounding_of(rule, group, torch.bfloat16) == "nearest" for rule, group in groups)
     rows, length = args.per_device_train_batch_size, getattr(args, "max_length", None) or _LONGEST
     tile, tokens = layers.mlp_tile, rows * length
     on_gpu = recipe.device == "gpu" or (recipe.device is None and torch.cuda.is_available())
     recomputed, checkpointing = args.gradient_checkpointing, _checkpointing(args)
-    offloaded = getattr(args, "activation_offloading", False) or _kwargs(args)
+    offloaded = getattr(args, "activation_offloading", False) or _kwargs(args).get("offload")
     offload: dict[str, Any] = {"activation_offloading": True}  # of TRL
     if checkpointing == "activation_checkpointing":  # of transformers, since 5.23
         offload = {"activation_checkpointing_kwargs": {"offload": True}}
     helps: list[tuple[dict[str, Any], Any]] = [
         ({checkpointing: True}, not recomputed),
-        ({"layers.computed_gradients": True}, not layers.computed_gradients),
-        ({"label_smoothing_factor": 0}, args.label_smoothing_factor),
-        ({"dtype": "bfloat16"}, recipe.dtype == torch.float32 and not nearest),
-        ({"fused.rounding": "stochastic"}, fused.rounding in ("compensated", "compensated8", "master")),
-        ({"fused.weight_format": "int12"}, quantizable),
-        ({"fused.state_storage": "8bit"}, moments and fused.state_storage in ("float32", "bfloat16")),
-        ({"fused.rule": "adalomo", "learning_rate": AdaLomo.usual_lr[0]}, large_states and not fused.hyper),
-        ({"per_device_train_batch_size": rows // 2}, rows > 2),
-        ({"per_device_train_batch_size": 1}, rows > 1),
+        ({"layers.computed_gradients": True}, full and not layers.computed_gradients),
+        ({"dtype": "bfloat16"}, full and recipe.dtype == torch.float32 and not nearest),
+        ({"fused.rounding": "stochastic"}, full and fused.rounding in ("compensated", "compensated8", "master")),
+        ({"fused.weight_format": "int12"}, full and quantizable),
+        ({"fused.state_storage": "8bit"}, full and moments and fused.state_storage in ("float32", "bfloat16")),
+        ({"fused.rule": "adalomo", "learning_rate": AdaLomo.usual_lr[0]}, full and large_states and not fused.hyper),
         (offload, on_gpu and recomputed and not offloaded),
         ({"layers.mlp_tile": _MLP_TILE}, tokens >= 2 * _MLP_TILE and (tile is None or tile > _MLP_TILE)),
+        ({"per_device_train_batch_size": rows // 2}, rows > 2),
+        ({"per_device_train_batch_size": 1}, rows > 1),
         ({"max_length": length // 2}, hasattr(args, "max_length")),
     ]
     return {_words(values): values for values, help in helps if help}

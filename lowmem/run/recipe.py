@@ -25,9 +25,9 @@ from lowmem.options import DynamicScale, FusedConfig
 from lowmem.run import secrets
 from lowmem.run.boundary import blaming
 from lowmem.run.environment import CONFIG, ENVIRONMENT
-from lowmem.run.parser import SECTIONS, Parser, check_keys, dataclasses_of
+from lowmem.run.parser import Parser, check_keys, dataclasses_of
 from lowmem.run.terminal import warn
-from lowmem.run.yaml_file import Entry, read
+from lowmem.run.yaml_file import SECTIONS, configured
 
 # The value of `resume_from_checkpoint` for the newest intact checkpoint in `output_dir`.
 LAST = "last"
@@ -74,15 +74,17 @@ class Recipe:
     def __post_init__(self) -> None:
         if self.values.get("deepspeed"):
             require_packages("deepspeed", "deepspeed")
+        if not torch.cuda.is_available():
+            os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed would warn that it found no accelerator
         parts: dict[str, Any] = {name: self._section(name) for name in SECTIONS}
         kinds = dataclasses_of(self.command)
         for part, kind in zip(("script", "training", "model", "mixture"), kinds, strict=True):
             names = {option.name for option in fields(kind)}
-            given = {name: copy.deepcopy(value) for name, value in self.values.items() if name in names}
+            arguments = {name: copy.deepcopy(value) for name, value in self.values.items() if name in names}
             if part == "training":
-                given |= _for_device(self.device, given)
+                arguments |= _for_device(self.device, arguments)
             with blaming(self.place_of(kind)):
-                parts[part] = kind(**given)
+                parts[part] = kind(**arguments)
         vars(self).update(parts)  # the dataclass is frozen
 
     def having(self, **values: Any) -> "Recipe":
@@ -117,9 +119,13 @@ class Recipe:
         return {"revision": self.model.model_revision, "trust_remote_code": trusted}
 
     def to_yaml(self) -> str:
-        """Returns a YAML file that gives the same recipe, without `env`."""
+        """Returns a YAML file that gives the same recipe, without `env` and `resume_from_checkpoint`: only a command
+        line continues a run.
+        """
         nested: dict[str, Any] = {}
         for name, value in self.values.items():
+            if name == "resume_from_checkpoint":
+                continue
             section, _, option = name.rpartition(".")
             (nested.setdefault(section, {}) if section else nested)[option] = _plain(value)
         return yaml.safe_dump(nested, sort_keys=False, allow_unicode=True, width=120)
@@ -138,8 +144,8 @@ class Recipe:
             return SECTIONS[name](**options)
 
 
-class _Given(argparse.Namespace):
-    """Collects arguments that are set. argparse finds every name here, and so adds no defaults."""
+class _Set(argparse.Namespace):
+    """The arguments that are set. argparse reads None for the others, and so adds no defaults."""
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("_"):
@@ -160,30 +166,26 @@ def parse(
     Raises:
         ConfigError: an argument or a key is unknown or has an invalid value.
     """
-    parser, given = Parser(command, more), _Given()
-    _, rest = parser.parse_known_args(list(argv), given)
-    entries: dict[str, Entry] = {} if given.config is None else read(given.config, SECTIONS)
-    _set_environment(entries.pop("env", None))
-    rule = vars(given).get("fused.rule") or (entries["fused.rule"].value if "fused.rule" in entries else None)
-    with _located("fused", {name: entry.place for name, entry in entries.items() if name == "fused.rule"}):
-        parser.add_rule(rule or _DEFAULT_RULE)
-    _, rest = parser.parse_known_args(rest, given)
+    file, rule, entries = configured(argv)
+    with _located("fused", {} if rule else {name: entry.place for name, entry in entries.items()}):
+        rule = rule or (entries["fused.rule"].value if "fused.rule" in entries else None) or _DEFAULT_RULE
+        parser = Parser(command, rule, more)
+    options = _Set()
+    _, unknown = parser.parse_known_args(list(argv), options)
     values, places = {}, {}
     for name, entry in entries.items():
         argument, values[argument] = parser.convert(name, entry)
         places[argument] = entry.place
-    if rest:
-        parser.unknown(rest[0].lstrip("-").partition("=")[0].replace("-", "_"))
-    of_recipe = {name: value for name, value in vars(given).items() if name in parser.hints or "." in name}
-    options = _Given(**{name: value for name, value in vars(given).items() if name not in of_recipe})
-    values |= of_recipe
-    places |= dict.fromkeys(of_recipe, "--")
-    if "output_dir" not in of_recipe:
-        _stay_in_place(values, given.config)
+    if unknown:
+        parser.unknown(unknown[0].lstrip("-").partition("=")[0].replace("-", "_"))
+    if options.output_dir is None:
+        _stay_in_place(values, file)
+    for name in [name for name in vars(options) if name in parser.hints or "." in name]:
+        values[name], places[name] = vars(options).pop(name), "--"
     for name in values:
         values[name] = parser.nested(name, values[name], f"{places.get(name, '')}{name}")
     _check_values(values, places)
-    return Recipe(command, values, options.device or device, given.config, places, options)
+    return Recipe(command, values, options.device or device, file, places, options)
 
 
 def _stay_in_place(values: dict[str, Any], file: Path | None) -> None:
@@ -218,29 +220,13 @@ def _for_device(device: str | None, arguments: Mapping[str, Any]) -> dict[str, A
 
 @contextmanager
 def _located(section: str, places: Mapping[str, str]) -> Iterator[None]:
-    """Begins an error about an option of a section with the file and line where it was set."""
+    """Begins an error about an option of a section, which begins with the option, with the file and line of it."""
     try:
         yield
     except LowmemError as error:
-        words = re.findall(r"\w+", str(error))
-        options = [name.partition(".")[2] for name in places if name.startswith(f"{section}.")]
-        option = min((option for option in options if option in words), key=words.index, default=None)
+        option = re.split(r"\W", str(error), maxsplit=1)[0]
         place = places.get(f"{section}.{option}", "").removeprefix("--")
         raise type(error)(f"{place}{section}: {error}") from error
-
-
-def _set_environment(entry: Entry | None) -> None:
-    """Sets the environment variables of the section `env`, as TRL does. No file has their values."""
-    if entry is None:
-        return
-    if not isinstance(entry.value, dict):
-        raise ConfigError(f"{entry.place}env: expected names and values of environment variables")
-    variables = {str(name): str(value) for name, value in entry.value.items()}
-    try:
-        os.environ.update(variables)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{entry.place}env: a variable cannot be set: {error}") from error
-    secrets.hide(variables.values())
 
 
 def _check_values(values: Mapping[str, Any], places: Mapping[str, str]) -> None:

@@ -20,10 +20,10 @@ def rank() -> int:
 
 
 def train_command(command: str, run_dir: Path) -> str:
-    """The command line that continues the run of a folder, with as many processes as now."""
-    processes = int(os.environ.get("WORLD_SIZE", 1))
-    start = "lowmem" if processes == 1 else f"torchrun --nproc_per_node {processes} -m lowmem"
-    return f"{start} {command} --config {shlex.quote(str(run_dir / 'config.yaml'))} --resume_from_checkpoint last"
+    """The command line that continues the run of a folder. The launcher of several processes is not known."""
+    launcher = ", with the same launcher" if int(os.environ.get("WORLD_SIZE", 1)) > 1 else ""
+    config = shlex.quote(str(run_dir / "config.yaml"))
+    return f"lowmem {command} --config {config} --resume_from_checkpoint last{launcher}"
 
 
 @contextmanager

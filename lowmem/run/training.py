@@ -12,7 +12,7 @@ from torch import distributed
 from transformers import TrainerCallback
 from transformers.trainer_utils import has_length
 
-from lowmem.errors import ConfigError, LowmemError
+from lowmem.errors import ConfigError, LowmemError, UnsupportedError
 from lowmem.placements import in_group
 from lowmem.run import build, data, plan, report
 from lowmem.run.boundary import blaming, is_out_of_memory, reason
@@ -20,9 +20,6 @@ from lowmem.run.description import describe
 from lowmem.run.folder import RunFolder
 from lowmem.run.recipe import Recipe
 from lowmem.run.terminal import out, print_topics, rank, stage, train_command, warn
-
-# Ranks tell each other of a signal once in so many steps.
-_STEPS_BETWEEN = 10
 
 
 def train(recipe: Recipe) -> int | None:
@@ -109,9 +106,8 @@ class _Beginning(TrainerCallback):  # type: ignore[misc]
 
 
 class _StopOnSignal(TrainerCallback):  # type: ignore[misc]
-    """On the first Ctrl-C or SIGTERM, ends training with a checkpoint: after the current step, or within
-    `_STEPS_BETWEEN` steps where there are several ranks. A second Ctrl-C ends it at once. A second SIGTERM does not: a
-    cluster and a launcher may both send one.
+    """On the first Ctrl-C or SIGTERM, ends training with a checkpoint after the current step. A second Ctrl-C ends it
+    at once. A second SIGTERM does not: a cluster and a launcher may both send one.
     """
 
     def __init__(self) -> None:
@@ -127,8 +123,7 @@ class _StopOnSignal(TrainerCallback):  # type: ignore[misc]
             self._received = number
             signal.signal(signal.SIGINT, handlers[signal.SIGINT])
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            when = f"within {_STEPS_BETWEEN} steps" if in_group() else "after this step"
-            warn(f"stopping {when}, with a checkpoint; press Ctrl-C again to stop at once")
+            warn("stopping after this step, with a checkpoint; press Ctrl-C again to stop at once")
 
         for number in handlers:
             signal.signal(number, receive)
@@ -139,11 +134,11 @@ class _StopOnSignal(TrainerCallback):  # type: ignore[misc]
                 signal.signal(number, handler)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Stops in the same step on every rank, although a signal may reach them in different steps."""
+        """Stops in the same step on every rank, although a signal may reach them in different steps. The Trainer, which
+        counts tokens, waits for all ranks in every micro-batch, so waiting here hardly takes longer.
+        """
         number = self._received
         if in_group():
-            if state.global_step % _STEPS_BETWEEN:
-                return
             largest = torch.tensor(number, device=args.device)
             distributed.all_reduce(largest, op=distributed.ReduceOp.MAX)
             number = int(largest)
@@ -173,9 +168,14 @@ def _explained(recipe: Recipe, folder: RunFolder) -> Iterator[None]:
     except Exception as error:
         if is_out_of_memory(error):
             again = f" Then continue with: {train_command(recipe.command, folder.path)}" if folder.begun else ""
+            amounts = " `lowmem plan` shows by how much."
+            try:
+                plan.require_plannable(recipe)
+            except UnsupportedError:
+                amounts = ""
             raise LowmemError(
                 f"out of memory: {reason(error)}. Arguments that reduce the memory of a step: "
-                f"{', '.join(plan.ways(recipe))}. `lowmem plan` shows by how much.{again}"
+                f"{', '.join(plan.ways(recipe))}.{amounts}{again}"
             ) from error
         if not isinstance(error, LowmemError):
             folder.write_traceback(error)

@@ -1,14 +1,21 @@
 """YAML files: their keys, each with its value and its line, read as YAML 1.2 does and without executing anything."""
 
 import argparse
+import os
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
 
 from lowmem.errors import ConfigError
+from lowmem.layers.config import LayersConfig
+from lowmem.options import FusedConfig
+from lowmem.run import secrets
+
+# The sections of a configuration that are lowmem's, and their classes.
+SECTIONS: dict[str, Any] = {"fused": FusedConfig, "layers": LayersConfig}
 
 # The characters that a YAML file may have after its aliases are expanded.
 _LONGEST = 100_000
@@ -67,7 +74,31 @@ def yaml_value(text: str) -> Any:
         raise argparse.ArgumentTypeError(f"{text[:100]!r} is not YAML{_problem(error)}") from error
 
 
-def read(path: Path, sections: Collection[str]) -> dict[str, Entry]:
+def configured(argv: Sequence[str]) -> tuple[Path | None, Any, dict[str, Entry]]:
+    """Returns the YAML file of a command line, the rule that the command line sets, and the keys of the file. Sets the
+    environment variables of its section `env`, as TRL does. Libraries read some of them when they are imported.
+
+    Raises:
+        ConfigError: the file cannot be read, or a variable cannot be set.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config", type=Path, nargs="?")
+    parser.add_argument("--fused.rule", dest="rule", nargs="?")
+    options, _ = parser.parse_known_args(list(argv))
+    entries = {} if options.config is None else _read(options.config)
+    if (env := entries.pop("env", None)) is not None:
+        if not isinstance(env.value, dict):
+            raise ConfigError(f"{env.place}env: expected names and values of environment variables")
+        variables = {str(name): str(value) for name, value in env.value.items()}
+        try:
+            os.environ.update(variables)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{env.place}env: a variable cannot be set: {error}") from error
+        secrets.hide(variables.values())  # no file has their values
+    return options.config, options.rule, entries
+
+
+def _read(path: Path) -> dict[str, Entry]:
     """Reads the keys of a YAML file. A key in one of the sections is named `section.key`.
 
     Raises:
@@ -79,7 +110,7 @@ def read(path: Path, sections: Collection[str]) -> dict[str, Entry]:
         if not isinstance(node, yaml.MappingNode):
             raise ConfigError(f"{path}: expected keys and values, such as 'learning_rate: 1e-3'")
         loader.construct_mapping(node, deep=True)
-        return dict(_entries(node, loader, path, sections))
+        return dict(_entries(node, loader, path, SECTIONS))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
     except (yaml.YAMLError, RecursionError) as error:

@@ -190,6 +190,11 @@ def test_commands_that_cannot_be_planned_raise(write, words, instead):
         planned(write(), *words.split())
 
 
+def test_precomputed_references_cannot_be_planned(write):
+    with pytest.raises(UnsupportedError, match="precompute_ref_log_probs cannot be planned: it needs data"):
+        planned(write("dpo"), "--precompute_ref_log_probs", "true", command="dpo")
+
+
 REPEATED: list[dict] = [
     {"fused": {"rule": "adalomo", "rounding": "compensated"}},
     {"fused": {"rule": "adamw", "state_storage": "8bit"}, "gradient_accumulation_steps": 2},
@@ -252,6 +257,17 @@ def test_suggestions_to_save_memory_are_valid_configurations(write, fused, advis
         rule = changed.fused.rule if changed.fused else None
         assert rule != "adalomo" or changed.training.learning_rate == AdaLomo.usual_lr[0]
     assert not caplog.messages
+
+
+@pytest.mark.parametrize(
+    ("words", "advised"),
+    [("", True), ("--fsdp", False), ("--deepspeed configs/zero3.json", False), ("--use_peft", False)],
+)
+def test_ways_that_a_sharded_model_or_adapters_do_not_have_are_not_proposed(write, words, advised):
+    path = write(fused={"rule": "adalomo"}, per_device_train_batch_size=4, max_length=64)
+    ways = plan.ways(parse("sft", ["--config", path, *words.split()], device="gpu"))
+    assert ("--fused.weight_format int12" in ways) == advised
+    assert "--per_device_train_batch_size 1" in ways and "--max_length 32" in ways
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,9 @@ from trl.scripts.utils import DatasetConfig
 from lowmem import FusedConfig, cli
 from lowmem.errors import ConfigError
 from lowmem.layers.config import LayersConfig
-from lowmem.run.parser import FORMER, SECTIONS, Parser
+from lowmem.run.parser import FORMER, Parser
 from lowmem.run.recipe import parse
+from lowmem.run.yaml_file import SECTIONS
 
 PARTS = ("script", "training", "model", "mixture", "fused", "layers")
 
@@ -168,8 +169,9 @@ MISTAKES = {
     "seed: !!python/object:os.system 3": "line 1: could not determine a constructor",
     "model_init_kwargs: {token: abc}": "line 1: model_init_kwargs contains a password or token",
     "hub_token: hf_abcdefghijklmnopqrst": "line 1: hub_token contains a password or token",
-    "num_processes: 2": "line 1: unknown key 'num_processes'.",
     "accelerate_config: fsdp2": "the launcher before the command: accelerate launch OPTIONS -m lowmem sft ...",
+    "num_machines: 2": "the launcher before the command: accelerate launch OPTIONS -m lowmem sft ...",
+    "hub-token: hf_abcdefghijklmnopqrst": "line 1: hub_token contains a password or token",
     "zzz": "expected keys and values",
     "seed: 1\nmax_length: !!int x": "c.yaml, line 2: 'x' is not of the type !!int",
     "run_name: !!timestamp x": "c.yaml, line 1: 'x' is not of the type !!timestamp",
@@ -229,6 +231,7 @@ def test_mistakes_in_a_file(text, error_message):
 )
 def test_mistakes_on_the_command_line(words, message, error_message):
     assert message in error_message("", *words.split())
+    assert ("launcher" in error_message("", *words.split())) == ("accelerate" in message)
 
 
 NONSENSE = {
@@ -257,7 +260,7 @@ def test_an_infinite_number_is_read_and_written(parsed):
 
 
 def test_replacements_of_former_arguments_exist(parsed):
-    known = {name for command in cli.COMMANDS for name in Parser(command).known()}
+    known = {name for command in cli.COMMANDS for name in Parser(command, "adamw").known()}
     assert not known & FORMER.keys()
     for now in filter(None, FORMER.values()):
         assert now.split(":")[0] in known
@@ -294,8 +297,7 @@ def test_help_lists_every_argument(command, capsys):
 def test_no_argument_has_the_name_of_a_trl_argument(command):
     """Those of a section have a dot in their names."""
     for add in (cli._plan_options, cli._inspect_options):
-        parser = Parser(command, add)
-        parser.add_rule("adamw")
+        parser = Parser(command, "adamw", add)
         theirs = {name for kind in parser.dataclass_types for name in kind.__dataclass_fields__}
         names = [action.dest for action in parser._actions]
         assert not theirs & {"help", *SECTIONS}
