@@ -1,6 +1,7 @@
 """Full-parameter fine-tuning of language models at the memory of their weights.
 
-Every parameter is updated as soon as its gradient is complete, inside backward, by any optimizer.
+Every parameter is updated as soon as its gradient is complete, inside backward, by a rule of lowmem or a `torch.optim`
+class.
 """
 
 from lowmem import rules
