@@ -11,7 +11,6 @@ import lowmem.hf  # noqa: F401, first, because it says which packages are not in
 # isort: split
 import logging
 import math
-import re
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +23,7 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import has_length
 
-from lowmem.errors import ConfigError, StepError, UnsupportedError, require_packages
+from lowmem.errors import ConfigError, StepError, require_packages
 from lowmem.hf import adapters, arguments, checkpoint, optim, packing, processes, resuming, sharding
 from lowmem.hf import layers as model_layers
 from lowmem.hf.accelerator import FusedAccelerator
@@ -84,21 +83,21 @@ class FusedTrainerMixin(_Base):
     def __init__(
         self, *args: Any, fused: FusedConfig | None = None, layers: LayersConfig | None = None, **kwargs: Any
     ) -> None:
-        self._given = given = arguments.Given.of(args, kwargs, fused)
+        self._inputs = inputs = arguments.Inputs.of(args, kwargs, fused)
         self.layers = layers or LayersConfig()
-        self._sharding: sharding.Sharding | None = None
         self._rows: resuming.Rows | None = None  # of the training loop of transformers
         self._resumed: Path | None = None  # the checkpoint that it resumes from
         self._staged: Path | None = None  # the checkpoint that is being saved
         self._tested: Any = None  # the model of the last test of packing
-        arguments.check_devices(given.model, given.args)
-        sharding.prepare(given.model, given.args)
+        arguments.check_devices(inputs.model, inputs.args)
+        self._sharding = None if inputs.args is None else sharding.of(inputs.args)
+        sharding.prepare(self._sharding, inputs.model, inputs.args)
         super().__init__(*args, **kwargs)
         arguments.check_devices(self.model, self.args)  # a trainer of TRL may have loaded it
         self._quantize(self.model)  # unless the trainer has done so when it moved the model
-        # transformers 5.23 (trainer.py) would prepare, save and load sharded models in its own ways
+        # transformers 5.23 (trainer.py) would prepare, save and load sharded models differently
         self.is_deepspeed_enabled = self.is_fsdp_enabled = False
-        given.check(self)
+        inputs.check(self)
         arguments.check_windows(self.args, self.train_dataset)
         self.fused = arguments.complete(optim.choose(self.args, fused), self.args, self._sharding)
         if self.optimizer is None:
@@ -110,7 +109,8 @@ class FusedTrainerMixin(_Base):
 
     def create_accelerator_and_postprocess(self) -> None:
         arguments.check_activations(self.args)
-        self._sharding = sharding.of(self.args)
+        if self._inputs.args is None:  # the class has created them
+            self._sharding = sharding.of(self.args)
         super().create_accelerator_and_postprocess()
         processes.set_timeout(self.args)
         FusedAccelerator.adopt(self)
@@ -122,11 +122,12 @@ class FusedTrainerMixin(_Base):
 
     def _quantize(self, model: nn.Module) -> None:
         """Quantizes the weights if `fused` asks for it, before the model is moved to its device."""
-        if self._given.fused is None or self._given.fused.weight_format is None:
+        weight_format = None if self._inputs.fused is None else self._inputs.fused.weight_format
+        if weight_format is None:
             return
         if is_peft_model(model):
             raise ConfigError("fused.weight_format is for training all weights, but this model has adapters; omit it")
-        quantize_(model, self._given.fused.weight_format)
+        quantize_(model, weight_format)
 
     def _shard(self) -> None:
         """Shards the model if the arguments ask for it, and frees gathered parameters."""
@@ -156,8 +157,6 @@ class FusedTrainerMixin(_Base):
         processes.require_alike(self.args, fused, self.layers, samples, self._resumed)
         if self.args.save_strategy != "no":
             processes.require_shared_disk(Path(self.args.output_dir))
-        if self._resumed is not None:
-            checkpoint.check_configuration(self.model, self._resumed)
         self.remove_callback(resuming.Rows)
         self._rows = resuming.Rows(self, dataloader, steps_per_epoch, max_steps, self._resumed)
         self.add_callback(self._rows)
@@ -202,8 +201,8 @@ class FusedTrainerMixin(_Base):
         if opt.policy == "two_pass":
             arguments.check_replay(self.args)
         names = ", ".join(dict.fromkeys(group["rule"] for group in opt.param_groups))
-        held = weights_in_words(opt._records.values())
-        logger.info("fused optimizer: %s, weights in %s, policy %s (%s)", names, held, opt.policy, opt.policy_reason)
+        formats = weights_in_words(opt._records.values())
+        logger.info("fused optimizer: %s, weights in %s, policy %s (%s)", names, formats, opt.policy, opt.policy_reason)
         # Accelerate 1.15 (accelerator.py, prepare_optimizer and optimizer_step_was_skipped) wraps an optimizer without
         # the first of these attributes, and reads the second
         opt._is_accelerate_prepared = True
@@ -214,24 +213,24 @@ class FusedTrainerMixin(_Base):
 
     def _new_optimizer(self, model: nn.Module) -> FusedOptimizer:
         """Creates the optimizer of `fused`. If the trainer's class creates one, takes its class, options and groups."""
-        rate, made = self.args.learning_rate, self._made_by_class()
-        if isinstance(made, FusedOptimizer):
-            return made
-        if made is None:
-            fused, parts = optim.choose(self.args, self._given.fused), optim.parts_by_decay(self, model)
+        rate, created = self.args.learning_rate, self._created_by_class()
+        if isinstance(created, FusedOptimizer):
+            return created
+        if created is None:
+            fused, parts = optim.choose(self.args, self._inputs.fused), optim.parts_by_decay(self, model)
         else:
-            fused, parts = optim.read(made, self._given.fused or FusedConfig())
+            fused, parts = optim.read(created, self._inputs.fused or FusedConfig())
             rate = rate if fused.lr is None else fused.lr
         self.fused = arguments.complete(fused, self.args, self._sharding)  # a hyperparameter search changes arguments
         if model in _OPTIMIZERS and (earlier := _OPTIMIZERS[model]()) is not None:
             earlier.remove()
-        groups = optim.param_groups(self.fused, model, parts, by_class=made is not None)
+        groups = optim.param_groups(self.fused, model, parts)
         config = replace(self.fused, groups=(), lr=rate)
         if find(config.placement, (pair for group in groups for pair in group["params"])).name == "replicated":
             config = replace(config, placement="replicated")  # rank 0's weights, as DistributedDataParallel does
         return FusedOptimizer.from_config(groups, config, model=model)
 
-    def _made_by_class(self) -> Any:
+    def _created_by_class(self) -> Any:
         """The optimizer that a custom method of the trainer's class creates or has created, or None."""
         usual = type(self).get_optimizer_cls_and_kwargs is Trainer.get_optimizer_cls_and_kwargs
         if self.optimizer is None and usual and self._inherits("create_optimizer"):
@@ -334,14 +333,6 @@ class FusedTrainerMixin(_Base):
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
-    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        super().create_model_card(*args, **kwargs)
-        card, base = Path(self.args.output_dir, "README.md"), getattr(self.model.config, "_name_or_path", "")
-        if self.is_world_process_zero() and card.exists() and Path(base).is_dir():
-            # TRL 1.16 (base_trainer.py) writes None for a model from a directory or outside the Hub
-            text = card.read_text("utf-8").replace('model="None"', f'model="{self.args.output_dir}"')
-            card.write_text(re.sub(r"\[None\]\(\S*\)", f"`{Path(base).name}`", text), "utf-8")
-
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         write = self.args.should_save
         if write or self._sharding is not None:
@@ -358,7 +349,7 @@ class FusedTrainerMixin(_Base):
             checkpoint.load_scheduler(self.lr_scheduler, folder / checkpoint.SCHEDULER_FILE)
 
     def _load_scaler(self, checkpoint_dir: str | None) -> None:
-        """Does nothing, even if there is a `scaler.pt`: the optimizer has the loss scale."""
+        """Does nothing: the optimizer has the loss scale, and a `scaler.pt` is not unpickled."""
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         if not isinstance(self.optimizer, FusedOptimizer):  # a subclass did not call the mixin's create_optimizer
@@ -368,14 +359,10 @@ class FusedTrainerMixin(_Base):
         return super().create_scheduler(num_training_steps, optimizer)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        checkpoint.check_configuration(self.model, Path(resume_from_checkpoint))
         self._shard()
-        target, own = self.model if model is None else model, not self._inherits("_load_from_checkpoint")
-        if own and self._sharding is not None:
-            raise UnsupportedError(
-                f"{type(self).__name__} loads checkpoints with custom code, which does not support sharding. Omit "
-                "resume_from_checkpoint and load_best_model_at_end, or fsdp and deepspeed"
-            )
-        if own or (self._sharding is None and type(target).load_state_dict is not nn.Module.load_state_dict):
+        target, custom = self.model if model is None else model, not self._inherits("_load_from_checkpoint")
+        if custom or (self._sharding is None and type(target).load_state_dict is not nn.Module.load_state_dict):
             super()._load_from_checkpoint(resume_from_checkpoint, *(() if model is None else (model,)))
         else:
             load_weights(target, Path(resume_from_checkpoint))

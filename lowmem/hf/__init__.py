@@ -29,18 +29,18 @@ def version(package: str) -> str | None:
 def check_version(package: str) -> None:
     """Warns once if the installed version of a package is older or newer than those that are tested."""
     installed, (oldest, newest) = version(package), TESTED[package]
-    if installed is not None and not _minor(oldest) <= _minor(installed) <= _minor(newest):
-        known = f">={oldest}" if _minor(installed) < _minor(oldest) else f"=={newest}.*"
+    if installed is None:
+        return
+    from packaging.version import Version  # which transformers needs, too
+
+    minor, first, last = (Version(number).release[:2] for number in (installed, oldest, newest))
+    if not first <= minor <= last:
+        known = f">={oldest}" if minor < first else f"=={newest}.*"
         warnings.warn(
             f"lowmem is tested with {package} {oldest} to {newest}, and {installed} is installed. If something fails, "
             f"run: pip install '{package}{known}'",
             stacklevel=3,
         )
-
-
-def _minor(version: str) -> tuple[int, ...]:
-    """Returns the first two numbers of a version."""
-    return tuple(int(number) for number in version.split(".")[:2])
 
 
 require_packages("lowmem.trainer", "transformers", "accelerate", "datasets")

@@ -65,7 +65,7 @@ class FusedAccelerator(Accelerator):  # type: ignore[misc]
             super().backward(loss, **options)
             return
         trainer, optimizer = self.trainer, self.trainer.optimizer
-        if not (getattr(trainer, "is_in_train", False) or trainer._given.clips or optimizer.config.clip_norm is None):
+        if not (getattr(trainer, "is_in_train", False) or trainer._inputs.clips or optimizer.config.clip_norm is None):
             raise ConfigError(
                 f"max_grad_norm={trainer.args.max_grad_norm}: {type(trainer).__name__} has a custom training loop, and "
                 "lowmem cannot tell whether it clips. If it does not (TRL's PPO), set max_grad_norm=0. If it does, "

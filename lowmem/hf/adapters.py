@@ -118,8 +118,8 @@ def load(model: Any, folder: Path) -> None:
     Raises:
         CheckpointError: a file or tensor is missing or truncated, or its name or shape differs from the model's.
     """
-    found = files(folder)
-    if not found:
+    paths = files(folder)
+    if not paths:
         raise CheckpointError(
             f"{folder} contains no PEFT adapters, but the model has adapters. The checkpoint belongs to another model"
         )
@@ -130,7 +130,7 @@ def load(model: Any, folder: Path) -> None:
     others = folder / OTHERS_FILE
     if tensors := _others(model, state):
         expected[others] = tensors
-    elif others in found:
+    elif others in paths:
         raise CheckpointError(
             f"{others} contains parameters, apart from the adapters, that are frozen in this model. Set requires_grad "
             "as in the saved run before creating the trainer"
@@ -138,13 +138,13 @@ def load(model: Any, folder: Path) -> None:
     prompts = {_path(folder, name) for name, config in model.peft_config.items() if config.is_prompt_learning}
     with ExitStack() as stack, torch.no_grad():
         pairs: list[tuple[Tensor, Any, str]] = []
-        for path in sorted(expected.keys() | set(found)):
+        for path in sorted({*expected, *paths}):
             file = stack.enter_context(open_safetensors(path))
             if path not in prompts:  # prompts are computed: OTHERS_FILE contains their encoder
-                own = {**optional.get(path, {}), **expected.get(path, {})}
-                shapes = {name: placements.shape_of(tensor) for name, tensor in own.items()}
+                tensors = {**optional.get(path, {}), **expected.get(path, {})}
+                shapes = {name: placements.shape_of(tensor) for name, tensor in tensors.items()}
                 compare(path, dict.fromkeys(file.keys(), file), shapes, expected.get(path, {}))
-                pairs += [(own[name], file, name) for name in file.keys()]  # noqa: SIM118 (not a mapping)
+                pairs += [(tensors[name], file, name) for name in file.keys()]  # noqa: SIM118 (not a mapping)
         for tensor, file, name in pairs:
             placements.fill(tensor, file.get_tensor(name))
 

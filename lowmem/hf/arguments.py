@@ -53,8 +53,8 @@ _NUMBERS = {
 
 
 @dataclass(frozen=True)
-class Given:
-    """The arguments that a fused trainer was created with.
+class Inputs:
+    """The arguments of a fused trainer's constructor that lowmem reads.
 
     Attributes:
         model: the model or its name.
@@ -69,7 +69,7 @@ class Given:
     fused: FusedConfig | None
 
     @classmethod
-    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any], fused: FusedConfig | None) -> "Given":
+    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any], fused: FusedConfig | None) -> "Inputs":
         """Finds them among the arguments of any trainer's constructor."""
         values = [*args, *kwargs.values()]
         options = next((value for value in values if isinstance(value, TrainingArguments)), None)
@@ -82,7 +82,7 @@ class Given:
         return self.optimizer is not None or (self.fused is not None and self.fused.clip_norm is not None)
 
     def check(self, trainer: Any) -> None:
-        """Raises `ConfigError` if another optimizer was given than lowmem's, or options that it does not have."""
+        """Raises `ConfigError` if `optimizers` has a third-party optimizer, or options have no effect on it."""
         if trainer.optimizer_cls_and_kwargs is not None:
             raise ConfigError("optimizer_cls_and_kwargs: name the class in fused.rule instead")
         if self.optimizer is None:

@@ -2,7 +2,7 @@
 
 `saving` writes into a staging directory, adds checksums of all files, waits for the disk, and renames the directory.
 `to_resume` verifies the checksums once, on rank 0; the functions that load a checkpoint rely on it. Optimizer states
-are saved by parameter name, in logical shapes and their own dtype. They are written and read one at a time, as weights
+are saved by parameter name, in logical shapes and dtypes. They are written and read one at a time, as weights
 are, so that saving and resuming need no more memory than training.
 """
 
@@ -300,8 +300,8 @@ def rotate(run_dir: Path, step: int, limit: int | None, best: str | None) -> Non
     if limit is None or limit <= 0:
         return
     folders = sorted(candidates(run_dir), key=lambda folder: (_number(folder) <= step, _number(folder)))
-    kept = {Path(path).resolve() for path in (run_dir / f"checkpoint-{step}", best) if path}
-    for folder in [folder for folder in folders if folder.resolve() not in kept][: max(0, len(folders) - limit)]:
+    protected = {Path(path).resolve() for path in (run_dir / f"checkpoint-{step}", best) if path}
+    for folder in [folder for folder in folders if folder.resolve() not in protected][: max(0, len(folders) - limit)]:
         _set_aside(folder, _REMOVED)  # so that a partly removed directory does not look like a checkpoint
         remove(run_dir / _REMOVED)
 
@@ -332,8 +332,8 @@ def candidates(run_dir: Path) -> list[Path]:
     when the run was killed.
     """
     paths = [path for home in (run_dir / _REPLACED, run_dir) for path in home.glob("checkpoint-*")]
-    found = {path.name: path for path in paths if _DIRECTORY.fullmatch(path.name)}
-    return sorted(found.values(), key=_number, reverse=True)
+    checkpoints = {path.name: path for path in paths if _DIRECTORY.fullmatch(path.name)}
+    return sorted(checkpoints.values(), key=_number, reverse=True)
 
 
 def _number(folder: Path) -> int:

@@ -94,8 +94,8 @@ def read(optimizer: Any, fused: FusedConfig) -> tuple[FusedConfig, list[dict[str
     ]
     if fused.rule is None:
         adamw = cls is torch.optim.AdamW and not (hyper["amsgrad"] or hyper["maximize"])
-        kept = ("lr", "betas", "eps") if adamw else hyper.keys() - {"weight_decay", "fused"}
-        options = {**{name: hyper[name] for name in kept}, **fused.given}
+        names = ("lr", "betas", "eps") if adamw else hyper.keys() - {"weight_decay", "fused"}
+        options = {**{name: hyper[name] for name in names}, **fused.given}
         fused = replace(fused, rule="adamw" if adamw else cls, lr=options.pop("lr", None), hyper=options)
     return fused, groups
 
@@ -112,14 +112,11 @@ def parts_by_decay(trainer: Trainer, model: nn.Module) -> list[dict[str, Any]]:
     ]
 
 
-def param_groups(
-    fused: FusedConfig, model: nn.Module, parts: list[dict[str, Any]], *, by_class: bool
-) -> list[dict[str, Any]]:
-    """The groups of `fused`, each split into `parts`. A group with the rule of `fused` takes their options.
+def param_groups(fused: FusedConfig, model: nn.Module, parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The groups of `fused`, each split by the options that its parameters have in `parts`.
 
     Args:
         parts: groups of parameters, as `read` and `parts_by_decay` return them.
-        by_class: whether a trainer's class has created them. Otherwise groups without weight decay are not split.
 
     Raises:
         UnsupportedError: a parameter is only in the model or only in `parts`, and the trainer clips.
@@ -137,39 +134,41 @@ def param_groups(
             "freeze it"
         )
     groups: list[dict[str, Any]] = []
-    default = resolve(fused.rule)
     for group in fused.param_groups((name, param) for param, name in (names | outside).items() if param in part_of):
-        rule = resolve(group["rule"]) if "rule" in group else default
-        same_rule, decays = rule.name == default.name, rule.decay in rule.defaults and rule.decay not in group
-        if not decays and not by_class:
-            groups.append(group)
-            continue
-        for n, part in enumerate(parts):
-            options = {key: value for key, value in part.items() if same_rule and key != "weight_decay"} | group
-            if rule.decay not in group:
-                options |= _decay(rule, part["weight_decay"], same_rule)
-            groups.append({**options, "params": [pair for pair in group["params"] if part_of[pair[1]] == n]})
+        options = [_options(resolve(fused.rule), part, group) for part in parts]
+        split = {repr(values): {**values, "params": []} for values in options}
+        for name, param in group["params"]:
+            split[repr(options[part_of[param]])]["params"].append((name, param))
+        groups += split.values()
     return [group for group in groups if group["params"]]
 
 
-def _decay(rule: UpdateRule, amount: float | None, same_rule: bool) -> dict[str, Any]:
-    """The weight decay of a part: of the trainer for the trainer's rule, of the rule's defaults for another rule."""
+def _options(default: UpdateRule, part: dict[str, Any], group: dict[str, Any]) -> dict[str, Any]:
+    """The options of parameters in a part and in a group of `fused`. The options of the part are for the default rule,
+    except that a part without weight decay has none with any rule.
+    """
+    rule = resolve(group["rule"]) if "rule" in group else default
+    options: dict[str, Any] = {}
+    amount, without = part["weight_decay"], rule.without_decay()
+    if rule.name == default.name:
+        options = {key: value for key, value in part.items() if key not in ("params", "weight_decay")}
+    elif amount is not None:
+        amount = rule.defaults.get(rule.decay)
     if rule.decay not in rule.defaults:
-        return {"weight_decay": amount} if amount and same_rule else {}  # raises, because the rule does not have it
-    without = rule.without_decay()
-    if amount is None:
-        return without
-    return {rule.decay: (amount if same_rule else rule.defaults[rule.decay]) or without[rule.decay]}
+        options |= {"weight_decay": amount} if amount else {}  # raises, because the rule does not have it
+    elif rule.decay not in group:
+        options |= without if amount is None else {rule.decay: amount or without[rule.decay]}
+    return options | {key: value for key, value in group.items() if key != "params"}
 
 
 def _settings(optimizer: torch.optim.Optimizer) -> str:
     """The attributes of an optimizer except parameters and states, as text."""
-    own = {name: value for name, value in vars(optimizer).items() if name not in ("param_groups", "state")}
-    return repr({name: getattr(value, "__dict__", value) for name, value in own.items()})
+    attributes = {name: value for name, value in vars(optimizer).items() if name not in ("param_groups", "state")}
+    return repr({name: getattr(value, "__dict__", value) for name, value in attributes.items()})
 
 
 def with_learning_rate(args: TrainingArguments, fused: FusedConfig, model: nn.Module) -> TrainingArguments:
-    """Returns arguments whose `learning_rate` is `fused.lr`, if that is set. The given arguments are not changed.
+    """Returns arguments whose `learning_rate` is `fused.lr`, if that is set. `args` is not changed.
 
     Raises:
         ConfigError: both are set and differ, or neither is set and the default is chosen for another rule.

@@ -14,7 +14,6 @@ import torch.distributed as dist
 
 import lowmem
 from lowmem.errors import ConfigError, RankError
-from lowmem.files import read_json
 from lowmem.hf import version
 from lowmem.layers.config import LayersConfig
 from lowmem.options import FusedConfig
@@ -52,8 +51,6 @@ def require_alike(
     facts["the version of lowmem"] = lowmem.__version__
     facts["the number of training samples"] = samples
     facts["the checkpoint"] = resumed and resumed.name
-    if resumed is not None and (state := resumed / "trainer_state.json").is_file():
-        facts["the step of the checkpoint"] = read_json(state)["global_step"]
     facts |= {name: getattr(args, name) for name in _ARGUMENTS if hasattr(args, name)}
     facts |= {f"fused.{option.name}": getattr(config, option.name) for option in fields(config)}
     facts |= {f"layers.{name}": value for name, value in vars(layers).items()}

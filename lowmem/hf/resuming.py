@@ -19,7 +19,7 @@ import transformers
 import xxhash
 from datasets.fingerprint import Hasher
 from torch.utils.data import IterableDataset, SequentialSampler
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import has_length
 
 from lowmem.errors import CheckpointError, DataError
@@ -63,47 +63,45 @@ class Rows(TrainerCallback):  # type: ignore[misc]
         self, trainer: Any, loader: Any, steps_per_epoch: int, max_steps: int, checkpoint: Path | None
     ) -> None:
         args = trainer.args
-        self._trainer, self._loader, self._max_steps, self._folder = trainer, loader, max_steps, checkpoint
+        self._trainer, self._loader, self._folder = trainer, loader, checkpoint
         self._data = getattr(loader, "dataset", loader)  # or a custom iterable of batches
         self._is_stream = isinstance(self._data, IterableDataset)
         accumulation = args.gradient_accumulation_steps
         # micro-batches per epoch, or of all steps if the data are a stream
         self._batches = len(loader) if has_length(loader) else max_steps * accumulation
-        self._per_step = trainer.get_total_train_batch_size(args)
-        self._per_batch = self._per_step // accumulation
+        self._per_batch = trainer.get_total_train_batch_size(args) // accumulation
         sampler = getattr(loader, "batch_sampler", None)
         self._batch_sampler = getattr(sampler, "batch_sampler", sampler)
         self._sampler: Any = getattr(self._batch_sampler, "sampler", None)
         self._start = TemporaryDirectory()
-        self._record = self._describe()
-        self.step = 0
-        if checkpoint is not None and (state := checkpoint / TRAINER_STATE_FILE).is_file():
-            self.step = read_json(state)["global_step"]
+        self._record = self._describe(compared=args.save_strategy != "no" or checkpoint is not None)
+        self.step = 0 if checkpoint is None else read_json(checkpoint / TRAINER_STATE_FILE)["global_step"]
         self.left = checkpoint is None or self.step < max_steps
+        by_trainer = self.step // steps_per_epoch, self.step % steps_per_epoch * accumulation
         if not self.left and trainer.is_world_process_zero():
             logger.warning(
                 "training is already complete: %s is at step %d of %d, and its weights are loaded. Raise max_steps or "
                 "num_train_epochs to continue.", checkpoint, self.step, max_steps
             )  # fmt: skip
-        by_trainer = self.step // steps_per_epoch, self.step % steps_per_epoch * accumulation
-        if args.ignore_data_skip:
-            by_trainer = by_trainer[0], 0
         self.start = by_trainer
-        if checkpoint is not None and not args.ignore_data_skip:
-            start = self._resume(checkpoint)
-            self.start = start if start is not None and self.left else by_trainer
-        if self.start != by_trainer and not hasattr(Trainer, "_init_training_state"):
-            raise CheckpointError(
-                f"{checkpoint} has trained {self.start[0]} epochs and {self.start[1]} batches, and transformers "
-                f"{transformers.__version__} would skip {by_trainer[0]} and {by_trainer[1]}. Run: pip install "
-                "'transformers>=5.6'. Or write ignore_data_skip: true to begin the epoch again"
-            )
+        if args.ignore_data_skip:
+            self.start = by_trainer[0], 0
+        elif checkpoint is not None and self.left:
+            require_step_with_completions(args, self.step, checkpoint)
+            saved = read_json(checkpoint / RECORD_FILE)
+            require_same_rows(saved, self._record, checkpoint)
+            self.start = saved["epoch"], saved["row"] // self._per_batch
+            if self.start != by_trainer and not hasattr(Trainer, "_init_training_state"):
+                raise CheckpointError(
+                    f"{checkpoint} has trained {self.start[0]} epochs and {self.start[1]} batches, and transformers "
+                    f"{transformers.__version__} would skip {by_trainer[0]} and {by_trainer[1]}. Run: pip install "
+                    "'transformers>=5.6'. Or write ignore_data_skip: true to begin the epoch again"
+                )
         self.epoch = self.start[0] - 1  # the next one begins
 
-    def _describe(self) -> dict[str, Any]:
+    def _describe(self, *, compared: bool) -> dict[str, Any]:
         """The properties of the data, the order and the batches that decide which rows a step has."""
         args, data = self._trainer.args, self._data
-        compared = args.save_strategy != "no" or self._folder is not None
         shape = [self._per_batch // args.world_size, args.gradient_accumulation_steps, args.world_size]
         rows: Any = shape
         per_epoch = 0
@@ -111,7 +109,7 @@ class Rows(TrainerCallback):  # type: ignore[misc]
         seeded = type(self._sampler) is SequentialSampler or hasattr(self._sampler, "initial_seed")
         if seeded and not self._trainer.accelerator.split_batches:  # the order does not depend on the batches
             total = self._batches * self._per_batch  # padded, or cut, to batches of all ranks
-            rows, per_epoch = self._per_step, min(total, len(data)) if args.world_size == 1 else total
+            rows, per_epoch = math.prod(shape), min(total, len(data)) if args.world_size == 1 else total
         return {name: getattr(args, name) for name in _ORDER if hasattr(args, name)} | {
             "data": fingerprint(data) if compared else None,
             "kind of data": type(data).__name__,
@@ -122,58 +120,6 @@ class Rows(TrainerCallback):  # type: ignore[misc]
             "rows": rows,
             "rows per epoch": per_epoch,
         }
-
-    def _resume(self, folder: Path) -> tuple[int, int] | None:
-        """The start that a checkpoint records, or None if it has no record."""
-        args = self._trainer.args
-        # the micro-batches that share completions in TRL's GRPO
-        shared = getattr(args, "steps_per_generation", 1) * getattr(args, "num_iterations", 1)
-        every = math.lcm(shared, args.gradient_accumulation_steps) // args.gradient_accumulation_steps
-        if self.step % every and self.left:
-            raise CheckpointError(
-                f"{folder} was saved between steps that share completions, which checkpoints do not store. Resume from "
-                f"a step that is a multiple of {every}, and set save_steps to such a multiple"
-            )
-        if not (folder / RECORD_FILE).exists():
-            logger.warning(
-                "%s has no %s, so lowmem cannot tell whether it was trained on the same rows", folder, RECORD_FILE
-            )
-            return None
-        saved, now = read_json(folder / RECORD_FILE), self._record
-        unknown = None in (saved["data"], now["data"])
-        facts = ("number of rows", "kind of data") if unknown else ("number of rows", "data")
-        if any(saved[name] != now[name] for name in facts):
-            raise DataError(
-                "the tokenized data differs from the data of this checkpoint. Restore the data and its settings "
-                "(max_length, packing, the chat template) to continue the run, or start a new run from these weights: "
-                "model_name_or_path=CHECKPOINT and another output_dir"
-            )
-        if unknown:
-            logger.warning("only the number of rows of the data was compared with %s, not the rows themselves", folder)
-        step = self._per_step
-        end = saved["row"] + (self._max_steps - self.step) * step
-        # how the last batch of an epoch is padded does not matter to a run that ends before it
-        reached = end > min(saved["rows per epoch"], now["rows per epoch"]) // step * step
-        for name in (*_ORDER, "dataloader_num_workers", "rows", *(["rows per epoch"] if reached else [])):
-            if name in saved.keys() & now.keys() and saved[name] != now[name]:
-                what = _SHAPE if name.startswith("rows") else name
-                raise CheckpointError(
-                    f"{folder} cannot be continued with the remaining rows: {what} was {saved[what]} and is now "
-                    f"{now[what]}. Write {self._line(name, saved)}, or ignore_data_skip: true to restart the epoch"
-                )
-        return saved["epoch"], saved["row"] // self._per_batch
-
-    def _line(self, name: str, saved: dict[str, Any]) -> str:
-        """The line with which the steps have the rows of the checkpoint."""
-        if not name.startswith("rows"):
-            return f"{name}: {json.dumps(saved[name])}"
-        size, accumulation, ranks = saved[_SHAPE]
-        step, now = size * accumulation * ranks, self._record[_SHAPE][2]
-        if saved["rows per epoch"] == saved["number of rows"] and saved["number of rows"] % step == step % now == 0:
-            ranks, size = now, math.gcd(step // now, size)
-            accumulation = step // now // size
-        line = f"per_device_train_batch_size: {size}, gradient_accumulation_steps: {accumulation}"
-        return line + (f" (in {ranks} process{'es' * (ranks > 1)})" if ranks != now else "")
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Corrects the path of the best checkpoint, because the run folder may have been moved or copied."""
@@ -222,6 +168,46 @@ class Rows(TrainerCallback):  # type: ignore[misc]
         if write:
             place = {"epoch": self.epoch + ended, "row": 0 if ended else batch * self._per_batch}
             (folder / RECORD_FILE).write_text(json.dumps(self._record | place))
+
+
+def require_step_with_completions(args: TrainingArguments, step: int, checkpoint: Path) -> None:
+    """Raises `CheckpointError` if the next step of TRL's GRPO or RLOO reuses completions of the steps before it."""
+    micro_batches = getattr(args, "steps_per_generation", 1) * getattr(args, "num_iterations", 1)
+    every = math.lcm(micro_batches, args.gradient_accumulation_steps) // args.gradient_accumulation_steps
+    if step % every:
+        raise CheckpointError(
+            f"{checkpoint} was saved between steps that share completions, which checkpoints do not store. Resume from "
+            f"a step that is a multiple of {every}, and set save_steps to such a multiple"
+        )
+
+
+def require_same_rows(saved: dict[str, Any], now: dict[str, Any], checkpoint: Path) -> None:
+    """Compares the records of a checkpoint and of the run that resumes from it.
+
+    Raises:
+        CheckpointError: the order or the batches differ.
+        DataError: the data differ.
+    """
+    unknown = None in (saved["data"], now["data"])
+    facts = ("number of rows", "kind of data") if unknown else ("number of rows", "data")
+    if any(saved[name] != now[name] for name in facts):
+        raise DataError(
+            "the tokenized data differs from the data of this checkpoint. Restore the data and its settings "
+            "(max_length, packing, the chat template) to continue the run, or start a new run from these weights: "
+            "model_name_or_path=CHECKPOINT and another output_dir"
+        )
+    if unknown:
+        logger.warning("only the number of rows of the data was compared with %s, not the rows themselves", checkpoint)
+    for name in (*_ORDER, "dataloader_num_workers", "rows", "rows per epoch"):
+        if name not in saved.keys() & now.keys() or saved[name] == now[name]:
+            continue
+        setting = _SHAPE if name.startswith("rows") else name
+        values = saved[_SHAPE] if setting == _SHAPE else [saved[name]]
+        line = ", ".join(f"{n}: {json.dumps(v)}" for n, v in zip(setting.split(", "), values, strict=True))
+        raise CheckpointError(
+            f"{checkpoint} cannot be continued with the remaining rows: {setting} was {saved[setting]} and is now "
+            f"{now[setting]}. Write {line}, or ignore_data_skip: true to restart the epoch"
+        )
 
 
 def fingerprint(dataset: Any) -> str | None:

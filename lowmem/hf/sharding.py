@@ -39,8 +39,8 @@ _DECIDED_ELSEWHERE: dict[str, tuple[tuple[Any, ...], str]] = {
         (-1, 0),
         "each group of ranks would train a different model. To gather within a node, use zero_hpz_partition_size",
     ),
-    "zero_optimization.zero_quantized_gradients": ((False,), "gradients are averaged in their own dtype"),
-    "communication_data_type": ((), "gradients are averaged in their own dtype"),
+    "zero_optimization.zero_quantized_gradients": ((False,), "gradients keep their dtype when they are averaged"),
+    "communication_data_type": ((), "gradients keep their dtype when they are averaged"),
     "prescale_gradients": ((False,), "gradients are always divided by the number of ranks before they are summed"),
     "gradient_predivide_factor": ((1.0,), "gradients are always divided by the number of ranks before they are summed"),
     "amp.enabled": ((False,), "use the trainer's bf16 or fp16"),
@@ -68,7 +68,7 @@ def of(args: TrainingArguments) -> "Sharding | None":
     return FSDP2Sharding(args) if args.fsdp else None
 
 
-def prepare(model: Any, args: TrainingArguments | None) -> None:
+def prepare(sharding: "Sharding | None", model: Any, args: TrainingArguments | None) -> None:
     """Prepares this process for a trainer of TRL that loads the model by its name."""
     if not isinstance(model, str) or args is None:
         return
@@ -76,14 +76,14 @@ def prepare(model: Any, args: TrainingArguments | None) -> None:
     options = {"device_map": None} | (getattr(args, "model_init_kwargs", None) or {})
     if hasattr(args, "model_init_kwargs"):
         args.model_init_kwargs = options
-    if (sharded := of(args)) is None:
+    if sharding is None:
         return
     dtype = options.get("dtype", "float32")
     if dtype in (None, "auto"):
         # transformers 5.23 (dynamic_module_utils.py) asks on the terminal if `trust_remote_code` is None
         trusted, revision = options.get("trust_remote_code", False), options.get("revision")
         dtype = AutoConfig.from_pretrained(model, trust_remote_code=trusted, revision=revision).dtype or "float32"
-    sharded.prepare(getattr(torch, dtype) if isinstance(dtype, str) else dtype)
+    sharding.prepare(getattr(torch, dtype) if isinstance(dtype, str) else dtype)
 
 
 def _require_process_group(argument: str) -> None:

@@ -19,6 +19,7 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from lowmem import placements
@@ -111,8 +112,8 @@ def weight_files(folder: Path) -> list[Path]:
     Raises:
         CheckpointError: a configuration or an index that names files is missing or damaged.
     """
-    if found := adapters.files(folder):
-        return found
+    if paths := adapters.files(folder):
+        return paths
     index = folder / INDEX_FILE
     if not index.exists():
         return [folder / WEIGHTS_FILE]
@@ -234,19 +235,11 @@ class _Sources(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        inputs = [self.names.get(id(value), frozenset()) for value in _tensors([args, *(kwargs or {}).values()])]
-        for value in _tensors([result]):
+        inputs = [self.names.get(id(value), frozenset()) for value in tree_leaves((args, kwargs))]
+        for value in filter(torch.is_tensor, tree_leaves(result)):
             self.names.setdefault(id(value), frozenset[str]().union(*inputs))
             self._seen.append(value)
         return result
-
-
-def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    for value in values:
-        if isinstance(value, list | tuple):
-            yield from _tensors(value)
-        elif isinstance(value, Tensor):
-            yield value
 
 
 class _SkipContiguous(TorchFunctionMode):

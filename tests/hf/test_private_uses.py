@@ -144,7 +144,7 @@ def test_untested_versions_warn_once(installed, version, line):
         hf.check_version("trl")
 
 
-@pytest.mark.parametrize("version", ["0.24.0", "1.9.2", "1.16.0", "1.16.3.dev0+local"])
+@pytest.mark.parametrize("version", ["0.24.0", "1.9.2", "1.16.0", "1.16.3.dev0+local", "1.16rc1"])
 def test_tested_versions_and_their_patch_releases_do_not_warn(installed, version):
     installed(version)
     with warnings.catch_warnings():
