@@ -132,7 +132,7 @@ def test_files_for_trl_give_its_losses(case, tmp_path):
 # --- Runs -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_run_from_end_to_end(tmp_path, run_dir):
+def test_an_end_to_end_run(tmp_path, run_dir):
     ended = train(tmp_path, "sft", "--config", saving(tmp_path), "--learning_rate", 0.05, "--fused.clip_threshold", 0.9)
     assert (ended.status, ended.err) == (0, "")
     assert "LlamaForCausalLM" in ended.out and "data       12 rows, " in ended.out
@@ -551,7 +551,7 @@ def test_generate_says_which_checkpoint_answers(run, tmp_path):
     assert ended.status == 2 and "has no chat template. Omit --system" in ended.err
 
 
-def test_rules_prints_what_is_measured():
+def test_lowmem_rules_prints_measured_values():
     ended = lowmem("rules")
     assert (ended.status, ended.err) == (0, "")
     rows = {line.split()[0]: line.split()[1:] for line in ended.out.partition("import path")[0].splitlines() if line}
@@ -565,7 +565,7 @@ def test_rules_prints_what_is_measured():
     assert lowmem("rules", "torch.optim.SGD").out.startswith("0 bytes of states")
 
 
-def test_rules_names_the_rate_for_a_model(tmp_path):
+def test_lowmem_rules_prints_the_learning_rate_for_a_model(tmp_path):
     """Relative to the root mean square of its weights, which are in two files."""
     files = [f"model-0000{number}-of-00002.safetensors" for number in range(2)]
     for number, file in enumerate(files):

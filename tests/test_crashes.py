@@ -92,7 +92,7 @@ def kill_at(moment, run, processes, seconds, chance):
 
 
 @pytest.mark.parametrize("name", [name for name, kills in KILLS.items() if kills])
-def test_killed_runs_end_like_one_that_was_not(name, tmp_path):
+def test_killed_runs_end_like_an_uninterrupted_one(name, tmp_path):
     """Half of the kills come at any time, the others at one of `MOMENTS`."""
     (more, ranks), words, chance = SETTINGS[name], inputs(tmp_path), random.Random(5)
 
@@ -155,7 +155,7 @@ class Killed(BaseException):
 
 
 @pytest.mark.parametrize("after", [0, 2, 4])
-def test_a_run_that_dies_while_its_model_is_saved_has_its_last_checkpoint(run, monkeypatch, after):
+def test_a_run_killed_while_saving_its_model_keeps_its_last_checkpoint(run, monkeypatch, after):
     """Before the first file, or between two. The configuration is moved last."""
     move, moved = Path.replace, []
 

@@ -110,7 +110,7 @@ atexit.register(print, "registered", end=" ")
 
 
 @pytest.mark.parametrize(("ranks", "word", "status"), [(1, "--version", 0), (2, "--version", 0), (2, "--nonsense", 2)])
-def test_a_rank_ends_before_threads_of_gloo_can_meet_an_interpreter_that_shuts_down(ranks, word, status, tmp_path):
+def test_a_rank_exits_before_gloo_threads_meet_the_interpreter_shutdown(ranks, word, status, tmp_path):
     """What is registered for the exit runs, and the exit status is that of the command."""
     (tmp_path / "sitecustomize.py").write_text(AT_EXIT)
     paths = os.pathsep.join((str(tmp_path), str(ROOT)))
@@ -124,7 +124,7 @@ def test_two_processes_are_one_run(folder, one_process, tmp_path):
     assert_one_run(run(folder, tmp_path / "run", ranks=2), tmp_path / "run", one_process)
 
 
-def test_a_run_resumes_with_as_many_processes_or_fewer(folder, one_process, tmp_path):
+def test_a_run_resumes_with_the_same_number_of_processes_or_fewer(folder, one_process, tmp_path):
     """Bit for bit with as many, with the same losses in one."""
     run_dir = tmp_path / "run"
     run(folder, run_dir, ranks=2)

@@ -32,7 +32,7 @@ def test_a_limited_file_is_the_start_of_the_full_one(run, tmp_path):
         assert " of test." not in question["content"]
 
 
-def test_a_model_is_the_same_each_time_and_its_tokenizer_gives_every_text_back(run, tmp_path):
+def test_a_model_is_reproducible_and_its_tokenizer_is_lossless(run, tmp_path):
     rows = [{"text": "a few words"}, {"messages": [{"role": "user", "content": "and others"}]}]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     sizes = ("--vocab-size", 280, "--hidden-size", 16, "--layers", 1)

@@ -15,7 +15,7 @@ from lowmem.errors import ConfigError, UnsupportedError
 
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic", "compensated"])
 @pytest.mark.parametrize("rule", ["lomo", "adalomo", "torch.optim.AdamW"])
-def test_learning_rate_zero_moves_nothing(rule, rounding, give_gradients):
+def test_a_learning_rate_of_zero_changes_no_weight(rule, rounding, give_gradients):
     param = torch.nn.Parameter(torch.randn(6, 5).bfloat16())
     start, grad = param.detach().clone(), torch.randn(6, 5).bfloat16()
     opt = lowmem.FusedOptimizer([param], rule=rule, lr=0.1, weight_decay=0.1, rounding=rounding)
@@ -32,7 +32,7 @@ def test_learning_rate_zero_moves_nothing(rule, rounding, give_gradients):
     assert torch.equal(param, moved)
 
 
-def test_norms_are_in_the_order_of_the_model_where_groups_are_added(give_gradients):
+def test_norms_keep_the_order_of_the_model_with_added_groups(give_gradients):
     """As those of one group: the order decides the last bits of the sum."""
     net = torch.nn.Sequential(*(torch.nn.Linear(3, 2) for _ in range(8)))
     grads = [torch.randn_like(param) for param in net.parameters()]

@@ -55,7 +55,7 @@ FORBIDDEN = {
 }  # fmt: skip
 
 
-def test_no_code_of_the_package_runs_data():
+def test_the_package_never_executes_data():
     for file, name, options in calls():
         assert name not in FORBIDDEN, f"{file} calls {name}"
         assert options.get("shell", "False") == "False", f"{file} uses a shell"
@@ -66,7 +66,7 @@ def test_no_code_of_the_package_runs_data():
             assert trusted in ("False", "trusted", "recipe.source"), f"{file} may trust code"
 
 
-def test_only_what_the_user_names_is_imported():
+def test_only_names_given_by_the_user_are_imported():
     """The class of a rule, and reward functions. TRL has one module per command."""
     assert {file for file, name, _ in calls() if name.endswith(("import_module", "resolve_name"))} == {
         "rules/foreign.py",
@@ -245,7 +245,7 @@ def outside(tmp_path):
     assert {path: path.read_text() for path in folder.rglob("*") if path.is_file()} == before
 
 
-def test_links_are_removed_and_not_where_they_lead(tmp_path, outside):
+def test_links_are_removed_and_not_their_targets(tmp_path, outside):
     """By rotation, and where a killed run has left something."""
     run_dir = tmp_path / "run"
     checkpoints(run_dir, 2, 3)
@@ -267,7 +267,7 @@ def staged(run_dir, *names):
 
 
 @pytest.mark.parametrize("target", ["checkpoint-1", "gone"])
-def test_a_checkpoint_replaces_a_link_and_not_where_it_leads(tmp_path, outside, target):
+def test_a_checkpoint_replaces_a_link_and_not_its_target(tmp_path, outside, target):
     run_dir = tmp_path / "run"
     saving = staged(run_dir, "checkpoint-1/weights")
     (run_dir / "checkpoint-1").symlink_to(outside / target)
@@ -277,7 +277,7 @@ def test_a_checkpoint_replaces_a_link_and_not_where_it_leads(tmp_path, outside, 
     assert (run_dir / "checkpoint-1" / "weights").read_text() == "of this run"
 
 
-def test_a_final_model_replaces_links_and_not_where_they_lead(tmp_path, outside):
+def test_a_final_model_replaces_links_and_not_their_targets(tmp_path, outside):
     run_dir = tmp_path / "run"
     saving = staged(run_dir, "model/config.json", "model/weights", "model/adapter/config.json")
     for name in ("config.json", "weights"):

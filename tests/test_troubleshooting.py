@@ -108,7 +108,7 @@ def test_every_rank_gets_the_message(words, two, tmp_path):
 
 
 @pytest.mark.troubleshooting("The weights do not move")
-def test_micro_batches_without_a_last_one_move_nothing(net):
+def test_micro_batches_without_a_last_one_change_no_weight(net):
     opt, before = lomo(net), net[0].weight.detach().clone()
     for _ in range(3):
         with opt.accumulate():

@@ -1,17 +1,11 @@
 """Benchmarks against peers: commands measure and write their results, and methods train as documented."""
 
-import contextlib
 import json
 import os
 import signal
-import subprocess
-import sys
-import time
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 
-import psutil
 import pytest
 import torch
 
@@ -27,7 +21,6 @@ from benchmarks.measurement import SIZES, Workload
 from benchmarks.methods import FLOOR, drop_gradients, fused, hooked, ordinary
 from benchmarks.processes import MeasurementError, alone
 
-ROOT = Path(__file__).parents[2]
 SMALL = ("--size", "1M", "--tokens", "8", "--steps", "1", "--rounds", "1")
 
 
@@ -91,23 +84,6 @@ def test_results_of_a_step(run):
     assert weights == 2 * 1_049_472
     assert floor["tensor_peak"] < 2 * weights  # no gradient except the largest, and activations
     assert 4 * weights <= adamw["tensor_peak"] < 5 * weights  # gradients and two moments
-
-
-def test_ctrl_c_leaves_no_files_or_processes(tmp_path):
-    command = [sys.executable, "-m", "benchmarks.step", *SMALL, "--rounds", "50", "--out", str(tmp_path / "bench")]
-    environment = {**os.environ, "TMPDIR": str(tmp_path)}
-    heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a shell's background job ignores it
-    with subprocess.Popen(command, stderr=subprocess.PIPE, env=environment, cwd=ROOT, preexec_fn=heard) as main:
-        process = psutil.Process(main.pid)
-        while not (measured := [p for p in process.children() if "spawn_main" in "".join(p.cmdline())]):
-            time.sleep(0.05)
-        while main.poll() is None:  # Python drops an interrupt that comes in the middle of a finalizer
-            main.send_signal(signal.SIGINT)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                main.wait(timeout=30)
-        assert (main.returncode, main.stderr.read()[-12:]) == (130, b"interrupted\n")
-    assert not psutil.wait_procs(measured, timeout=60)[1]
-    assert not list(tmp_path.iterdir())
 
 
 # -- methods -----------------------------------------------------------------------------------------------------------

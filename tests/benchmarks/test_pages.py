@@ -54,7 +54,7 @@ PLANNED = {
 }
 
 
-def test_the_memory_of_rules_is_what_was_planned():
+def test_the_memory_of_rules_equals_the_plan():
     """The table of README.md, whose other columns are words."""
     plans = json.loads((RESULTS / "memory_bars.json").read_text())["planned"]["llama-3.1-8b"]
     text = (ROOT / "README.md").read_text()

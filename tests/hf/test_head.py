@@ -190,7 +190,7 @@ ADAPTERS = {
 
 
 @pytest.mark.parametrize("name", ADAPTERS)
-def test_the_loss_of_adapters_is_that_of_the_model(name, make, tiny_llama):
+def test_the_loss_of_adapters_equals_the_loss_of_the_model(name, make, tiny_llama):
     """Prompts come before the first layer, and a head with an adapter is left as it is."""
     net = peft.get_peft_model(tiny_llama(tie_word_embeddings=name == "rows of a tied head"), ADAPTERS[name])
     for param in net.parameters():
@@ -257,7 +257,7 @@ class Rows(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("case", TRAINERS)
-def test_a_trainer_logs_and_learns_what_it_does_without_the_mixin(case, tokenizer, tmp_path):
+def test_a_trainer_logs_and_learns_as_without_the_mixin(case, tokenizer, tmp_path):
     name, options = TRAINERS[case]
     try:
         cls, config = getattr(trl, f"{name}Trainer"), getattr(trl, f"{name}Config")
@@ -307,7 +307,7 @@ def test_a_trainer_logs_and_learns_what_it_does_without_the_mixin(case, tokenize
 SMOOTHED = {"label_smoothing_factor": 0.2, "learning_rate": 0.1, "loss_type": "nll"}
 
 
-def test_smoothed_labels_are_those_of_the_full_logits(make):
+def test_smoothed_labels_equal_the_full_logits(make):
     """Hugging Face's LabelSmoother, without the logits that it needs."""
     rule = lowmem.FusedConfig(rule="lomo")
     tensors, computed, plain = (
@@ -336,7 +336,7 @@ def test_smoothed_labels_are_those_of_the_full_logits(make):
         ("lomo", VOCABULARY, ": never materialized"),
     ],
 )
-def test_a_run_says_which_gradients_are_tensors(rule, vocabulary, words, make):
+def test_a_run_reports_which_gradients_are_tensors(rule, vocabulary, words, make):
     net = small("llama", vocab_size=vocabulary)
     trainer = make(FusedTrainer, net, lowmem.FusedConfig(rule=rule))
     assert described(net, trainer.create_optimizer()).endswith(words)
@@ -357,7 +357,7 @@ def test_an_entropy_loss_keeps_the_head_of_trl(tokenizer, tmp_path):
     assert output.entropy.requires_grad and output.log_probs.requires_grad
 
 
-def test_logits_are_ordinary_tensors_wherever_a_trainer_returns_them(make, matrices):
+def test_logits_returned_by_a_trainer_are_ordinary_tensors(make, matrices):
     """As metrics and generation read them."""
     trainer, seen = make(max_steps=1, loss_type="nll", per_device_eval_batch_size=4), []
     trainer.preprocess_logits_for_metrics = lambda logits, labels: (seen.append(logits), logits)[1]

@@ -42,7 +42,7 @@ CONTINUED = {
 
 
 @pytest.mark.parametrize(("run", "step", "changes"), CONTINUED.values(), ids=CONTINUED)
-def test_the_rows_that_are_left_are_trained(run, step, changes, tmp_path):
+def test_a_resumed_run_trains_the_remaining_rows(run, step, changes, tmp_path):
     try:
         continued(run, replace(run, **changes), step, "steps", tmp_path)
     except CheckpointError as error:
@@ -112,7 +112,7 @@ def test_ignore_data_skip_is_respected(make, tmp_path):
 
 @pytest.mark.parametrize("name", ["GRPO", "RLOO"])
 @pytest.mark.parametrize("options", [{"num_iterations": 2}, {"steps_per_generation": 2}], ids=str)
-def test_steps_that_share_completions_are_not_resumed_between(name, options, tmp_path):
+def test_resuming_between_steps_that_share_completions_raises(name, options, tmp_path):
     """The completions are in no checkpoint, and would be drawn again."""
     trainers.require(name)
 

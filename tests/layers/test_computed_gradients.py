@@ -213,7 +213,7 @@ def test_no_tensor_of_vocabulary_size_except_the_weights(tied, choice, model, ba
     assert peak["Total"] - rest["Total"] < 16 * MIB
 
 
-def test_a_long_sequence_has_a_tensor(model, batches, offers):
+def test_gradients_of_long_sequences_are_tensors(model, batches, offers):
     """Keeping what it is computed from would save less than three quarters of it."""
     train(model(), batches(1, (1, 250)))
     assert offers["lm_head.weight"] == {("HeadGradient", True)}

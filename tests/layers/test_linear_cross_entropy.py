@@ -166,7 +166,7 @@ class Largest(TorchDispatchMode):
 
 
 @pytest.mark.cpu_only("it is about casts of a CPU")
-def test_a_cpu_casts_some_rows_of_a_block_at_a_time(monkeypatch):
+def test_on_a_cpu_a_block_is_cast_a_few_rows_at_a_time(monkeypatch):
     weight = torch.randn(300, 64).bfloat16().requires_grad_()
     hidden, labels = torch.randn(20, 64).bfloat16().requires_grad_(), torch.randint(300, (20,))
     (expected,) = torch.autograd.grad(

@@ -272,7 +272,7 @@ def test_autocast(checkpointing, token_batches):
 # -- dropout -----------------------------------------------------------------------------------------------------------
 
 
-def test_dropout_draws_tile_by_tile():
+def test_dropout_is_drawn_per_tile():
     """Backward recomputes with the random numbers of forward, and leaves the generator where forward left it."""
     mlp = MLP(drop=0.3)
     x = torch.randn(8, 32)

@@ -50,5 +50,5 @@ def sharded_mlps(rank):
     return train(fully_shard(model), mine, {"rule": "lomo"}, "as told")
 
 
-def test_mlps_that_are_sharded_by_themselves(two):
+def test_separately_sharded_mlps(two):
     assert_as_one_device(two.run(sharded_mlps), train(make(), lambda ids: ids, {"rule": "lomo"}, "as told"))

@@ -231,7 +231,7 @@ def test_eight_bits_warn(llama, caplog):
     assert len(caplog.records) == 1
 
 
-def test_dequantized_it_is_an_ordinary_model(llama, token_batches, tmp_path):
+def test_a_dequantized_model_is_an_ordinary_model(llama, token_batches, tmp_path):
     model = llama("int10", tie_word_embeddings=True)
     train(model, token_batches(2))
     logits = model(**token_batches(1)[0]).logits

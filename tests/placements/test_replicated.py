@@ -38,7 +38,7 @@ def frozen_at_times(rank, settings, orders, frozen, micro_batches=1):
 
 
 @pytest.mark.parametrize("policy", ["immediate", "two_pass", "deferred"])
-def test_a_parameter_that_one_rank_has_frozen_for_some_steps(two, policy):
+def test_a_parameter_frozen_on_one_rank_for_some_steps(two, policy):
     """It counts as zero there, as with `find_unused_parameters`, and both ranks update it."""
     orders = [(0, 1, 2, 3), (0, 1, 2, 3), (3, 0, 1, 2), (0, 1, 2), (0, 1, 2, 3)]
     settings = {"rule": "adamw", "weight_decay": 0.01, "policy": policy}

@@ -130,7 +130,7 @@ CONTINUED = {
     ("count", "kinds", "settings"),
     pairwise(COUNTS, ["zero3-fsdp2", "fsdp2-zero3", "zero3-zero3"], CONTINUED),
 )
-def test_states_are_whole_and_fit_elsewhere(ranks_of, count, kinds, settings):
+def test_saved_states_are_full_and_load_elsewhere(ranks_of, count, kinds, settings):
     """State of one placement continues in another, and on one device, as if nothing had happened."""
     settings = CONTINUED[settings]
     found = ranks_of(count).run(continued, kinds.split("-"), settings, None)

@@ -92,7 +92,7 @@ def test_mixed_precision_of_fsdp2(two):
 
 @pytest.mark.parametrize("rounding", ["stochastic", "compensated"])
 @pytest.mark.parametrize("rule", ["adamw", "lion"])
-def test_rounded_weights_are_bit_equal_wherever_they_are(two, rule, rounding):
+def test_rounded_weights_are_bit_equal_in_every_placement(two, rule, rounding):
     """Given the same gradients (of two ranks with the same data) each element gets the same random bits."""
     model = {"dtype": torch.bfloat16, "tie_word_embeddings": True}
     settings = {"rule": rule, "rounding": rounding, "lr": 1e-3, "seed": 5}

@@ -30,7 +30,7 @@ def test_small_weights_move_by_a_thousandth(give_gradients):
 
 
 @pytest.mark.parametrize("size", [1e13, 1e15])
-def test_large_gradients_are_ordinary(give_gradients, size):
+def test_large_gradients_are_not_special(give_gradients, size):
     """The source adds mean(g²)·1e-30 to decay and step size, to keep a compiler from fusing: 1e-4 and 1 here."""
     start, grad = torch.randn(20), torch.randn(20).sign() * size
     param, opt = make_optimizer(start, lr=1e-3, multiply_by_parameter_scale=False)
@@ -41,7 +41,7 @@ def test_large_gradients_are_ordinary(give_gradients, size):
 
 
 @pytest.mark.parametrize(("dtype", "seed"), [(torch.float16, 34), (torch.bfloat16, 15)])
-def test_the_size_of_16_bit_weights_is_computed_in_their_own_dtype(give_gradients, dtype, seed):
+def test_the_size_of_16_bit_weights_is_computed_in_their_dtype(give_gradients, dtype, seed):
     """Squares, their mean, its root and the least that it may be, each rounded: weights for which each counts. One is
     zero, and so stores its step as finely as can be; in the first step bfloat16 is rounded to nearest."""
 

@@ -230,7 +230,7 @@ class ReadsOnce(torch.optim.SGD):
                     param.sub_((param.grad * size).clamp(-limit, limit))
 
 
-def test_settings_that_are_edited_count(give_gradients):
+def test_edited_settings_take_effect(give_gradients):
     """A list in place, arguments that only a new object reads, and None for what the class makes itself."""
     param = torch.nn.Parameter(torch.zeros(1))
     opt = lowmem.FusedOptimizer([param], rule=ReadsOnce, betas=[0.5, 0.5], limit=1.0)

@@ -100,7 +100,7 @@ def test_as_two_optimizers_of_torch(options, micro_batches, scaled):
     assert opt.loss_scale == (scaler.get_scale() if scaled else None)
 
 
-def test_a_foreign_optimizer_next_to_a_rule():
+def test_a_third_party_optimizer_next_to_a_rule():
     """To the bits of the class's own steps, clipped with the rest."""
     options = {"clip_norm": 0.05, "policy": "deferred"}
     weights, _ = fused(for_vectors={"rule": torch.optim.Adagrad, "foreach": False}, **options)
@@ -131,7 +131,7 @@ def test_a_group_that_is_added_later():
     assert len(opt.last_step.names) == 4
 
 
-def test_states_of_a_parameter_that_is_frozen_now_are_saved_again():
+def test_states_of_a_frozen_parameter_are_saved_again():
     net, other = Net().bfloat16(), Net().bfloat16()
     opt = lowmem.FusedOptimizer(split(net), rounding="compensated")
     opt.backward(net(batches()[0].bfloat16()))

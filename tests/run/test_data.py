@@ -199,7 +199,7 @@ WRONG = {
 @pytest.mark.parametrize(("command", "row"), WRONG.values(), ids=WRONG)
 @pytest.mark.parametrize("alone", [True, False])
 @pytest.mark.troubleshooting("row ... of the data")
-def test_a_row_that_cannot_be_tokenized_is_named(command, row, alone, arguments):
+def test_the_row_that_cannot_be_tokenized_is_named(command, row, alone, arguments):
     column = next(iter(row))
     usual = [chat for file in runs.FILES.values() for chat in file if column in chat and chat.keys() >= row.keys()]
     rows = [row] if alone or not usual else [*usual[:11], row, usual[11]]
@@ -250,7 +250,7 @@ def test_data_sets_on_the_command_line(tmp_path):
         parse("sft", ["--config", str(path), "--datasets", "[{path: json, file: a}]"])
 
 
-def test_a_warning_of_rows_is_shown_although_they_are_in_the_cache(arguments, caplog):
+def test_warnings_about_cached_rows_are_shown(arguments, caplog):
     parsed = arguments([{"prompt": "the old ca", "completion": "t sat"}] * 4)
     for _ in range(2):
         logging.MultiProcessAdapter.warning_once.cache_clear()
@@ -312,7 +312,7 @@ def test_inspect_of_packed_rows_and_of_preferences(tmp_path):
 
 
 @pytest.mark.troubleshooting("the tokenized data differs")
-def test_a_run_is_not_continued_with_other_data(tmp_path):
+def test_resuming_with_different_data_raises(tmp_path):
     path = runs.write_rows(tmp_path / "rows.jsonl", runs.FILES["chats.jsonl"])
     changes = {"save_strategy": "steps", "save_steps": 1, "datasets": [{"path": "json", "data_files": str(path)}]}
     assert runs.lowmem("sft", "--config", runs.write(tmp_path, **changes), "--max_steps", 1).status == 0

@@ -54,7 +54,7 @@ def test_an_existing_run_folder_must_match_the_command(tmp_path, files, resume, 
     assert [path.name for path in tmp_path.glob("*")] == [name.split("/")[0] for name in files]
 
 
-def test_a_folder_of_a_run_that_failed_before_it_wrote_is_removed_by_rank_0(tmp_path):
+def test_a_failed_run_removes_its_new_folder_on_rank_0_only(tmp_path):
     with pytest.raises(ZeroDivisionError), RunFolder(tmp_path / "new").opened():
         _ = 1 / 0
     assert not (tmp_path / "new").exists()

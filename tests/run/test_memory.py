@@ -119,7 +119,7 @@ def test_state_bytes(rule, options, expected, rounding, beside):
     assert state_bytes(rule, rounding, size=64, **options) == expected + beside
 
 
-def test_lans_asks_for_a_master_copy():
+def test_the_master_copy_of_lans_is_counted():
     assert state_bytes("lans", size=64, multi_precision=True) == state_bytes("lans", "master", size=64)
 
 

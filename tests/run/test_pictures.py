@@ -61,7 +61,7 @@ def test_the_metric_a_method_improves_has_a_panel(metrics, labels):
     assert [each.get_ylabel() for each in axes] == labels
 
 
-def test_smoothing_keeps_a_constant_and_passes_over_gaps():
+def test_smoothing_keeps_constants_and_skips_gaps():
     assert pictures._smoothed([2.0, math.nan, *[2.0] * 30]) == pytest.approx([2.0] * 32)
     middle = pictures._smoothed([0.0] * 20 + [1.0] + [0.0] * 20)
     assert middle.argmax() == 20 and middle.max() < 0.5

@@ -204,9 +204,7 @@ REPEATED: list[dict] = [
 
 
 @pytest.mark.parametrize("changes", REPEATED)
-def test_a_plan_updates_one_parameter_of_each_kind_and_computes_some_blocks_of_the_head(
-    write, changes, monkeypatch, tmp_path
-):
+def test_a_plan_runs_one_update_per_program_and_a_few_blocks_of_the_head(write, changes, monkeypatch, tmp_path):
     """The memory of the others is the same: that of a plan which does everything."""
     rate = {"learning_rate": 1e-3} if changes["fused"]["rule"] != "adamw" else {}
     path, times = write(**changes, **rate, max_length=512, gradient_checkpointing=False), []

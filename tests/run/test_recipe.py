@@ -111,7 +111,7 @@ def test_the_command_line_overrides_the_file_and_optim_sets_the_default(parsed):
     assert parsed().fused is None and parsed().layers == LayersConfig()
 
 
-def test_a_key_of_a_section_overrides_one_that_is_merged_into_it(parsed):
+def test_a_key_of_a_section_overrides_a_merged_one(parsed):
     fused = parsed("fused:\n  <<: {rule: adamw, policy: deferred}\n  rule: lion").fused
     assert fused == FusedConfig(rule="lion", policy="deferred")
 

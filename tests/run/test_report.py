@@ -99,7 +99,7 @@ class Fail(TrainerCallback):
             raise self.error
 
 
-def test_one_aligned_line_each_logging_step(trainer, run_dir):
+def test_each_logging_step_prints_one_aligned_line(trainer, run_dir):
     lines = train(trainer(eval_strategy="steps", eval_steps=2), run_dir).splitlines()
     steps = [line for line in lines if "tokens/s" in line]
     assert [line.split()[1] for line in steps] == ["1/4", "2/4", "3/4", "4/4"]
@@ -172,7 +172,7 @@ def test_trackers_receive_the_metrics_of_metrics_jsonl(trainer, run_dir):
 
 
 @pytest.mark.parametrize(("strategy", "steps"), [("steps", [3, 5]), ("no", [])])
-def test_the_last_step_is_logged_so_that_the_mean_is_that_of_the_logged_steps(trainer, run_dir, strategy, steps):
+def test_the_last_step_is_logged_for_the_mean_of_the_run(trainer, run_dir, strategy, steps):
     """The mean over the ranks: what is left at the end, transformers adds from rank 0 alone."""
     train(trainer(max_steps=5, logging_strategy=strategy, logging_steps=3), run_dir)
     *logged, end = metrics(run_dir)
@@ -193,7 +193,7 @@ def test_the_trainers_printer_is_replaced_and_progress_bars_need_a_terminal(trai
     assert "1/1 [" in capsys.readouterr().err
 
 
-def test_metrics_are_there_when_logged_and_count_tokens_without_padding(trainer, run_dir):
+def test_metrics_count_tokens_without_padding(trainer, run_dir):
     class Look(TrainerCallback):
         seen = ()
 
@@ -214,7 +214,7 @@ def test_metrics_are_there_when_logged_and_count_tokens_without_padding(trainer,
         assert line["weight_bytes"] == sum(p.numel() for p in trained.model.parameters()) * 4
 
 
-def test_the_rate_leaves_out_the_time_of_evaluation(trainer, run_dir, clock):
+def test_throughput_excludes_the_time_of_evaluation(trainer, run_dir, clock):
     class Slow(TrainerCallback):
         def on_evaluate(self, args, state, control, **kwargs):
             clock[0] += 1000.0
@@ -226,7 +226,7 @@ def test_the_rate_leaves_out_the_time_of_evaluation(trainer, run_dir, clock):
 
 
 @pytest.mark.skipif(sys.platform != "linux" and not torch.cuda.is_available(), reason="the peak cannot be reset")
-def test_the_peak_leaves_out_what_was_loaded_before(run_dir, tiny_llama):
+def test_the_peak_excludes_memory_allocated_before(run_dir, tiny_llama):
     run_dir.mkdir()
     size = 1 << 30
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -61,7 +61,7 @@ def test_memory_freed_too_early(side):
     assert host.isnan().all()
 
 
-def test_a_copy_to_the_host_arrives_when_it_is_waited_for():
+def test_a_copy_to_the_host_arrives_after_a_wait():
     host = pinned(0.0)
     host.copy_(ones(), non_blocking=True)
     event = torch.cuda.current_stream().record_event()
@@ -70,7 +70,7 @@ def test_a_copy_to_the_host_arrives_when_it_is_waited_for():
     assert host.all() and event.query()
 
 
-def test_a_copy_to_the_device_reads_as_late_as_it_may(side):
+def test_a_copy_to_the_device_reads_as_late_as_allowed(side):
     host, value = pinned(1.0), torch.zeros(SIZE, device="cuda")
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):

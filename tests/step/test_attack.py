@@ -171,7 +171,7 @@ def test_a_planted_defect_is_found(plant, reaches, monkeypatch):
         attack.compare(loop)
 
 
-def test_a_guard_is_next_to_every_parameter():
+def test_guard_values_surround_every_parameter():
     net = torch.nn.Linear(3, 5)
     before = [param.detach().clone() for param in net.parameters()]
     around = attack.guard(net)

@@ -35,7 +35,7 @@ def counted(net, before, grads):
 @pytest.mark.parametrize("policy", ["immediate", "two_pass", "deferred"])
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic", "compensated"])
 @pytest.mark.parametrize("small", [updates.SMALL, 0])
-def test_the_share_is_that_of_all_elements_with_a_gradient(monkeypatch, policy, rounding, small):
+def test_the_share_covers_all_elements_with_a_gradient(monkeypatch, policy, rounding, small):
     monkeypatch.setattr(updates, "SMALL", small)
     net = Words()
     opt = lowmem.FusedOptimizer(

@@ -310,7 +310,7 @@ def test_scaled_adam_groups_clip_by_their_own_norms():
 
 @pytest.mark.cpu_only("another policy is cheaper there")
 @pytest.mark.parametrize("late", [2, PERIOD, 2 * PERIOD + 3])
-def test_scaled_adam_clipping_that_begins_later(late):
+def test_scaled_adam_clipping_enabled_later(late):
     """By a group's options, in the middle of a period and at the end of one; norms before it count as 0."""
     params, opt = scaled_adam(values(0))
     norms, clipped = [0.0] * PERIOD, 0
@@ -331,7 +331,7 @@ def test_scaled_adam_clipping_that_begins_later(late):
     assert clipped > 2
 
 
-def test_scaled_adam_clipping_that_begins_in_the_hook_raises():
+def test_scaled_adam_clipping_enabled_during_backward_raises():
     """Before anything moves, where the policy was requested."""
     params, opt = scaled_adam(values(0), policy="immediate")
     give(opt, params, gradients(0))
@@ -361,7 +361,7 @@ def test_scaled_adam_a_skipped_step_leaves_no_trace(at, bad, policy):
     assert all(map(torch.equal, runs[0][0], runs[1][0]))
 
 
-def test_scaled_adam_clipping_that_begins_with_a_skipped_step():
+def test_scaled_adam_clipping_enabled_before_a_skipped_step():
     params, opt = scaled_adam(values(0), policy="deferred")
     for step in range(PERIOD + 2):
         give(opt, params, gradients(step))
@@ -434,7 +434,7 @@ def test_scaled_adam_measures_unscaled_gradients():
 
 @pytest.mark.parametrize("plain", [True, False])
 @pytest.mark.parametrize("policy", ["two_pass", "deferred"])
-def test_a_parameter_that_is_unfrozen_and_was_not_passed(policy, plain):
+def test_unfreezing_a_parameter_that_was_not_passed(policy, plain):
     """Its gradient is a part of the norm by which PyTorch clips: added to the optimizer it is here, too."""
     if policy == "two_pass" and plain:
         pytest.skip("needs opt.backward")

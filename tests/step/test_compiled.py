@@ -201,7 +201,7 @@ def test_gradients_of_any_dtype_read_in_any_way(graphs, shape):
 
 
 @pytest.mark.parametrize("slices", [False, True])
-def test_a_number_of_all_slices_or_one_of_each(graphs, slices):
+def test_hyperparameters_shared_by_slices_or_one_per_slice(graphs, slices):
     assert_as_by_tiles(Stepped(), [EXPERTS, CUT[1]], bits=True, slices=slices)
 
 
@@ -362,7 +362,7 @@ def test_memory_in_another_order_is_updated_by_tiles(graphs, monkeypatch):
     assert_same(*results)
 
 
-def test_a_learning_rate_that_is_a_tensor_is_read_when_it_is_used(graphs):
+def test_a_tensor_learning_rate_is_read_at_each_update(graphs):
     param = torch.nn.Parameter(torch.ones(MATRIX))
     opt = lowmem.FusedOptimizer([param], rule="lomo", lr=0.5, compile=True, batching=False)
     opt.backward(param.sum())

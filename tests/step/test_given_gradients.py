@@ -32,7 +32,7 @@ def give(net, step=0, scale=lambda loss: loss):
 
 
 @pytest.mark.parametrize("options", [{"policy": "immediate"}, {"policy": "two_pass", "clip_value": 0.01}], ids=str)
-def test_the_tensors_of_the_loop_do_not_change(options):
+def test_gradients_of_the_loop_are_not_modified(options):
     """One tensor for two parameters, an expanded one, and a transposed one."""
     one, two, three = (nn.Parameter(torch.ones(3, 4)) for _ in range(3))
     opt = lowmem.FusedOptimizer([one, two, three], rule=SGD, lr=1.0, **options)

@@ -166,14 +166,14 @@ def take_two_micro_batches(records, store):
 
 
 @on_simgpu
-def test_how_many_gradients_are_on_the_device(records, store):
+def test_the_number_of_gradients_on_the_device(records, store):
     """While they come: the one before leaves, one arrives, and the sum that it is added to is there or coming."""
     assert take_two_micro_batches(records, store) == (3, 2)
 
 
 @on_simgpu
 @pytest.mark.parametrize("applying", [False, True])
-def test_gradients_that_are_given_up_are_freed(applying, records, store):
+def test_discarded_gradients_are_freed(applying, records, store):
     standing = torch.cuda.memory_allocated()
     for record in records:
         store.keep(record, gradient())
@@ -186,7 +186,7 @@ def test_gradients_that_are_given_up_are_freed(applying, records, store):
 
 @on_simgpu
 @pytest.mark.parametrize("forgets", ["to wait for the gradient", "to wait for its copy"])
-def test_a_wait_that_is_forgotten_is_noticed(forgets, records, store, monkeypatch):
+def test_a_missing_wait_is_reported(forgets, records, store, monkeypatch):
     if forgets == "to wait for its copy":
         copy = GradientStore._copy
         monkeypatch.setattr(GradientStore, "_copy", lambda *args, **way: (copy(*args, **way), lambda: None)[1])
@@ -198,7 +198,7 @@ def test_a_wait_that_is_forgotten_is_noticed(forgets, records, store, monkeypatc
 
 
 @on_simgpu
-def test_memory_that_is_given_back_too_soon_is_noticed(records, store):
+def test_memory_freed_too_early_is_reported(records, store):
     with simgpu.provoke("race") as found:
         store.keep(records[0], gradient())
         store._leaving = None  # the copy has not ended

@@ -117,7 +117,7 @@ def test_a_non_finite_element_among_large_ones(give_gradients, policy, bad):
 @pytest.mark.parametrize("policy", POLICIES[1:])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", [1e18, 1e20, 1e35])
-def test_clipped_by_the_norm_that_they_have(give_gradients, size, dtype, policy):
+def test_gradients_are_clipped_by_their_norm(give_gradients, size, dtype, policy):
     """PyTorch's own norm is infinite, and its coefficient 0."""
     values = [torch.zeros(shape) for shape in (*SHAPES, (600, 500))]  # the last one is more than a tile
     grads = [(torch.randn(value.shape) * size).to(dtype) for value in values]

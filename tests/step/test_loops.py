@@ -57,7 +57,7 @@ def lomo(net, **options):
 # -- accumulation ------------------------------------------------------------------------------------------------------
 
 
-def test_a_plain_micro_batch_that_fails_drops_those_before_it(caplog):
+def test_a_failed_plain_micro_batch_drops_the_previous_ones(caplog):
     net = make_net()
     opt = lomo(net)
     with opt.accumulate():
@@ -294,7 +294,7 @@ def test_clipping_after_backward(clip, message):
     assert other[0].weight.grad.norm() <= first.norm()
 
 
-def test_a_torch_that_has_its_functions_elsewhere(monkeypatch, caplog):
+def test_a_torch_version_without_the_patched_functions_warns(monkeypatch, caplog):
     monkeypatch.delattr(torch.utils.checkpoint, "CheckpointFunction")
     monkeypatch.setattr(habits, "_wrap_scaling", lambda: None)
     monkeypatch.setattr(habits, "_wrap_clipping", lambda: None)
@@ -329,7 +329,7 @@ EDITS = {
 
 @pytest.mark.parametrize("plain", [False, True])
 @pytest.mark.parametrize(("edit", "message"), EDITS.values(), ids=EDITS)
-def test_edits_of_groups_that_cannot_work(edit, message, plain):
+def test_unsupported_edits_of_groups_raise(edit, message, plain):
     net = make_net()
     opt = lowmem.FusedOptimizer([{"params": net[n].named_parameters(str(n))} for n in (0, 2)], rule="lomo", lr=0.1)
     opt.backward(loss_of(net))
@@ -340,7 +340,7 @@ def test_edits_of_groups_that_cannot_work(edit, message, plain):
     assert same(weights(net), before)
 
 
-def test_edits_of_hyperparameters_that_decide_which_states_there_are():
+def test_edits_that_change_the_set_of_states_raise():
     """In place as well, and before the first step. One that is restored, or changes no state, does not raise."""
     net = make_net()
     factors = [("0.weight", None), (".*", "HEURISTIC")]
@@ -436,7 +436,7 @@ def test_a_removed_optimizer_leaves_no_hook_and_can_be_saved():
 
 
 @pytest.mark.parametrize("scheduled", [False, True])
-def test_a_new_optimizer_takes_over_from_one_that_nobody_holds(scheduled):
+def test_a_new_optimizer_replaces_an_unreferenced_one(scheduled):
     """One that cannot take over leaves no hook either."""
     net = make_net()
     opt = lowmem.FusedOptimizer(net[2].named_parameters("2"), rule="lomo", lr=0.1)

@@ -70,7 +70,7 @@ def test_as_grad_scaler(options, share):
             assert learn(ours, overflow) == theirs.learn(overflow)
 
 
-def test_the_defaults_are_grad_scalers():
+def test_the_defaults_equal_grad_scaler():
     ours, theirs = DynamicScale(), torch.amp.GradScaler("cpu").state_dict()
     assert ours.init_scale == theirs["scale"]
     for name in ("growth_factor", "backoff_factor", "growth_interval"):
@@ -130,7 +130,7 @@ def test_a_scale_changes_in_place():
 
 
 @pytest.mark.parametrize("requested", [3.0, 1000.0, 65536.0, 7])
-def test_a_fixed_scale_stays_and_has_grad_scalers_inverse(requested):
+def test_a_fixed_scale_is_constant_with_the_inverse_of_grad_scaler(requested):
     """The reciprocal in float64, rounded once."""
     scale = LossScaler(requested, CPU)
     scale.update(torch.tensor(False))
@@ -242,7 +242,7 @@ def test_an_overflow_at_the_minimum_raises_at_the_next_backward(policy):
         assert not any(map(torch.equal, weights(net), before))
 
 
-def test_loading_forgets_an_overflow_that_has_not_been_reported():
+def test_loading_clears_an_unreported_overflow():
     _, opt, give = fused(DynamicScale(init_scale=2.0, min_scale=2.0), policy="deferred")
     give()
     saved = copy.deepcopy(opt.state_dict())

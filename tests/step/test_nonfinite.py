@@ -74,7 +74,7 @@ EACH_POLICY = pytest.mark.parametrize("policy", POLICIES)
 
 @pytest.mark.parametrize("rule", ["adalomo", "adamw", "adafactor", "lans", "scaled_adam", "torch.optim.AdamW"])
 @EACH_POLICY
-def test_states_stay_and_the_step_does_not_count(policy, rule, caplog):
+def test_a_non_finite_step_changes_no_state_and_is_not_counted(policy, rule, caplog):
     """It is reported with its cause, as a warning once."""
     if (policy, rule) == ("immediate", "torch.optim.AdamW"):
         pytest.skip("a third-party step cannot be taken back")
@@ -179,7 +179,7 @@ class Overflows(torch.nn.Module):
 
 
 @EACH_POLICY
-def test_a_dynamic_scale_may_search_for_its_first_value_but_not_overflow_for_ever(policy):
+def test_a_dynamic_scale_that_overflows_forever_raises(policy):
     """Forty halvings with a limit of three. Once a step was finite, overflows in a row count, however far the scale
     could still back off."""
     net = Overflows(1.5)

@@ -160,7 +160,7 @@ def assert_seen(opt, params, steps):
     ("dtype", "sums"),
     [("float32", "float32"), ("float32", "gradient"), ("bfloat16", "gradient"), ("float16", "gradient")],
 )
-def test_sums_are_those_of_grad(kind, dtype, sums, count, store):
+def test_sums_equal_grad(kind, dtype, sums, count, store):
     """Bit for bit, and a step's sums leave nothing to the next."""
     dtype = getattr(torch, dtype)
     params, opt = watched(dtype, accumulation_dtype=sums)

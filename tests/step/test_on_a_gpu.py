@@ -64,7 +64,7 @@ def test_as_on_a_cpu(options):
 
 
 @EACH
-def test_the_default_device_does_not_matter(options):
+def test_results_do_not_depend_on_the_default_device(options):
     """Memory of the host is asked for on the host."""
     before = torch.get_default_device()
     torch.set_default_device("cuda")

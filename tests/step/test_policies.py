@@ -240,7 +240,7 @@ def test_weights_do_not_change_before_the_last_micro_batch(net):
     assert opt.named_state_dict()["step"] == opt.last_step.step == 1
 
 
-def test_loading_forgets_micro_batches(net):
+def test_loading_discards_accumulated_micro_batches(net):
     opt = make(net, "deferred")
     saved = opt.state_dict()
     with opt.accumulate():
@@ -425,7 +425,7 @@ def test_a_plain_backward_around_other_passes_raises_before_the_first_update(net
 
 
 @pytest.mark.troubleshooting("reentrant activation checkpointing")
-def test_a_plain_backward_around_one_of_the_first_gradient_or_of_frozen_layers(net):
+def test_a_plain_backward_around_the_first_gradient_or_frozen_layers(net):
     """The hooks of the inner one come first; around frozen layers it updates nothing."""
     x, before = torch.ones(2, 4, requires_grad=True), weights(net)
     opt = make(net, "auto")

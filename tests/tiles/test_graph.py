@@ -74,7 +74,7 @@ def compiler(folder, refuses):
 
 
 @pytest.mark.parametrize("broken", ["always", "once it compiles"])
-def test_a_broken_compiler(tmp_path, broken):
+def test_with_a_broken_compiler_auto_warns_and_true_raises(tmp_path, broken):
     """With "auto" updates are not compiled, and one warning says why; with True the constructor raises."""
     environment = compiler(tmp_path, refuses="*" if broken == "always" else "*.cpp*")
     warning, _, refusal = run(TRAINED + BROKEN, "adalomo", **environment).partition("compile=True")

@@ -167,7 +167,7 @@ COPIES = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("change", COPIES.values(), ids=COPIES)
-def test_a_copy_has_the_values_of_the_matrix_and_keeps_them(change, autocast, dtype):
+def test_copies_keep_the_values_of_the_matrix(change, autocast, dtype):
     quantized, matrix = pair(12, dtype)
     with torch.autocast(torch.get_default_device().type, torch.bfloat16, enabled=autocast):
         taken, wanted = (change(weight.detach()) for weight in (quantized, matrix))
@@ -225,7 +225,7 @@ def test_a_strided_slice_is_decoded_by_compiled_code(monkeypatch):
     assert Compiler.failure is None
 
 
-def test_a_model_that_is_quantized_in_inference_mode_is_trained():
+def test_a_model_quantized_in_inference_mode_can_be_trained():
     with torch.inference_mode():
         model = lowmem.quantize_(nn.Linear(128, 96, bias=False), "int12")
         assert model.weight.half().dtype == torch.float16

@@ -34,7 +34,7 @@ def floats_of_all_kinds():
 
 
 @HALVES
-def test_nearest_is_a_cast_there_and_back(dtype):
+def test_rounding_to_nearest_equals_a_cast(dtype):
     """Up to 2¹⁰⁰ in bfloat16, from where on some of the rounding is left to a cast."""
     value = floats_of_all_kinds()
     value = torch.cat([value[value.abs() < 2.0**100] if dtype == torch.bfloat16 else value, NOT_FINITE])
@@ -44,7 +44,7 @@ def test_nearest_is_a_cast_there_and_back(dtype):
 
 @pytest.mark.cpu_only("every bit pattern is read, also the one of unwritten memory")
 @HALVES
-def test_stochastic_leaves_every_number_that_the_dtype_has(dtype):
+def test_stochastic_rounding_keeps_representable_numbers(dtype):
     every = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(dtype)
     random = torch.randint(1 << 16, every.shape, dtype=torch.int32)
     drawn = rounding.narrow_stochastically(every.float(), dtype, random).to(dtype)
@@ -122,7 +122,7 @@ def test_noise_looks_random():
 
 
 @pytest.mark.parametrize("count", [16, 23])
-def test_bits_of_the_tensors_of_an_update_are_fair_and_independent(count):
+def test_random_bits_of_an_update_are_fair_and_independent(count):
     """None of the upper 16 bits of one agrees with one of another more often than two coins do, within 5 standard
     errors of 2¹⁸ pairs, and their numbers do not correlate."""
     word = rounding.mix(rounding.mix(torch.arange(512, dtype=torch.int32) + 77)[:, None] + torch.arange(512))

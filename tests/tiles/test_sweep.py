@@ -165,7 +165,7 @@ def rounded_at(start, count=64, tile=None, key=7):
 
 
 @pytest.mark.parametrize("border", [1 << 30, 1 << 31, 1 << 32, (1 << 32) + (1 << 31), 1 << 33])
-def test_a_column_has_one_noise_whatever_the_tile_and_shard(border):
+def test_noise_of_a_column_does_not_depend_on_tiles_and_shards(border):
     whole = rounded_at(border - 32)
     assert 8 < (whole > 1).sum() < 56
     assert torch.equal(whole, rounded_at(border - 32, tile=5))

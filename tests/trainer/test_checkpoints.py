@@ -113,7 +113,7 @@ def test_a_save_that_fails_keeps_the_checkpoint_before(make, place, tmp_path, mo
 
 
 @pytest.mark.parametrize("when", ["between two saves", "while saving"])
-def test_a_run_folder_that_is_deleted(make, when, tmp_path, monkeypatch):
+def test_a_run_folder_deleted_during_training(make, when, tmp_path, monkeypatch):
     """The next checkpoint is written anew, or one message says what is missing."""
     trainer = make(**SAVES, max_steps=2)
 
@@ -302,7 +302,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one(make, tiny_llama, options, a
 
 
 @pytest.mark.parametrize("original", ["kept", "gone"])
-def test_a_run_folder_that_was_moved_or_copied_keeps_its_best_model(make, original, tmp_path):
+def test_a_moved_or_copied_run_folder_keeps_its_best_model(make, original, tmp_path):
     settings = {
         **SAVES, "eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True, "learning_rate": 0.3,
         "optim": "adalomo",

@@ -45,14 +45,14 @@ SETTINGS = {
 
 @pytest.mark.parametrize("fused", [None, FusedConfig(), FusedConfig(policy="deferred", seed=3)])
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
-def test_a_trainer_without_fused_is_the_plain_one_bit_for_bit(make, settings, fused):
+def test_without_fused_training_equals_the_plain_trainer_bit_for_bit(make, settings, fused):
     plain = trained_weights(make(Trainer, optim="adamw_torch", **settings))
     ours = make(fused=fused, optim="adamw_torch_fused", **settings)
     assert all(map(torch.equal, plain, trained_weights(ours)))
     assert {group["rule"] for group in ours.optimizer.param_groups} == {"adamw"}
 
 
-def test_sft_without_fused_is_the_plain_one_bit_for_bit(tiny_llama, tmp_path):
+def test_sft_without_fused_equals_the_plain_trainer_bit_for_bit(tiny_llama, tmp_path):
     plain = trained_weights(sft(trl.SFTTrainer, tiny_llama, tmp_path, "adamw_torch"))
     layers = LayersConfig(computed_gradients=False)  # TRL's head
     assert all(
@@ -147,7 +147,7 @@ def test_two_different_learning_rates_raise(make, rule):
 
 
 @pytest.mark.parametrize("found", [3e-3, DEFAULT])
-def test_the_rate_of_a_hyperparameter_search_wins(make, found, monkeypatch):
+def test_a_hyperparameter_search_overrides_the_learning_rate(make, found, monkeypatch):
     monkeypatch.setattr("transformers.integrations.hp_params", lambda trial: trial.params)  # optuna is not installed
     trainer = make(fused=FusedConfig(rule="adalomo", lr=1e-3), learning_rate=DEFAULT, lr_scheduler_type="constant")
     trainer.hp_search_backend, trainer.hp_space = HPSearchBackend.OPTUNA, lambda trial: trial.params

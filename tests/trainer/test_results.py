@@ -69,7 +69,7 @@ def test_the_best_model_by_a_metric_of_trl(tiny_llama, tmp_path):
     assert trainer.evaluate()["eval_mean_token_accuracy"] == pytest.approx(trainer.state.best_metric)
 
 
-def test_metrics_of_the_step_are_in_the_dict_that_was_logged(make):
+def test_metrics_of_the_step_are_logged(make):
     """A subclass that logs in `compute_loss` or in a callback sees what is added to its dict."""
     trainer = make(fused=lowmem.FusedConfig(loss_scale=8.0))
     trainer.train()
@@ -79,7 +79,7 @@ def test_metrics_of_the_step_are_in_the_dict_that_was_logged(make):
 
 
 @pytest.mark.parametrize(("steps", "again"), [(3, 3), (10, 10), (3, 2)], ids=["in an epoch", "its end", "fewer"])
-def test_resuming_a_run_that_has_ended_trains_no_step(make, steps, again, caplog):
+def test_resuming_a_finished_run_trains_no_step(make, steps, again, caplog):
     """Ten steps are an epoch. The weights are those of the checkpoint."""
     run = make(save_strategy="steps", save_steps=steps, max_steps=steps)
     run.train()
@@ -106,7 +106,7 @@ def test_resuming_a_run_that_has_ended_trains_no_step(make, steps, again, caplog
     assert resumed.evaluate()["eval_loss"] == run.evaluate()["eval_loss"]
 
 
-def test_the_best_weights_are_loaded_when_a_run_that_has_ended_is_resumed(make):
+def test_resuming_a_finished_run_loads_the_best_weights(make):
     settings = {
         "save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2, "learning_rate": 0.3,
         "load_best_model_at_end": True, "optim": "adalomo",

@@ -161,7 +161,7 @@ def test_statistics_of_a_rule_are_logged(make):
     assert statistics.items() <= trainer.state.log_history[-2].items()
 
 
-def test_a_fused_optimizer_may_be_passed(make, tiny_llama):
+def test_a_fused_optimizer_can_be_passed(make, tiny_llama):
     model = tiny_llama()
     opt = lowmem.FusedOptimizer(model.named_parameters(), rule="lomo", lr=0.5)
     trainer = make(model=model)
