@@ -6,7 +6,7 @@ from importlib import metadata
 
 from lowmem.errors import require_packages
 
-# The oldest and the newest minor version with which the tests pass (docs/reference/limits.md).
+# The oldest and the newest minor version that is tested (docs/reference/limits.md). Failures: docs/reference/versions.md.
 TESTED = {
     "torch": ("2.9", "2.15"),
     "transformers": ("4.57", "5.24"),
