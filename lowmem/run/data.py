@@ -179,33 +179,36 @@ def _counts(trainer: Any, tokenized: Any, loaded: Any, batch_size: int, of: str 
     if not isinstance(tokenized, datasets.Dataset):
         return f"streamed; columns {', '.join(next(iter(tokenized)))}"
     args, limit = trainer.args, getattr(trainer.args, "max_length", None)
-    rows = f"{len(loaded):,} rows"
-    which = f"{rows}{of}"
+    rows, has_labels = f"{len(loaded):,} rows", "labels" in tokenized.column_names
     if len(tokenized) == 0:
-        raise DataError(f"max_length={limit} leaves none of {which}. Increase it, or check the format of the rows")
+        raise DataError(f"max_length={limit} leaves none of {rows}{of}. Increase it, or check the format of the rows")
     if args.dataloader_drop_last and len(tokenized) < (batch_size := batch_size * args.world_size):
-        raise DataError(f"{which} do not fill a batch of {batch_size:,}; omit dataloader_drop_last, or add rows")
-    packed = getattr(args, "packing", False)
-    counts = _measured(tokenized, None if packed else limit)
+        raise DataError(f"{rows}{of} do not fill a batch of {batch_size:,}; omit dataloader_drop_last, or add rows")
+    packing = getattr(args, "packing", False)
+    packed = packing and len(tokenized) != len(loaded)
+    counts = _measured(tokenized, None if packing else limit)
     tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
     highest = max(counts.highest, tokenizer.pad_token_id or 0)
     _require_places(trainer.model, tokenizer, highest, min(counts.longest, limit or counts.longest))
-    if packed and len(tokenized) != len(loaded):
-        rows += f" packed into {len(tokenized):,}"
-    elif (missing := len(loaded) - len(tokenized)) > 0:
-        rows += f", {missing:,} dropped, because max_length={limit} leaves no token to train on"
-    if "labels" not in tokenized.column_names:
-        return f"{rows}; columns {', '.join(tokenized.column_names)}"
-    if counts.trained == 0:
+    if has_labels and counts.trained == 0:
         raise DataError(
-            f"none of the {counts.tokens:,} tokens in {which} contributes to the loss. Increase max_length, or check "
-            "the rows with `lowmem inspect`"
+            f"none of the {counts.tokens:,} tokens in {rows}{of} contributes to the loss. Increase max_length, or "
+            "check the rows with `lowmem inspect`"
         )
-    if counts.empty:
-        rows += f", {counts.empty:,} without a token to train on"
-    if counts.full:
-        rows += f", {counts.full:,} cut off at max_length={limit} or as long"
-    return f"{rows}, {counts.tokens:,} tokens, loss on {counts.trained:,} ({counts.trained / counts.tokens:.0%})"
+    dropped = 0 if packed else len(loaded) - len(tokenized)
+    parts = [
+        f"{rows} packed into {len(tokenized):,}" if packed else rows,
+        f"{dropped:,} dropped, because max_length={limit} leaves no token to train on" if dropped > 0 else "",
+    ]
+    if not has_labels:
+        return f"{', '.join(filter(None, parts))}; columns {', '.join(tokenized.column_names)}"
+    parts += [
+        f"{counts.empty:,} without a token to train on" if counts.empty else "",
+        f"{counts.full:,} cut off at max_length={limit} or as long" if counts.full else "",
+        f"{counts.tokens:,} tokens",
+        f"loss on {counts.trained:,} ({counts.trained / counts.tokens:.0%})",
+    ]
+    return ", ".join(filter(None, parts))
 
 
 class _Counts(NamedTuple):
