@@ -141,7 +141,7 @@ class Adafactor(UpdateRule):
             rows, cols, row, col = cols, rows, col, row
         states = {row: StateSpec("row"), col: StateSpec("col"), **momentum}
         view = View(batch + none, rows, cols)
-        return FactoredSpec(view, states, normalised="col" if swapped else "row", alike=alike, scaled=scaled)
+        return FactoredSpec(view, states, normalized="col" if swapped else "row", alike=alike, scaled=scaled)
 
     def update(self, sweep: Sweep, spec: FactoredSpec, state: State) -> None:
         number = sweep.scalar

@@ -1,4 +1,4 @@
-"""Adafactor as Tensor2Tensor has it: schedules, unbiased bfloat16, simulated quantisation (its `adafactor.py`)."""
+"""Adafactor of Tensor2Tensor: schedules, unbiased bfloat16, simulated quantization (its `adafactor.py`)."""
 
 import functools
 import math
@@ -22,7 +22,7 @@ def largest(t: Tile) -> Sums:
     return Sums(row_max={"size": moved(t)["param"].abs()})
 
 
-def quantised(t: Tile) -> dict[str, Tensor]:
+def quantized(t: Tile) -> dict[str, Tensor]:
     """The new weight in whole multiples of `quantum`, rounded down after the noise is added."""
     new = moved(t)
     return {**new, "param": (new["param"] / t.row.quantum + t.scalar.noise).floor() * t.row.quantum}
@@ -35,10 +35,10 @@ def moved_past(t: Tile) -> dict[str, Tensor]:
 
 
 def rounded_past(value: Tensor, threshold: Tensor) -> Tensor:
-    """A float32 tile as a number of bfloat16: not the nearest, but the other of its two neighbours, where the distance
-    from the nearest is a larger part of the spacing than `threshold`.
+    """Rounds a float32 tile to bfloat16: to the nearest number, or to the other neighbour if the distance from the
+    nearest exceeds `threshold`, as a fraction of the spacing.
 
-    With a threshold that runs evenly over [0, 1) the mean is the value. As Tensor2Tensor has it (its `adafactor.py`).
+    The mean over thresholds spread evenly over [0, 1) is the value, as in Tensor2Tensor's `adafactor.py`.
     """
     size = value.abs() + 1e-30
     gap = spacing(size, torch.bfloat16)
@@ -61,10 +61,10 @@ def golden_ratio_noise(step: int) -> float:
 
 
 @dataclass(frozen=True, kw_only=True)
-class QuantisedSpec(FactoredSpec):
-    """quantised: the weight is rounded to `simulated_quantize_bits`."""
+class QuantizedSpec(FactoredSpec):
+    """quantized: the weight is rounded to `simulated_quantize_bits`."""
 
-    quantised: bool
+    quantized: bool
 
 
 @register("adafactor_t2t")
@@ -75,10 +75,10 @@ class AdafactorT2T(UpdateRule):
     β₂: with `decay_type` "pow" 1 - t^-memory_exponent, with "adam" β(1-β^(t-1))/(1-β^t) for β = `beta2`, or the number
     `decay_rate`, t counting steps from 1. Without `lr` it is min(1/√t, 0.01), times 0.05 if steps are not relative.
 
-    bfloat16 weights, with rounding "auto", are rounded as the source does: away from zero where the part of the
-    spacing that would be cut off is larger than a noise that is the same for all and runs evenly through [0, 1) with
-    the golden ratio. `simulated_quantize_bits` rounds rows of float32 weights (last dimension, more than one element)
-    down to multiples of their largest magnitude over 2^(bits-1) - 1, after adding that noise in multiples.
+    bfloat16 weights, with rounding "auto", are rounded as in the source: up or down in magnitude by one threshold per
+    step, (step · golden ratio) mod 1, see `rounded_past`. `simulated_quantize_bits` rounds rows of float32 weights
+    (last dimension, more than one element) down to multiples of q = largest magnitude / (2^(bits-1) - 1), after adding
+    threshold · q.
 
     `factor_stacks`: a 3-D parameter is a stack of matrices (experts), each factored, scaled and clipped as a separate
     parameter. False: it is unfactored, as everything but matrices is in the source. Momentum is stored in
@@ -120,7 +120,7 @@ class AdafactorT2T(UpdateRule):
     def rounding(self, hyper: Hyper, dtype: torch.dtype) -> str:
         return "golden_ratio" if dtype == torch.bfloat16 else super().rounding(hyper, dtype)
 
-    def spec(self, name: str, shape: tuple[int, ...], hyper: Hyper) -> QuantisedSpec:
+    def spec(self, name: str, shape: tuple[int, ...], hyper: Hyper) -> QuantizedSpec:
         ndim = len(shape)
         stack = ndim == 3 and hyper["factored"] and hyper["factor_stacks"]
         dims = tuple(range(ndim))
@@ -129,11 +129,11 @@ class AdafactorT2T(UpdateRule):
             states = {"vr": StateSpec("row"), "vc": StateSpec("col")}
         if hyper["beta1"]:
             states["m"] = StateSpec("full", require.dtype_of(hyper["dtype_momentum"]) or "weight")
-        return QuantisedSpec(
+        return QuantizedSpec(
             View.matrix(ndim) if stack else View((), dims[:-1], dims[-1:]),
             states,
             scaled=hyper["multiply_by_parameter_scale"],
-            quantised=hyper["simulated_quantize_bits"] is not None and ndim >= 2 and shape[-1] > 1,
+            quantized=hyper["simulated_quantize_bits"] is not None and ndim >= 2 and shape[-1] > 1,
         )
 
     def scalars(self, hyper: Hyper, step: int) -> dict[str, float]:
@@ -146,17 +146,17 @@ class AdafactorT2T(UpdateRule):
             scalars["levels"] = 2 ** (bits - 1) - 1
         return scalars | ({"past": 1.0} if hyper.get("rounding", "auto") == "auto" else {})
 
-    def update(self, sweep: Sweep, spec: QuantisedSpec, state: State) -> None:
+    def update(self, sweep: Sweep, spec: QuantizedSpec, state: State) -> None:
         change, number = precondition(sweep, spec, state), sweep.scalar
         step = number.lr * (change.size if spec.scaled else 1.0) / change.divisor
         given = {**change.vectors, "scalar": {"step": step}}
-        if not spec.quantised:
+        if not spec.quantized:
             past = "past" in number and sweep.dtype == torch.bfloat16
             sweep.apply(moved_past if past else moved, **given)
             return
         size = sweep.reduce(largest, **given).row_max["size"]
         given["row"] = {**given.get("row", {}), "quantum": (size + 1e-9) / number.levels}
-        sweep.apply(quantised, **given)
+        sweep.apply(quantized, **given)
 
 
 def decay(step: int, hyper: Hyper) -> float:

@@ -13,7 +13,7 @@ class AdaLomo(UpdateRule):
     u = g/√v, divided by max(1, rms(u)/clip_threshold); w ← (1 - α·weight_decay)w - αu with α = lr·max(ε₂, rms(w)).
 
     Matrices have states `exp_avg_sq_row` [rows] and `exp_avg_sq_col` [cols] in float32, 0-D and 1-D parameters
-    `exp_avg_sq` in their own shape. A 3-D parameter is a stack of matrices (experts), each factored and normalised like
+    `exp_avg_sq` in their own shape. A 3-D parameter is a stack of matrices (experts), each factored and normalized like
     a separate parameter. With more dimensions it is a convolution, viewed as the matrix [out, in * kernel].
 
     Differs from its source where that fails: the clip coefficient of an earlier step is never used again, and

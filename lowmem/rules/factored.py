@@ -69,11 +69,11 @@ def moved(t: Tile, rounded: Callable[..., Tensor] = exactly) -> dict[str, Tensor
 class FactoredSpec(ParamSpec):
     """Its states are v, or the row and the column means of v, and momentum `m` if the rule uses momentum.
 
-    normalised: the factor that is divided by its mean.  alike: number of consecutive slices of the batch that share
+    normalized: the factor that is divided by its mean.  alike: number of consecutive slices of the batch that share
     scale and clipping.  scaled: steps are relative to the size of the weight.
     """
 
-    normalised: Literal["row", "col"] = "row"
+    normalized: Literal["row", "col"] = "row"
     alike: int = 1
     scaled: bool = True
 
@@ -118,7 +118,7 @@ def precondition(sweep: Sweep, spec: FactoredSpec, state: State) -> Change:
             old = stored.view_as(mean)
             new = old * number.beta2 + mean * number.gain
             sweep.store(stored, torch.where(new.isnan(), old, new) if "skip_nan" in number else new)
-            factors[side] = (new / new.mean(-1, keepdim=True) if side == spec.normalised else new).rsqrt()
+            factors[side] = (new / new.mean(-1, keepdim=True) if side == spec.normalized else new).rsqrt()
         vectors |= {"row": {"r": factors["row"]}, "col": {"c": factors["col"]}}
         sums = {**totals.scalar, **sweep.reduce(change_square, **vectors).scalar}
 

@@ -33,7 +33,7 @@ _DISTRIBUTIONS = {"lomo_optim": "lomo-optim", "optimi": "torch-optimi"}
 _NO_ARGUMENTS = GROUP_KEYS | {COUNTS}
 
 # A trial uses parameters with the group's numbers of dimensions, else parameters of the group with at most _TRIED
-# elements. Optimizers with low-bit states have full ones for small parameters.
+# elements. Optimizers with low-bit states use full-precision states for small parameters.
 _TRIAL_SHAPES: dict[int, list[tuple[int, ...]]] = {
     0: [(), ()], 1: [(96,), (160,)], 2: [(64, 64), (32, 160)],
     3: [(4, 32, 40), (2, 8, 8)], 4: [(16, 32, 3, 3), (8, 16, 1, 1)],

@@ -1,4 +1,4 @@
-"""LANS: normalised gradients and two trust ratios (Zheng et al. 2020, arXiv:2006.13484; MXNet's `lans.py`)."""
+"""LANS: normalized gradients and two trust ratios (Zheng et al. 2020, arXiv:2006.13484; MXNet's `lans.py`)."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass

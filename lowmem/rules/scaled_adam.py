@@ -44,8 +44,9 @@ class ScaledAdam(UpdateRule):
 
     Options: `param_min_rms`: below it a weight is not shrunk any more, and its step is of this size; `param_max_rms`:
     above it a weight is shrunk; `scalar_max`: a single element is clamped to it before it moves; `clipping_scale` clips
-    the norm of g·rms(w) over the group to this many medians of the last `clipping_update_period` ones; `clip_update`:
-    whether that clips the update, as the source documents, or only what learns the size, as the source does;
+    the norm of g·rms(w) over the group to clipping_scale times the median of the last `clipping_update_period` norms;
+    `clip_update`: True clips the update, as the source documents, False only the gradient of the size, as the source
+    does;
     `show_dominant_parameters`: statistics name the parameter that contributes most to the norm.
 
     As in the source, the bias of v is corrected while it is more than 1 %, and that of delta never; each group clips by

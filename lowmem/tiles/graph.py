@@ -22,17 +22,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 logger = logging.getLogger(__name__)
 
-# Inductor would put values for which much is read or computed into buffers as large as the tile, and go on from there.
+# Keep Inductor from materializing long expressions in tile-sized buffers.
 OPTIONS: dict[str, Any] = {f"realize_{kind}_threshold": 1 << 10 for kind in ("reads", "opcount", "acc_reads")}
 
-# Before its first kernel Inductor compiles a program for each instruction set, to see whether the compiler knows it: 9
-# seconds. What the processor has is known, and a compiler that is too old for it fails.
+# Skips Inductor's 9-second probe of instruction sets. A compiler that is too old for the processor fails.
 OPTIONS["cpp.vec_isa_ok"] = True
 
-# CUDA graphs would copy a gradient of each new size into memory of their own.
+# CUDA graphs would copy a gradient of each new size into a separate buffer.
 OPTIONS["triton.cudagraphs"] = False
 
-# On a GPU Inductor would divide approximately, and fuse products with the sums that they happen to meet.
+# On a GPU Inductor would divide approximately, and contract adjacent multiplies and adds.
 GPU_OPTIONS = OPTIONS | {"eager_numerics.division_rounding": True, "emulate_precision_casts": True}
 
 Size = int | torch.SymInt
@@ -43,8 +42,9 @@ _LOCK = threading.Lock()
 
 
 class Compiler:
-    """seconds: what compiling has taken so far in this process.  failure: why it has failed, the first time. From then
-    on updates are not compiled.
+    """The state of the compiler in this process.
+
+    seconds: total compile time.  failure: the first compile error, after which updates are not compiled.
     """
 
     seconds = 0.0
@@ -55,19 +55,19 @@ class Compiler:
         """Notes a failure."""
         if cls.failure is None:
             cls.failure = f"{type(error).__name__}: {error}"
-            launches = " and launch tens of kernels per pass and 4M elements" if torch.cuda.is_available() else ""
-            logger.warning("updates are no longer compiled%s, because compiling failed: %s", launches, cls.failure)
+            cost = " and run eagerly, with tens of launches per pass and 4M elements" if torch.cuda.is_available() else ""
+            logger.warning("updates are no longer compiled%s, because compiling failed: %s", cost, cls.failure)
 
 
 def known(options: dict[str, Any]) -> dict[str, Any]:
-    """The options that Inductor has: in torch 2.9 it cannot round divisions."""
+    """Returns the options that Inductor supports. In torch 2.9 it cannot round divisions."""
     names = torch._inductor.list_options()
     return {name: value for name, value in options.items() if name in names}
 
 
 @functools.cache
 def try_compiler(device: str) -> None:
-    """Compiles a tiny function for a type of device; raises whatever the compiler does."""
+    """Compiles a tiny function for a type of device. Raises the compiler's error."""
     sizes = Sizes()
     fake = sizes.tensor((sizes.size(64),), torch.float32, torch.device(device))
     compiled(trace(lambda tensor: [tensor + 1], [fake]), sizes, [fake])
@@ -83,7 +83,7 @@ class Sizes:
         self._examples: list[Tensor] = []  # each is the source of its own symbol as long as it exists
 
     def size(self, example: int) -> torch.SymInt:
-        """A size of an argument that is known when the graph is called, such as `example`."""
+        """Returns the symbol of a size that is known when the graph is called, such as `example`."""
         from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
 
         context: Any = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC])
@@ -91,13 +91,13 @@ class Sizes:
         return self.mode.from_tensor(self._examples[-1], symbolic_context=context).shape[0]  # type: ignore[return-value]
 
     def tensor(self, shape: Sequence[Size], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A contiguous fake tensor, as an argument of `trace`."""
+        """Returns a contiguous fake tensor, as an argument of `trace`."""
         with self.mode:
             return torch.empty(tuple(shape), dtype=dtype, device=device)
 
 
 def trace(fn: Function, args: Sequence[Tensor | Size]) -> fx.GraphModule:
-    """The operations of `fn(*args)`, whose `args` are fake tensors and sizes, and which returns tensors."""
+    """Returns the operations of `fn(*args)`. args: fake tensors and sizes. `fn` returns tensors."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
     log = logging.getLogger("torch._subclasses.fake_tensor")
@@ -112,7 +112,7 @@ def trace(fn: Function, args: Sequence[Tensor | Size]) -> fx.GraphModule:
 
 
 def fused_operations() -> dict[Any, Function]:
-    """The multiply-adds of `addcmul` and `lerp` as one operation, as in their eager kernels. No others are fused."""
+    """Returns `addcmul` and `lerp` with fused multiply-adds, as in their eager kernels. No others are fused."""
     from torch._inductor.inductor_prims import fma
 
     def addcmul(value: Tensor, one: Tensor, other: Tensor, **scale: Any) -> Any:
@@ -142,18 +142,20 @@ def _version() -> str:
 
 
 def _own_keys() -> Any:
-    """Inductor's cache on disk gives no code that was compiled without the changes below, or with earlier ones."""
+    """Adds this file's hash to Inductor's cache key, so that the cache on disk does not return code that was compiled
+    without the changes below, or with earlier ones.
+    """
     config = torch.compiler.config
     return config.patch(cache_key_tag=f"{config.cache_key_tag} {_version()}")  # type: ignore[attr-defined]
 
 
 @contextmanager
 def _vector_code() -> Iterator[None]:
-    """Inductor writes vector code for a CPU where it would write slow code, with the same results.
+    """Makes Inductor write vector code for a CPU where it would write slow code, with the same results.
 
-    It has a loop over elements for the bits of a float32. Where one of several tensors is 16-bit, as a weight with
-    float32 states is, it takes half a vector of it at a time, and so each load waits for the store before it. And where
-    one is 8-bit it takes two vectors of float32 at a time, which it converts from and to integers element by element.
+    It reinterprets the bits of a float32 in a loop over elements. With mixed 16- and 32-bit tensors it processes half
+    vectors, so each load waits for the previous store. With 8-bit tensors it processes two float32 vectors at a time,
+    and converts them from and to integers element by element.
     """
     from torch._inductor.codegen import cpp
 
@@ -181,9 +183,9 @@ def _vector_code() -> Iterator[None]:
 
 
 def realized(value: Tensor) -> Tensor:
-    """Makes compiled code compute a small tensor once, where it would compute it again for each element of a tile that
-    uses it: Inductor has a tensor in memory before it takes it `as_strided`. An int32 `arange` stays int32 so, for
-    which the Inductor of torch 2.11 would otherwise take int64.
+    """Makes compiled code compute a small tensor once, instead of again for each element of a tile that uses it:
+    Inductor writes a tensor to memory before `as_strided`. It also keeps an int32 arange int32 (torch 2.11 would use
+    int64).
     """
     return torch.as_strided(value, value.shape, value.stride())
 

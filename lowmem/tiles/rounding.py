@@ -71,7 +71,7 @@ def widen8(stored: Tensor, residual: Tensor) -> Tensor:
 def split8(value: Tensor, dtype: torch.dtype, uniform: Tensor) -> tuple[Tensor, Tensor]:
     """Splits a float32 tile into (nearest weight, residual in 8 bits). The residual is in 127ths of half the weight's
     spacing (FlashOptim, arXiv:2602.23349), rounded stochastically by `uniform` in (0, 1) so that the mean of `widen8`
-    is the value. A result of `widen8` is split without a change. Values that are not finite have a zero residual.
+    is the value. Splitting a result of `widen8` is lossless. Values that are not finite have a zero residual.
     """
     stored = nearest(value, dtype)
     unit = _unit(stored, dtype)
@@ -88,7 +88,7 @@ def _unit(stored: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def spacing(value: Tensor, dtype: torch.dtype, least: float = 0.0) -> Tensor:
-    """Returns the distance between neighbouring bfloat16 or float16 numbers at a float32 value: a power of two, at
+    """Returns the distance between adjacent bfloat16 or float16 numbers at a float32 value: a power of two, at
     least `least`, and constant from 2¹⁰⁷ on.
     """
     precision, smallest = (2.0**-7, 2.0**-133) if dtype == torch.bfloat16 else (2.0**-10, 2.0**-24)

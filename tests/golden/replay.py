@@ -154,7 +154,7 @@ class Tally:
 def excused(case: Case, step: int, params: Mapping[str, Tensor], tally: Tally) -> dict[str, Tensor]:
     """Parameters as they are compared with the recorded ones.
 
-    Rounded elements are counted; quantised ones that are off by one quantum are left out of the comparison.
+    Rounded elements are counted; quantized ones that are off by one quantum are left out of the comparison.
     """
     bits = case.hyper.get("simulated_quantize_bits")
     found = {}
