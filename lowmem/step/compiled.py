@@ -6,6 +6,7 @@ import os
 import shutil
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -31,21 +32,24 @@ logger = logging.getLogger(__name__)
 # With fewer trainable elements compilation takes longer than it saves.
 COMPILE_FROM = 1 << 25
 
-# Compiled updates by rule, or by its class if it has no attributes. None: the rule cannot be traced.
+# Compiled updates, which parameters of all sizes share, by rule, or by its class if it has no attributes.
+# None: the rule cannot be traced.
 _TRACED: WeakKeyDictionary[Any, dict[tuple[ParamSpec, Kind], CompiledUpdate] | None] = WeakKeyDictionary()
 
 
 def run_compiled(program: Program, tiles: StoredTiles, states: Mapping[str, Tensor]) -> Result | None:
     """Updates a parameter as `Program.run` does, but with compiled code. Returns None if there is none for it."""
-    held, places = program.held(states), pieces(tiles.layout, program.group)
-    if program.rule.materializes or not places or not _fits(program, tiles, held.values()):
+    if program.rule.materializes or not (places := pieces(tiles.layout, program.group)):
+        return None
+    held = program.held(states)
+    if not _fits(program, tiles, held.values()):
         return None
     args = _arguments(program, tiles, states)
     is_one = len(places) == 1 and program.ranks is None and isinstance(tiles.grad, Tensor)
     forms = tuple(dict.fromkeys(map(form_of, places)))
-    dims = tuple((key, value.ndim) for key, value in args.items())
-    like = tiles.grad.dtype, is_one, forms, tiles.scalars.names, tiles.reading.sums_squares, dims
-    if like not in program.compiled:
+    # everything that may differ between updates of one program; all else in a kind is the program's
+    varying = tiles.grad.dtype, forms, is_one, tiles.scalars.names, tiles.reading.form
+    if varying not in program.compiled:
         kind = Kind(
             ((GRAD, Float(tiles.grad.dtype)), ("param", program.weight), *program.states.items()),
             program.group,
@@ -56,12 +60,11 @@ def run_compiled(program: Program, tiles: StoredTiles, states: Mapping[str, Tens
             sums_squares=tiles.reading.sums_squares,
             form=forms[0] if is_one else None,
         )
-        program.compiled[like] = traced(program.rule, program.spec, kind, forms)
-    update: CompiledUpdate | None = program.compiled[like]
+        program.compiled[varying] = traced(program.rule, program.spec, kind, forms)
+    update: CompiledUpdate | None = program.compiled[varying]
     if update is None:
         return None
-    tiles.pieces = places
-    results, square_sums = update.run(tiles, args, held), tiles.reading.square_sums
+    results, square_sums = update.run(replace(tiles, pieces=places), args, held), tiles.reading.square_sums
     return Result(results["square_sums"] if square_sums is None else square_sums, results.get("sizes"))
 
 

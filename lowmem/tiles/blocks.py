@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lowmem.tiles.layout import Layout, Place, Rect
 
-# Of a tile: it has several slices of the batch; each of them is a single line. Code is special to that.
+# Form of a tile (several batch slices, one row per slice): part of the cache key.
 Form = tuple[bool, bool]
 
 # Compiled code on a CPU sums columns over this many rows at a time, which the cache holds, and a single line in this
@@ -27,7 +27,7 @@ LINE = 1024
 # exist at a time.
 BLOCK_SUMS = 1 << 20
 
-# Rows of a block, and elements of a part of a single line: as few as the first that divide it, or at least the second.
+# (preferred, minimum) rows of a block, and elements of a part of a single line.
 ROWS = BLOCK_ROWS, 4
 PART = LINE, 128
 
@@ -42,27 +42,32 @@ LARGEST = 1 << 31
 @functools.lru_cache(maxsize=1024)
 def blocks(rows: int, cols: int, group: int = 1) -> tuple[int, int, int] | None:
     """[blocks, rows of a block, cols] of a matrix, or of a single line cut into parts: [parts, 1, elements of a part],
-    each of complete groups of elements.
+    each of complete groups of elements. Returns None if no such division exists.
 
-    None: it does not divide into such.
+    [4096, 1000] → (256, 16, 1000): blocks of 16 rows.  [1, 4096] → (4, 1, 1024): parts of 1,024 elements.
     """
     if rows * cols >= LARGEST or cols % group:
         return None
     if rows == 1:
-        usual, least = (-(-number // group) for number in PART)
-        part = _divisor(cols // group, usual, least, small=cols <= ONE_BLOCK)
+        preferred, minimum = (-(-number // group) for number in PART)
+        part = _divisor(cols // group, preferred, minimum, may_be_one=cols <= ONE_BLOCK)
         return None if part is None else (cols // group // part, 1, part * group)
-    usual, least = (max(number, -(-rows * cols // BLOCK_SUMS)) for number in ROWS)
-    height = _divisor(rows, usual, least, small=rows * cols <= ONE_BLOCK)
+    preferred, minimum = (max(number, -(-rows * cols // BLOCK_SUMS)) for number in ROWS)
+    height = _divisor(rows, preferred, minimum, may_be_one=rows * cols <= ONE_BLOCK)
     return None if height is None else (rows // height, height, cols)
 
 
-def _divisor(length: int, usual: int, least: int, small: bool) -> int | None:
-    """The smallest divisor from `usual` on, else the largest from `least` on, else all of it if it is `small`."""
-    for size in (*range(usual, length // FEWEST + 1), *range(min(usual, length), least - 1, -1)):
+def _divisor(length: int, preferred: int, minimum: int, may_be_one: bool) -> int | None:
+    """Returns a divisor of a length, as the size of blocks: 96 → 16, 331 (a prime) → 331 if it may be one block.
+
+    The smallest one that is at least `preferred` and gives FEWEST blocks; otherwise the largest from `preferred` down
+    to `minimum`; otherwise the length itself, if it may be one block.
+    """
+    upwards, downwards = range(preferred, length // FEWEST + 1), range(min(preferred, length), minimum - 1, -1)
+    for size in (*upwards, *downwards):
         if length % size == 0:
             return size
-    return length if small else None
+    return length if may_be_one else None
 
 
 @functools.lru_cache(maxsize=1024)

@@ -55,7 +55,7 @@ class Compiler:
         """Notes a failure."""
         if cls.failure is None:
             cls.failure = f"{type(error).__name__}: {error}"
-            cost = " and run eagerly, with tens of launches per pass and 4M elements" if torch.cuda.is_available() else ""
+            cost = ", but take tens of launches per pass and 4M elements" if torch.cuda.is_available() else ""
             logger.warning("updates are no longer compiled%s, because compiling failed: %s", cost, cls.failure)
 
 

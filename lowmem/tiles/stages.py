@@ -1,19 +1,19 @@
-"""Compiled updates: in one piece where a parameter is one tile, else in stages, one for each pass over the tiles.
+"""Compiled updates: one function where a parameter is one tile, otherwise stages, one for each pass over the tiles.
 
-    one tile                            several tiles
+    one tile:        arguments ─► update ─► results
 
-    arguments ─► update ─► results      arguments ─► up to a pass ─► vectors ─► tile · tile · tile ─► sums ─┐
-                                                          ▲                                                 │
-                                                          └──────── arguments of the next stage ────────────┘
+    several tiles:   arguments ─► before ─► vectors ─► tile · tile · tile ─► sums ─┐
+                                    ▲                                              │
+                                    └─────────── arguments of the next stage ──────┘
 
-Each of these is a function that is compiled by itself. The one that leads up to a pass is the update from its start, in
-which earlier passes return the sums that they had. It computes vectors and scalars alone, so repeating costs little.
+`before` and `tile` are compiled separately. Code before pass n re-runs the update from its start and takes the sums of
+passes 1…n-1 as arguments. It computes vectors and scalars alone, so repeating it costs little.
 """
 
-import contextlib
-from collections.abc import Callable, Iterable, Mapping
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,12 +28,11 @@ from lowmem.tiles.traced import (
     GRAD,
     Arguments,
     Kind,
-    NextPass,
-    Traced,
+    Pass,
+    ReachedPass,
     TracedBetween,
     TracedTile,
     UntraceableError,
-    signature,
 )
 
 
@@ -43,20 +42,23 @@ class Code:
     Args:
         function: takes and returns a dict. It is traced.
         kind: of its arguments.
+
+    Attributes:
+        results: the names of its results.
     """
 
     def __init__(self, function: Callable[[Arguments], dict[Any, Tensor]], kind: Kind) -> None:
-        self._sizes, results = Sizes(), dict[Any, Tensor]()
+        self._sizes, self.results = Sizes(), list[Any]()
         example = kind.example(self._sizes)
 
         def positional(*args: Any) -> list[Tensor]:
-            results.clear()
-            results.update(function(dict(zip(example, args, strict=True))))
+            results = function(dict(zip(example, args, strict=True)))
+            self.results = list(results)
             return list(results.values())
 
         try:
             self._graph = trace(positional, list(example.values()))
-        except Exception as error:  # a rule may do anything that PyTorch cannot trace
+        except RuntimeError as error:  # of PyTorch's tracer, such as for a branch on the value of a tensor
             raise UntraceableError(str(error)) from error
         inputs = zip(example, self._graph.graph.find_nodes(op="placeholder"), strict=True)
         unused = {name: node for name, node in inputs if not node.users}
@@ -64,7 +66,6 @@ class Code:
             self._graph.graph.erase_node(node)
         self._graph.recompile()
         self._example = {name: value for name, value in example.items() if name not in unused}
-        self.results = list(results)
         self._run: Function | None = None
 
     def compile(self) -> None:
@@ -78,18 +79,18 @@ class Code:
 
 
 class TileCode:
-    """The function of a pass, compiled for tiles of each form. It is called with a tile, as the function is.
+    """The function of a pass, compiled for each form of tiles. It is called with a tile, like the function.
 
-    Args:
-        body: the function.
-        kind: of a tile and the vectors that it reads, without the form.
+    Attributes:
+        full, writes: of the pass.
     """
 
-    def __init__(self, body: Callable[[RawTile], Sums | None], kind: Kind) -> None:
-        self._body, self._kind, self._codes = body, kind, dict[Form, Code]()
+    def __init__(self, reached: Pass) -> None:
+        self._body, self._kind, self.full, self.writes = reached.body, reached.kind, reached.full, reached.writes
+        self._codes: dict[Form, Code] = {}
 
     def of(self, form: Form) -> Code:
-        """The code for tiles of a form, traced if it is new."""
+        """Returns the code for tiles of a form, which is traced if it is new."""
         if form not in self._codes:
             kind = replace(self._kind, form=form)
 
@@ -118,16 +119,53 @@ class TileCode:
 Update = Callable[[Tiles, dict[str, Any]], dict[Any, Tensor]]
 
 
-class Stage(NamedTuple):
-    """A pass over the tiles, and the code that leads up to it.
+class Stage:
+    """A pass over the tiles, and the code before it.
 
-    before: returns the vectors of the pass, in the last stage also the results of the update; None if that is nothing.
-    tile: the function of the pass, and the states that it reads, by its names; None if `before` is the whole update.
+    Args:
+        kind, update: of `CompiledUpdate`.
+        earlier: kinds and names of the sums of each earlier pass, which are arguments of `before`.
+
+    Attributes:
+        before: returns the vectors of the pass, and in the last stage the results of the update. None: there are none.
+        tile: the function of the pass. None: the update ends without another pass.
     """
 
-    before: Code | None
-    tile: TileCode | None
-    full: dict[str, str]
+    def __init__(self, kind: Kind, update: Update, earlier: Sequence[Sequence[Any]]) -> None:
+        self._number = len(earlier)
+        self._pass: Pass | None = None  # that the trace reaches
+        sums = (((each, (n, name)), torch.float32, ()) for n, keys in enumerate(earlier) for each, name in keys)
+        code = Code(functools.partial(self._trace, kind, update, earlier), replace(kind, args=(*kind.args, *sums)))
+        self.tile = None if self._pass is None else TileCode(self._pass)
+        self.is_last = self.tile is None or self.tile.writes
+        self.before = code if code.results or self.is_last else None
+
+    def _trace(self, kind: Kind, update: Update, earlier: Sequence[Any], args: Arguments) -> dict[Any, Tensor]:
+        """Updates up to the next pass. Returns the results of `before`."""
+        tiles = TracedBetween(kind, args, earlier) if kind.form is None else TracedTile(kind, args)
+        states = {name: args[each, name].clone() for each, name in kind.small}
+        try:
+            results = update(tiles, tiles.full | states)
+        except ReachedPass as end:
+            self._pass = end.reached
+            return {**end.reached.vectors}
+        for each, name in kind.small:  # in the last stage alone: each one repeats those before it
+            args[each, name].copy_(states[name])
+        self._pass = tiles.writing
+        return results if tiles.writing is None else results | tiles.writing.vectors
+
+    def run(self, tiles: StoredTiles, args: Arguments, held: Mapping[str, Held]) -> dict[Any, Tensor]:
+        """Runs the stage, and adds the sums of its pass to `args`."""
+        results = {} if self.before is None else self.before(args)
+        if self.tile is not None:
+            full = {name: held[state] for name, state in self.tile.full.items()}
+            vectors = {key: value for key, value in results.items() if isinstance(key, tuple)}
+            if self.tile.writes:
+                tiles.each(self.tile, full, vectors)
+            else:
+                sums = tiles.reduce(self.tile, full, vectors)
+                args |= {(kind, (self._number, name)): value for kind, name, value in sums.items()}
+        return results
 
 
 class CompiledUpdate:
@@ -140,53 +178,21 @@ class CompiledUpdate:
 
     def __init__(self, kind: Kind, update: Update, form: Form) -> None:
         self._kind, self._stages = kind, list[Stage]()
-        self._sums: list[list[Any]] = []  # kinds and names of the sums, by pass
-        is_last = False
-        while not is_last:
-            stage, is_last = self._traced(update)
+        earlier: list[list[Any]] = []
+        while not self._stages or not self._stages[-1].is_last:
+            stage = Stage(kind, update, earlier)
             self._stages.append(stage)
             if stage.tile is not None:
-                self._sums.append(stage.tile.of(form).results)
-
-    def _traced(self, update: Update) -> tuple[Stage, bool]:
-        """Traces the update up to the first pass whose sums are not known, or to its end. Returns whether it ended."""
-        kind, traced, is_last = self._kind, list[Traced](), False
-
-        def before(args: Arguments) -> dict[Any, Tensor]:
-            nonlocal is_last
-            tiles = TracedBetween(kind, args, self._sums) if kind.form is None else TracedTile(kind, args)
-            traced.append(tiles)
-            states, results = {name: args[each, name].clone() for each, name in kind.small}, dict[Any, Tensor]()
-            with contextlib.suppress(NextPass):
-                results, is_last = update(tiles, tiles.full | states), True
-                for each, name in kind.small:  # in the last stage alone: each one repeats those before it
-                    args[each, name].copy_(states[name])
-            return results if tiles.next is None else results | tiles.next.vectors
-
-        sums = (((each, (n, name)), torch.float32, ()) for n, keys in enumerate(self._sums) for each, name in keys)
-        code = Code(before, replace(kind, args=(*kind.args, *sums)))
-        (tiles,) = traced
-        if tiles.next is None:
-            return Stage(code, None, {}), True
-        body, full, vectors = tiles.next
-        storages = dict(kind.storages)
-        read = {GRAD: GRAD, "param": "param", **full}
-        scalars = {key: value for key, value in tiles.reading.tensors.items() if not value.ndim}
-        of_tile = replace(
-            kind,
-            storages=tuple((name, storages[state]) for name, state in read.items()),
-            args=signature({**scalars, **tiles.scalars.singles, **vectors}),
-        )
-        return Stage(code if code.results or is_last else None, TileCode(body, of_tile), full), is_last
+                earlier.append(stage.tile.of(form).results)
 
     def compile(self, forms: Iterable[Form]) -> None:
         """Compiles the code for tiles of these forms, if that has not been done."""
-        for before, tile, _ in self._stages:
-            if before is not None:
-                before.compile()
-            if tile is not None:
+        for stage in self._stages:
+            if stage.before is not None:
+                stage.before.compile()
+            if stage.tile is not None:
                 for form in forms:
-                    tile.of(form).compile()
+                    stage.tile.of(form).compile()
 
     def run(self, tiles: StoredTiles, args: Arguments, held: Mapping[str, Held]) -> dict[Any, Tensor]:
         """Updates a parameter. held: the states of its size, by name."""
@@ -195,17 +201,8 @@ class CompiledUpdate:
         else:
             args |= self._of_tile(tiles, held)
         results: dict[Any, Tensor] = {}
-        for n, stage in enumerate(self._stages):
-            results = {} if stage.before is None else stage.before(args)
-            if stage.tile is None:
-                break
-            full = {name: held[state] for name, state in stage.full.items()}
-            vectors = {key: value for key, value in results.items() if isinstance(key, tuple)}
-            if stage is self._stages[-1]:
-                tiles.each(stage.tile, full, vectors)
-            else:
-                sums = tiles.reduce(stage.tile, full, vectors)
-                args |= {(kind, (n, name)): value for kind, name, value in sums.items()}
+        for stage in self._stages:
+            results = stage.run(tiles, args, held)
         return results
 
     def _of_tile(self, tiles: StoredTiles, held: Mapping[str, Held]) -> Arguments:

@@ -316,7 +316,7 @@ TABLE: dict[str, Maker] = {
     "compensated8": lambda dtype, signed: Compensated(dtype, 8),
     "master": lambda dtype, signed: FLOAT32,
 }
-_FLOATS = frozenset(TABLE)  # float32 stores every result exactly, and needs none of them
+_OF_WEIGHTS = frozenset(TABLE)  # names that only `rounding` takes. float32 weights need none of them
 
 # Names that only `state_storage` takes.
 MOMENTS: dict[str, Maker] = {
@@ -334,7 +334,8 @@ STATE_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in STORED_DTY
 
 def register(name: str) -> Callable[[MakerType], MakerType]:
     """Adds a storage to the table, for `rounding` and `state_storage`: a class, or a function that returns a `Storage`.
-    It is called with a dtype (the parameter's dtype, or bfloat16 for a state) and whether values may be negative.
+    It is called with a dtype (the parameter's dtype, or bfloat16 for a state) and whether values may be negative;
+    here once with each of them.
 
     Raises:
         ConfigError: the name is taken, or a group of the storage does not divide 1,024.
@@ -343,7 +344,8 @@ def register(name: str) -> Callable[[MakerType], MakerType]:
     def enter(maker: MakerType) -> MakerType:
         if name in roundings() or name in state_storages():
             raise ConfigError(f"storage {name!r} is already registered. Choose another name")
-        if LARGEST_GROUP % maker(torch.bfloat16, True).group:
+        made = (maker(dtype, signed) for dtype in STORED_DTYPES for signed in (True, False))
+        if any(LARGEST_GROUP % storage.group for storage in made):
             raise ConfigError(f"storage {name!r}: the size of a group must divide {LARGEST_GROUP}")
         TABLE[name] = maker
         return maker
@@ -358,7 +360,7 @@ def roundings() -> list[str]:
 
 def state_storages() -> list[str]:
     """Names that `state_storage` takes."""
-    return [*STATE_DTYPES, *MOMENTS, *(name for name in TABLE if name != "master")]
+    return [*STATE_DTYPES, *MOMENTS, *(name for name in TABLE if name not in _OF_WEIGHTS)]
 
 
 @functools.cache
@@ -366,7 +368,7 @@ def of_state(name: str, signed: bool = True, dtype: torch.dtype = torch.bfloat16
     """Returns a storage by its name."""
     name, dtype = ("stochastic", STATE_DTYPES[name]) if name in STATE_DTYPES else (name, dtype)
     maker = MOMENTS.get(name) or TABLE[name]
-    return FLOAT32 if name in _FLOATS and dtype == torch.float32 else maker(dtype, signed)
+    return FLOAT32 if name in _OF_WEIGHTS and dtype == torch.float32 else maker(dtype, signed)
 
 
 @functools.cache

@@ -179,18 +179,23 @@ class Sweep:
     @functools.cached_property
     def square_sums(self) -> Tensor:
         """The sum of squares of each parameter's unscaled, unclipped gradient over all shards, float64 [members]. It is
-        summed in float32 unless that overflows.
+        summed in float32 unless that overflows. Reading it measures the gradient.
         """
         if self._tiles.reading.square_sums is not None:
             return self._tiles.reading.square_sums
-        if self._measured is None:
-            self.reduce(_nothing)
+        self._measure()
         assert self._measured is not None
         return exact(*(sums.view(self._tiles.members, -1).sum(-1) for sums in self._measured))
 
+    def _measure(self) -> None:
+        """Measures the gradient, by a separate pass over the tiles unless a `reduce` has measured it."""
+        if self._measured is None and self._tiles.reading.square_sums is None:
+            self.reduce(_nothing)
+
     @property
     def finite(self) -> Tensor | None:
-        """Returns whether each gradient is free of Inf and NaN: boolean [members], on the device.
+        """Returns whether each gradient is free of Inf and NaN: boolean [members], on the device. Measures the gradient
+        if nothing has decided that.
 
         `apply` and `store` leave a parameter unchanged where it is False. None: everything is written.
         """
@@ -210,7 +215,8 @@ class Sweep:
     def reduce(self, fn: ReduceFn, **given: Unpack[Given]) -> Sums:
         """Returns the sums that `fn` asks for: rows [B, R], columns [B, C], scalars [B], all float32.
 
-        The first reduce of a sweep also measures the gradient, so measuring does not need a separate pass.
+        The first reduce of a sweep also measures the gradient. A rule that writes before, or reduces nothing, causes a
+        separate pass for it, if the gradient has not been measured before the sweep.
         """
         measure = self._measured is None and self._tiles.reading.square_sums is None
         sums = self._tiles.reduce(functools.partial(reduce_tile, fn, measure), *_split(given))
@@ -222,7 +228,7 @@ class Sweep:
         """Writes the values that `fn` returns for each tile: `param`, and states by their name in `full`."""
         full, vectors = _split(given)
         draws = any(each.storage.draws for each in (self._tiles.weight, *full.values()))
-        _ = self.square_sums  # measured before the weight changes, from which a gradient may be computed
+        self._measure()  # before the weight changes, from which a gradient may be computed
         vectors |= self._tiles.finite_and_noise(self.finite, draws=draws)
         self._tiles.each(functools.partial(apply_tile, fn), full, vectors)
 
@@ -250,7 +256,7 @@ class Sweep:
         float32 copy, which is written back tile by tile. The gradient is unscaled and clipped in place.
         """
         weight, grad = self._tiles.weight, self._tiles.complete_grad()
-        _ = self.square_sums  # measured before anything changes the gradient
+        self._measure()  # before anything changes the gradient
         self.pass_nonfinite()
         reading = self._tiles.reading
         if reading.inverse_scale is not None:
@@ -259,12 +265,12 @@ class Sweep:
             grad.clamp_(-reading.limit, reading.limit)
         if reading.clip_coef is not None:
             grad.mul_(reading.clip_coef)
-        exact = weight.storage.is_cast
-        param = weight.parts[0].detach() if exact else weight.decode()
+        is_cast = weight.storage.is_cast
+        param = weight.parts[0].detach() if is_cast else weight.decode()
         param.requires_grad_()
         param.grad = grad.to(param.dtype)
         yield param
-        if not exact:
+        if not is_cast:
             self.apply(_replaced, full={"value": Held(FLOAT32, (param.detach(),))})
 
 

@@ -88,6 +88,11 @@ class Reading:
         """Its tensors, as vectors of the kind "reading"."""
         return {("reading", name): value for name, value in vars(self).items() if isinstance(value, Tensor)}
 
+    @property
+    def form(self) -> tuple[Any, ...]:
+        """Everything about it that compiled code depends on."""
+        return self.sums_squares, *((key, value.ndim) for key, value in self.tensors.items())
+
 
 class RawTile(NamedTuple):
     """The stored tensors of one tile.
@@ -120,6 +125,8 @@ class Fields:
         return self._key(name) in self._named
 
     def __getattr__(self, name: str) -> Tensor:
+        if name.startswith("_") or name not in self:
+            raise AttributeError(f"no tensor of the name {name!r} was passed to the sweep, nor returned by `scalars`")
         value = self.__dict__[name] = self._read(self._named[self._key(name)])
         return value
 

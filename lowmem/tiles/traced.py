@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -51,7 +51,7 @@ class Kind:
 
     storages: of the gradient, of the weight and of the states of the parameter's size, by name.  group: elements of a
     row that some of them encode together.  args: the other arguments.  batched: the parameter has several slices.
-    numbers: names of the rule's.  sums_squares: see `Reading`.  form: of the tile; None for code between two passes.
+    numbers: names of the rule's scalars.  sums_squares: see `Reading`.  form: of the tile; None for code before a pass.
     """
 
     storages: tuple[tuple[str, Storage], ...]
@@ -90,15 +90,24 @@ class Kind:
 
 
 class Pass(NamedTuple):
-    """A pass over the tiles: its function, the names of the states that it reads by its own names, and its vectors."""
+    """A pass over the tiles that a traced update has reached.
+
+    body: its function.  kind: of a tile and of the vectors that the function reads, without the form.
+    full: the states that it reads, by its own names.  vectors: of the parameter.  writes: it writes, so it is the last.
+    """
 
     body: Callable[[RawTile], Sums | None]
+    kind: Kind
     full: dict[str, str]
     vectors: Vectors
+    writes: bool
 
 
-class NextPass(BaseException):
-    """Ends the trace of an update that has come to a pass."""
+@dataclass
+class ReachedPass(BaseException):
+    """Ends the trace of an update at a pass that sums. It is not an `Exception`, which the rule might catch."""
+
+    reached: Pass
 
 
 class Traced(Tiles):
@@ -109,14 +118,14 @@ class Traced(Tiles):
 
     Attributes:
         full: states of the parameter's size, by name.
-        next: the pass that the update has come to, if that is not traced with it.
+        writing: the pass that writes, if it is not traced with the update.
     """
 
     full: dict[str, Held]
-    next: Pass | None = None
+    writing: Pass | None = None
 
     def __init__(self, kind: Kind, args: Arguments) -> None:
-        self.members, self.device = 1, kind.device
+        self.kind, self.members, self.device = kind, 1, kind.device
         tensors = {name: value for (each, name), value in args.items() if each == "reading"}
         self.reading = Reading(**tensors, sums_squares=kind.sums_squares)
         self.scalars = NO_SCALARS  # of the code of a single pass, in which the numbers are among the vectors
@@ -194,8 +203,8 @@ class TracedBetween(Traced):
     """Stands for all tiles of a parameter while an update is traced up to a pass.
 
     Args:
-        sums: kinds and names of the sums of the passes that are done, which are arguments. The next pass that sums
-            ends the trace, by `NextPass`. The one that writes does not, but no other may follow it.
+        sums: kinds and names of the sums of earlier passes, which are arguments. The next pass that sums ends the
+            trace by raising `ReachedPass`. A writing pass does not end the trace, but must be the last.
     """
 
     def __init__(self, kind: Kind, args: Arguments, sums: Sequence[Sequence[tuple[str, str]]]) -> None:
@@ -209,15 +218,22 @@ class TracedBetween(Traced):
     def reduce(self, body: Callable[[RawTile], Sums], full: States, vectors: Vectors) -> Sums:
         sums = next(self._sums, None)
         if sums is None:
-            self.each(body, full, vectors)
-            raise NextPass
+            raise ReachedPass(self._pass(body, full, vectors, writes=False))
         return sums
 
     def each(self, body: Callable[[RawTile], Sums | None], full: States, vectors: Vectors) -> None:
-        if self.next is not None:
+        self.writing = self._pass(body, full, vectors, writes=True)
+
+    def _pass(self, body: Callable[[RawTile], Sums | None], full: States, vectors: Vectors, writes: bool) -> Pass:
+        if self.writing is not None:
             raise UntraceableError("the rule has another pass after the one that writes")
-        names = {id(held): name for name, held in self.full.items()}
-        self.next = Pass(body, {name: names[id(held)] for name, held in full.items()}, self._shaped(vectors))
+        names, storages = {id(held): name for name, held in self.full.items()}, dict(self.kind.storages)
+        states, vectors = {name: names[id(held)] for name, held in full.items()}, self._shaped(vectors)
+        read = {GRAD: GRAD, "param": "param", **states}
+        reading = {key: value for key, value in self.reading.tensors.items() if not value.ndim}
+        args = signature({**reading, **self.scalars.singles, **vectors})
+        kind = replace(self.kind, storages=tuple((name, storages[read[name]]) for name in read), args=args)
+        return Pass(body, kind, states, vectors, writes)
 
 
 def _shape_of(grad: Tensor, lines: bool) -> tuple[Any, Any, Any]:
