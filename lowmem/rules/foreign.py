@@ -7,7 +7,7 @@ import logging
 import random
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, NoReturn
@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from lowmem.errors import ConfigError, UnsupportedError, did_you_mean
 from lowmem.rules.foreign_instance import COUNTS, Instance, number_of, numbers_of, refuse_combination
 from lowmem.rules.foreign_state import pack_state
-from lowmem.rules.rule import GROUP_KEYS, Hyper, ParamSpec, State, UpdateRule, Watched
+from lowmem.rules.rule import GROUP_KEYS, Hyper, ParamSpec, State, UpdateRule
 from lowmem.tiles.layout import View
 from lowmem.tiles.sweep import Sweep
 
@@ -297,6 +297,26 @@ class ForeignRule(UpdateRule):
         if hasattr(optimizer, "train"):
             optimizer.train()  # schedule-free optimizers step in training mode only
         return optimizer
+
+
+class Watched(dict[str, Any]):
+    """A parameter group that notes which of its keys are read."""
+
+    def __init__(self, items: Mapping[str, Any]) -> None:
+        super().__init__(items)
+        self.read: set[str] = set()
+
+    def __getitem__(self, key: str) -> Any:
+        self.read.add(key)
+        return super().__getitem__(key)
+
+    def __contains__(self, key: object) -> bool:
+        self.read.add(str(key))
+        return super().__contains__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.read.add(key)
+        return super().get(key, default)
 
 
 @contextmanager

@@ -269,26 +269,6 @@ class UpdateRule(ABC):
         return {}
 
 
-class Watched(dict[str, Any]):
-    """A parameter group that notes which of its keys are read."""
-
-    def __init__(self, items: Mapping[str, Any]) -> None:
-        super().__init__(items)
-        self.read: set[str] = set()
-
-    def __getitem__(self, key: str) -> Any:
-        self.read.add(key)
-        return super().__getitem__(key)
-
-    def __contains__(self, key: object) -> bool:
-        self.read.add(str(key))
-        return super().__contains__(key)
-
-    def get(self, key: str, default: Any = None) -> Any:
-        self.read.add(key)
-        return super().get(key, default)
-
-
 RuleClass = TypeVar("RuleClass", bound=type[UpdateRule])
 TABLE: dict[str, type[UpdateRule]] = {}
 
