@@ -29,12 +29,12 @@ class Case:
 
     def grads(self, step: int) -> dict[str, Tensor | None]:
         """Gradients of a step; None for a parameter that had none."""
-        found: dict[str, Tensor | None] = {}
+        values: dict[str, Tensor | None] = {}
         for name in self.param_names:
             present = self.tensors.get(f"grad_present/{name}")
             missing = present is not None and not present[step - 1]
-            found[name] = None if missing else self.tensors[f"grad/{name}"][step - 1].clone()
-        return found
+            values[name] = None if missing else self.tensors[f"grad/{name}"][step - 1].clone()
+        return values
 
     def lr(self, step: int) -> float | None:
         """The learning rate of a step where there is a schedule."""
@@ -55,24 +55,24 @@ class Case:
     def compare(self, step: int, params: dict[str, Tensor]) -> dict[str, float]:
         """max|x - ref| of each parameter relative to the largest value it has had; inf where NaN or Inf differ."""
         index = self.recorded.index(step)
-        found = {}
+        values = {}
         for name in self.param_names:
             history = self.tensors[f"param/{name}"][: index + 1]
             scale = torch.cat([self.tensors[f"init/{name}"].flatten(), history.flatten()])
-            found[name] = deviation(params[name], history[index], scale)
-        return found
+            values[name] = deviation(params[name], history[index], scale)
+        return values
 
     def compare_state(self, step: int, state: dict[str, Tensor]) -> dict[str, float]:
         """max|x - ref| of each state relative to the largest reference value of the last 5 recorded steps."""
         reference = self.state_after(step)
-        found = {}
+        values = {}
         for key, x in state.items():
             scale = reference[key]
             if f"state_trace/{key}" in self.tensors:
                 index = self.recorded.index(step)
                 scale = self.tensors[f"state_trace/{key}"][max(0, index - 4) : index + 1]
-            found[key] = deviation(x, reference[key], scale)
-        return found
+            values[key] = deviation(x, reference[key], scale)
+        return values
 
 
 def deviation(x: Tensor, reference: Tensor, scale: Tensor) -> float:

@@ -38,12 +38,12 @@ def t2t_adafactor(case: Case) -> dict[str, Any]:
     hyper = dict(case.hyper)
     lr, decay = hyper.pop("learning_rate"), hyper.pop("decay_rate")
     if decay["kind"] == "const":
-        own = {"decay_rate": next(value for value in decay.values() if isinstance(value, float))}
+        options = {"decay_rate": next(value for value in decay.values() if isinstance(value, float))}
     else:
         option = {"pow": ("memory_exponent", "exponent"), "adam": ("beta2", "beta2")}[decay["kind"]]
-        own = {"decay_type": decay["kind"], option[0]: decay[option[1]]}
+        options = {"decay_type": decay["kind"], option[0]: decay[option[1]]}
     rate = None if isinstance(lr, str) else lr
-    return {**hyper, **own, "rule": "adafactor_t2t", "lr": rate, "factor_stacks": False}
+    return {**hyper, **options, "rule": "adafactor_t2t", "lr": rate, "factor_stacks": False}
 
 
 def lans(case: Case) -> dict[str, Any]:
@@ -97,11 +97,11 @@ def replay(case: Case, **settings: Any) -> Result:
 
 def groups(case: Case, params: Mapping[str, Tensor]) -> list[dict[str, Any]]:
     """The parameters in their groups, with the settings of each."""
-    own = case.entry.get("param_groups") or [{}]
-    members: list[list[tuple[str, Tensor]]] = [[] for _ in own]
+    settings_of_groups = case.entry.get("param_groups") or [{}]
+    members: list[list[tuple[str, Tensor]]] = [[] for _ in settings_of_groups]
     for entry in case.entry["params"]:
         members[entry.get("group") or 0].append((entry["name"], params[entry["name"]]))
-    return [{**settings, "params": pairs} for settings, pairs in zip(own, members, strict=True)]
+    return [{**settings, "params": pairs} for settings, pairs in zip(settings_of_groups, members, strict=True)]
 
 
 def measure(case: Case, opt: lowmem.FusedOptimizer, params: Mapping[str, Tensor]) -> Result:

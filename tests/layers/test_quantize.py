@@ -278,28 +278,28 @@ MODELS = {
 )
 def test_experts_and_layers_of_other_models(model, how, tmp_path):
     torch.manual_seed(0)
-    held = MODELS[model](how).bfloat16().eval()
-    every = {name for name, param in held.named_parameters() if param.ndim > 1 and param.numel() >= 4096}
-    lowmem.quantize_(held, "int12")
-    assert {name for name, param in held.named_parameters() if isinstance(param, QuantizedWeight)} == every
-    plain = lowmem.dequantize_(copy.deepcopy(held))
+    net = MODELS[model](how).bfloat16().eval()
+    every = {name for name, param in net.named_parameters() if param.ndim > 1 and param.numel() >= 4096}
+    lowmem.quantize_(net, "int12")
+    assert {name for name, param in net.named_parameters() if isinstance(param, QuantizedWeight)} == every
+    plain = lowmem.dequantize_(copy.deepcopy(net))
     batch = {"input_ids": torch.arange(32).view(1, -1), "labels": torch.arange(32).view(1, -1)}
-    assert torch.equal(held(**batch).loss, plain(**batch).loss)
-    before = held(**batch).loss.item()
-    train(held, [batch] * 6)
-    assert held(**batch).loss.item() < before - 0.2
-    weights.save_weights(held, str(tmp_path))
+    assert torch.equal(net(**batch).loss, plain(**batch).loss)
+    before = net(**batch).loss.item()
+    train(net, [batch] * 6)
+    assert net(**batch).loss.item() < before - 0.2
+    weights.save_weights(net, str(tmp_path))
     again = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert_same(lowmem.dequantize_(held), again)
+    assert_same(lowmem.dequantize_(net), again)
 
 
 def test_only_large_trained_matrices_are_quantized(llama):
-    held = [name for name, p in llama("int8").named_parameters() if isinstance(p, QuantizedWeight)]
-    assert len(held) == 2 + 2 * 7
+    names = [name for name, p in llama("int8").named_parameters() if isinstance(p, QuantizedWeight)]
+    assert len(names) == 2 + 2 * 7
     model = lowmem.quantize_(llama(), "int8", skip=["lm_head", "model.layers.0", "*.up_proj"])
-    held = [name for name, p in model.named_parameters() if isinstance(p, QuantizedWeight)]
-    assert len(held) == 1 + 6
-    assert not any("layers.0." in name or "up_proj" in name for name in held)
+    names = [name for name, p in model.named_parameters() if isinstance(p, QuantizedWeight)]
+    assert len(names) == 1 + 6
+    assert not any("layers.0." in name or "up_proj" in name for name in names)
     tied = lowmem.quantize_(llama(tie_word_embeddings=True), "int8", skip=["lm_head"])
     assert not isinstance(tied.model.embed_tokens.weight, QuantizedWeight)
     small = lowmem.quantize_(nn.Linear(64, 32), "int8")

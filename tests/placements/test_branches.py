@@ -52,8 +52,8 @@ def as_one_device(rank, steps, settings, checkpointed):
         opt.backward(net(micro_batches[-1][rank]))
         arrived = [name for name, param in reference.named_parameters() if param.grad is not None]
         assert list(opt.last_step.names) == arrived
-        for (name, param), wanted in zip(net.named_parameters(), reference.parameters(), strict=True):
-            torch.testing.assert_close(param, wanted, rtol=1e-5, atol=1e-6, msg=name)
+        for (name, param), expected in zip(net.named_parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(param, expected, rtol=1e-5, atol=1e-6, msg=name)
     return [param.detach() for param in net.parameters()]
 
 
@@ -93,8 +93,8 @@ def sums_in_float32(rank):
     opt.backward(loss((1, grads[2])) if rank == 0 else loss((1, grads[3])))
     means = [grads[2].float() / 2, (grads[0].float() + grads[2].float() + grads[3].float()) / 2, grads[1].float() / 2]
     for n, mean in enumerate(means):
-        wanted = (before[n].float() - 0.1 * mean).bfloat16()
-        torch.testing.assert_close(net.layers[n].weight.detach(), wanted, rtol=0, atol=2**-8)
+        expected = (before[n].float() - 0.1 * mean).bfloat16()
+        torch.testing.assert_close(net.layers[n].weight.detach(), expected, rtol=0, atol=2**-8)
     return net.state_dict()
 
 
@@ -112,7 +112,7 @@ def peaks(rank, steps, settings):
     for layer in net.layers:
         torch.nn.init.eye_(layer.weight)
     opt = lowmem.FusedOptimizer(net.named_parameters(), rule="lomo", lr=1e-6, **settings)
-    found = []
+    results = []
     for step in steps:
         micro_batches = step if isinstance(step[0], list) else [step]
         for paths in micro_batches[:-1]:
@@ -122,8 +122,8 @@ def peaks(rank, steps, settings):
         with Memory(net, opt, loss) as memory:
             opt.backward(loss)
         del loss
-        found.append(memory.above / (4 * MIB))
-    return found
+        results.append(memory.above / (4 * MIB))
+    return results
 
 
 def peaks_with_sums_elsewhere(rank, steps):
@@ -140,25 +140,25 @@ FEW = 3.3  # two gradients, one that a thread of gloo has not let go of yet, and
 @pytest.mark.parametrize("steps", PATHS.values(), ids=PATHS)
 def test_gradients_do_not_wait_for_missing_ones(two, steps):
     """One is in flight while the next one is computed, once the order is learned; eight would be all of them."""
-    for found in two.run(peaks, steps[:6], {}):
-        assert max(found[2:]) <= FEW
+    for results in two.run(peaks, steps[:6], {}):
+        assert max(results[2:]) <= FEW
 
 
 @pytest.mark.filterwarnings("ignore:Expected a tensor")
 def test_earlier_micro_batches_do_not_delay_reductions(two):
     every = [tuple(range(LAYERS))] * 2
     steps = [[every, every], [every, [(7, 6, 5, 3, 1, 0)] * 2], [every, [(0, 1, 3, 5, 6)] * 2]]
-    for found in two.run(peaks_with_sums_elsewhere, steps):
-        assert found[2] <= FEW
+    for results in two.run(peaks_with_sums_elsewhere, steps):
+        assert results[2] <= FEW
 
 
 @pytest.mark.filterwarnings("ignore:Expected a tensor")
 def test_a_changed_order_is_recorded_again(two):
     forwards, backwards = [tuple(range(LAYERS))] * 2, [tuple(reversed(range(LAYERS)))] * 2
-    for found in two.run(peaks, [forwards] * 3 + [backwards] * 2, {}):
-        assert max(found[1:3]) <= FEW
-        assert found[3] > LAYERS - 1
-        assert found[4] <= FEW
+    for results in two.run(peaks, [forwards] * 3 + [backwards] * 2, {}):
+        assert max(results[1:3]) <= FEW
+        assert results[3] > LAYERS - 1
+        assert results[4] <= FEW
 
 
 def test_parameters_without_a_gradient_keep_their_place_in_the_order():

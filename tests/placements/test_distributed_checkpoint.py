@@ -103,14 +103,14 @@ def on_ranks(rank, kind, settings, folder):
 @pytest.mark.parametrize("settings", ["adamw", "scaled_adam"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_ranks_and_another_number_of_them(two, kind, settings, tmp_path):
-    found = two.run(on_ranks, kind, SETTINGS[settings], tmp_path / "saved")
+    results = two.run(on_ranks, kind, SETTINGS[settings], tmp_path / "saved")
     net = make()
-    net.load_state_dict(found[0][1])
+    net.load_state_dict(results[0][1])
     opt = optimizer(net, SETTINGS[settings])
     template = {"optimizer": get_optimizer_state_dict(net, opt)}
     dcp.load(template, checkpoint_id=tmp_path / "saved")
     set_optimizer_state_dict(net, opt, template["optimizer"])
-    assert_same(opt.named_state_dict(), found[0][0])
+    assert_same(opt.named_state_dict(), results[0][0])
 
 
 def test_reading_the_state_of_a_new_optimizer_changes_nothing():

@@ -81,9 +81,9 @@ def gathered(kind, params):
     return deepspeed.zero.GatheredParameters(list(params))
 
 
-def assert_same(found, alone):
-    for weights, norm in found:
-        assert all(torch.equal(weight, found[0][0][name]) for name, weight in weights.items())
+def assert_same(results, alone):
+    for weights, norm in results:
+        assert all(torch.equal(weight, results[0][0][name]) for name, weight in weights.items())
         torch.testing.assert_close(weights, alone[0], rtol=1e-5, atol=1e-5)
         assert norm == pytest.approx(alone[1], rel=1e-4)
 
@@ -98,8 +98,8 @@ CASES = {
 
 @pytest.mark.parametrize(("settings", "micro_batches"), CASES.values(), ids=CASES)
 def test_replicated(ranks, settings, micro_batches):
-    found = ranks.run(on_ranks, "replicated", settings, micro_batches)
-    assert_same(found, alone(ranks.count, settings, micro_batches))
+    results = ranks.run(on_ranks, "replicated", settings, micro_batches)
+    assert_same(results, alone(ranks.count, settings, micro_batches))
 
 
 @pytest.mark.parametrize("kind", SHARDS)

@@ -32,8 +32,8 @@ def frozen_at_times(rank, settings, orders, frozen, micro_batches=1):
                 layer.weight.requires_grad_(one != 1 or n not in names)
             (0.5 * micro_batches * (1 + one) * reference(order)).backward()
         plain.step()
-        for layer, wanted in zip(net.layers, reference.layers, strict=True):
-            torch.testing.assert_close(layer.weight.detach(), wanted.weight.detach(), rtol=1e-5, atol=1e-6)
+        for layer, expected in zip(net.layers, reference.layers, strict=True):
+            torch.testing.assert_close(layer.weight.detach(), expected.weight.detach(), rtol=1e-5, atol=1e-6)
     return [layer.weight.detach() for layer in net.layers]
 
 
@@ -85,8 +85,8 @@ def large_gradients(rank, dtype):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_averages_do_not_overflow(two, dtype):
     """40,000 and 50,000 are float16 numbers, and so is their mean; their sum is not."""
-    for found in two.run(large_gradients, dtype):
-        torch.testing.assert_close(found, torch.full((4,), 45000.0), rtol=2**-8, atol=0.0)
+    for results in two.run(large_gradients, dtype):
+        torch.testing.assert_close(results, torch.full((4,), 45000.0), rtol=2**-8, atol=0.0)
 
 
 def alone_among_others(rank):

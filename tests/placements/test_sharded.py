@@ -49,8 +49,8 @@ def as_one_device(ranks, kind, settings, micro_batches=1):
     if kind != "replicated":
         assert_as_one_device(ranks.run(shared, kind, settings, micro_batches), kind, settings)
     else:
-        found = ranks.run(replicated, settings, micro_batches)
-        assert_alike(found, kind, replicated_alone(pickle.dumps(settings)))
+        results = ranks.run(replicated, settings, micro_batches)
+        assert_alike(results, kind, replicated_alone(pickle.dumps(settings)))
 
 
 @pytest.mark.parametrize(("count", "kind", "rule"), pairwise(COUNTS, KINDS, RULES))
@@ -133,12 +133,12 @@ CONTINUED = {
 def test_saved_states_are_full_and_load_elsewhere(ranks_of, count, kinds, settings):
     """State of one placement continues in another, and on one device, as if nothing had happened."""
     settings = CONTINUED[settings]
-    found = ranks_of(count).run(continued, kinds.split("-"), settings, None)
+    results = ranks_of(count).run(continued, kinds.split("-"), settings, None)
     batches = list(map(everyones, data()))
     net = make()
     opt = lowmem.FusedOptimizer(net.named_parameters(), model=net, **settings)
     steps(net, opt, batches[:5], 0, 1)
-    reference, (weights, state, _) = opt.state_dict(), found[0]
+    reference, (weights, state, _) = opt.state_dict(), results[0]
     shapes = {name: {k: getattr(v, "shape", None) for k, v in kept.items()} for name, kept in state["state"].items()}
     assert shapes == {
         name: {k: getattr(v, "shape", None) for k, v in kept.items()} for name, kept in reference["state"].items()
@@ -147,5 +147,5 @@ def test_saved_states_are_full_and_load_elsewhere(ranks_of, count, kinds, settin
     opt.load_state_dict(state)
     steps(net, opt, batches[5:], 0, 1)
     for name, param in net.named_parameters():
-        for rank in found:
+        for rank in results:
             torch.testing.assert_close(rank[2][name], param.detach(), rtol=1e-5, atol=1e-5, msg=name)

@@ -80,14 +80,14 @@ def test_secondary_partitions(four):
 
 def test_mixed_precision_of_fsdp2(two):
     """Weights stay float32; what is computed in bfloat16, of 8 bits, is alike as far as that goes."""
-    found, alone = both(two, "mixed", {}, {"policy": "deferred", "clip_norm": 0.5, "rule": "lomo"})
-    assert found[0][1] == pytest.approx(alone[1], rel=1e-2)
-    assert found[0][2] == pytest.approx(alone[2], rel=5e-2)
+    results, alone = both(two, "mixed", {}, {"policy": "deferred", "clip_norm": 0.5, "rule": "lomo"})
+    assert results[0][1] == pytest.approx(alone[1], rel=1e-2)
+    assert results[0][2] == pytest.approx(alone[2], rel=5e-2)
     start = dict(make().named_parameters())
     far = sum((alone[0][n] - p).square().sum() for n, p in start.items()).sqrt()
-    apart = sum((alone[0][n] - w).square().sum() for n, w in found[0][0].items()).sqrt()
+    apart = sum((alone[0][n] - w).square().sum() for n, w in results[0][0].items()).sqrt()
     assert apart < 0.05 * far
-    assert all(w.dtype == torch.float32 for w in found[0][0].values())
+    assert all(w.dtype == torch.float32 for w in results[0][0].values())
 
 
 @pytest.mark.parametrize("rounding", ["stochastic", "compensated"])
@@ -97,8 +97,8 @@ def test_rounded_weights_are_bit_equal_in_every_placement(two, rule, rounding):
     model = {"dtype": torch.bfloat16, "tie_word_embeddings": True}
     settings = {"rule": rule, "rounding": rounding, "lr": 1e-3, "seed": 5}
     alone = train_bits(make(**model), settings)
-    found = [two.run(bits, kind, model, settings)[0] for kind in ("zero3", "by layer", "replicated")]
-    for weights in found:
+    results = [two.run(bits, kind, model, settings)[0] for kind in ("zero3", "by layer", "replicated")]
+    for weights in results:
         for name, weight in weights.items():
             assert torch.equal(weight, alone[name]), name
 

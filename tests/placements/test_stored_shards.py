@@ -166,8 +166,8 @@ if has_compiler("cpu"):
 
 @pytest.mark.parametrize(("place", "case"), EQUAL)
 def test_weights_and_states_have_the_bits_of_one_device(two, place, case):
-    for found in two.run(trained, place, case):
-        for one, other in zip(found, alone(case), strict=True):
+    for results in two.run(trained, place, case):
+        for one, other in zip(results, alone(case), strict=True):
             assert_same(one, other)
 
 
@@ -205,11 +205,11 @@ def summed(rank, place, weight_format):
 def test_sums_over_shards_of_quantized_weights(two, weight_format, place):
     """They are taken in another order where weights are sharded, and few values are rounded to another code."""
     expected = summed(0, None, weight_format)
-    for found in two.run(summed, place, weight_format):
+    for results in two.run(summed, place, weight_format):
         for name, weight in expected.items():
-            different = (weight != found[name]).float().mean()
+            different = (weight != results[name]).float().mean()
             assert different < 0.02 if place == "fsdp2" else different == 0, name
-            torch.testing.assert_close(found[name], weight, rtol=0.02, atol=0.02, msg=name)
+            torch.testing.assert_close(results[name], weight, rtol=0.02, atol=0.02, msg=name)
 
 
 OWN_ROWS = {
@@ -238,10 +238,10 @@ def test_ranks_with_different_rows(two, place, case):
     """Gradients differ in their last bits, by which few values are rounded to the next code; later steps may double
     that."""
     losses, expected = with_own_rows(0, None, case)
-    found = two.run(with_own_rows, place, case)
-    means = [sum(both) / 2 for both in zip(*(own for own, _ in found), strict=True)]
+    results = two.run(with_own_rows, place, case)
+    means = [sum(both) / 2 for both in zip(*(own for own, _ in results), strict=True)]
     assert means == pytest.approx(losses, rel=1e-3)  # a code is at most 1/127 of a moment, and one in hundreds differs
-    for _, kept in found:
+    for _, kept in results:
         assert kept.keys() == expected.keys()
         for name, codes in expected.items():
             if codes.dtype in (torch.int8, torch.uint8):
@@ -266,10 +266,10 @@ def resumed(rank, place, case, folder, numbers):
     if place is not None:
         dist.barrier()
     save_optimizer(opt, file, write=rank == 0)
-    found = weights(net), states(opt)
+    results = weights(net), states(opt)
     if rank == 0:
-        torch.save(found[0], folder / "weights.pt")
-    return found
+        torch.save(results[0], folder / "weights.pt")
+    return results
 
 
 @pytest.mark.parametrize(
@@ -326,8 +326,8 @@ def filled(rank, place):
 
 def test_quantized_weights_that_are_filled(two):
     expected = filled(0, None)
-    for found in two.run(filled, "fsdp2"):
-        for one, other in zip(found, expected, strict=True):
+    for results in two.run(filled, "fsdp2"):
+        for one, other in zip(results, expected, strict=True):
             assert_same(one, other)
 
 

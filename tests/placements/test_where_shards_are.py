@@ -33,7 +33,7 @@ def test_a_gather_on_another_stream_waits_for_writes(device, ordered):
     computing, gathering = torch.cuda.Stream(), torch.cuda.Stream()
     for stream in (computing, gathering):
         stream.wait_stream(torch.cuda.current_stream())
-    with simgpu.provoke("race") as found:
+    with simgpu.provoke("race") as results:
         with torch.cuda.stream(computing):
             for param in params:
                 if ordered:
@@ -43,4 +43,4 @@ def test_a_gather_on_another_stream_waits_for_writes(device, ordered):
             gathered = params[0].all_gather_coalesced(params)
         torch.cuda.current_stream().wait_stream(gathering)
         arrived = torch.stack(gathered).eq(2).all()
-    assert (arrived and not found) == ordered
+    assert (arrived and not results) == ordered

@@ -112,13 +112,13 @@ def gathered(rank, plain, threshold):
     """What is gathered after each of three micro-batches of two steps."""
     net = SHARDS["zero3"](rank, make_embeddings, stage3_param_persistence_threshold=threshold)
     opt = lowmem.FusedOptimizer(net.named_parameters(), model=net, rule="adamw", lr=1e-2)
-    found = []
+    results = []
     for n in range(6):
         with opt.accumulate() if n % 3 < 2 else nullcontext():
             loss = net(torch.arange(4) + n + rank) / 3
             loss.backward() if plain else opt.backward(loss)
-        found.append({name for name, param in net.named_parameters() if param.ds_status.name != "NOT_AVAILABLE"})
-    return found, {name: placements.full_tensor(param).clone() for name, param in net.named_parameters()}
+        results.append({name for name, param in net.named_parameters() if param.ds_status.name != "NOT_AVAILABLE"})
+    return results, {name: placements.full_tensor(param).clone() for name, param in net.named_parameters()}
 
 
 @pytest.mark.parametrize("threshold", [0, 10])

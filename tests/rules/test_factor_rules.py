@@ -81,9 +81,9 @@ def logical(*axes, rules="standard"):
 def test_dimensions_that_are_factored(give_gradients, shape, options, want):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        found = state_shapes(give_gradients, shape, **options)
-    assert want.items() <= found.items()
-    assert found.keys() == ({"v"} if "v" in want else {"v_row", "v_col"})
+        shapes = state_shapes(give_gradients, shape, **options)
+    assert want.items() <= shapes.items()
+    assert shapes.keys() == ({"v"} if "v" in want else {"v_row", "v_col"})
 
 
 @pytest.mark.parametrize(
@@ -101,8 +101,8 @@ def test_dimensions_that_are_factored(give_gradients, shape, options, want):
 def test_an_ignored_rule_warns(give_gradients, shape, options, roles):
     """As in the source, vectors and matrices follow the heuristic; here it is said by name."""
     with pytest.warns(UserWarning, match=rf"'block/w' of shape \[6(, 4)?\]: .* heuristic is used .*{roles}"):
-        found = state_shapes(give_gradients, shape, **options, min_dim_size_to_factor=4)
-    assert found == ({"v": (6,)} if len(shape) == 1 else {"v_row": (4,), "v_col": (6,)})
+        shapes = state_shapes(give_gradients, shape, **options, min_dim_size_to_factor=4)
+    assert shapes == ({"v": (6,)} if len(shape) == 1 else {"v_row": (4,), "v_col": (6,)})
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------

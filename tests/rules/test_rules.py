@@ -52,10 +52,10 @@ def make_optimizer(rule, start, **options):
 
 def everything(params, opt):
     """Weights and states by name."""
-    found = {f"w{i}": param.detach().clone() for i, param in enumerate(params)}
+    actual = {f"w{i}": param.detach().clone() for i, param in enumerate(params)}
     for name, kept in opt.named_state_dict()["state"].items():
-        found |= {f"{name}.{state}": t.clone() for state, t in kept.items()}
-    return found
+        actual |= {f"{name}.{state}": t.clone() for state, t in kept.items()}
+    return actual
 
 
 # -- what every rule does ----------------------------------------------------------------------------------------------
@@ -92,7 +92,7 @@ def test_a_non_finite_gradient_leaves_its_parameter_unchanged(give_gradients, va
         if step == 1:
             assert opt.last_step.nonfinite == ["w1"]
             now = everything(params, opt)
-            assert_same(*({k: v for k, v in found.items() if k.startswith("w1")} for found in (before, now)))
+            assert_same(*({k: v for k, v in state.items() if k.startswith("w1")} for state in (before, now)))
             assert not torch.equal(now["w0"], before["w0"])
             assert not torch.equal(now["w2"], before["w2"])
         if rule != "scaled_adam":  # where a parameter without a gradient goes on
@@ -258,7 +258,7 @@ ALLOWED = {
 ELSEWHERE = {"adafactor": {"factor_map", "logical_factor_rules", "param_logical_axes"}}
 
 
-def refused_by(allowed):
+def out_of_range(allowed):
     """Values that are outside of each bound, and of other types."""
     if allowed == FLAG:
         return [None, 0, 1, "no"]
@@ -270,8 +270,8 @@ def refused_by(allowed):
 
 def cases():
     for rule, options in ALLOWED.items():
-        for option, told in {**options, "state_storage": ("bfloat16", ["half", "fp8", "int8", None])}.items():
-            allowed, values = told if isinstance(told, tuple) else (told, refused_by(told))
+        for option, valid in {**options, "state_storage": ("bfloat16", ["half", "fp8", "int8", None])}.items():
+            allowed, values = valid if isinstance(valid, tuple) else (valid, out_of_range(valid))
             for value in values:
                 if (option, value) != ("lr", None):  # the rule's default
                     yield pytest.param(rule, option, value, allowed, id=f"{rule}-{option}-{value}")

@@ -112,10 +112,10 @@ def test_statistics(give_gradients):
     grad = torch.tensor([[3.0, 0.0], [0.0, -4.0]])
 
     def says(norm, dominant, proportion, rms):
-        found = opt.last_step.statistics
-        assert found.keys() == {"model_norm", "dominant_parameter", "dominant_proportion", "dominant_rms"}
-        assert found["dominant_parameter"] == dominant
-        numbers = [found[key] for key in ("model_norm", "dominant_proportion", "dominant_rms")]
+        actual = opt.last_step.statistics
+        assert actual.keys() == {"model_norm", "dominant_parameter", "dominant_proportion", "dominant_rms"}
+        assert actual["dominant_parameter"] == dominant
+        numbers = [actual[key] for key in ("model_norm", "dominant_proportion", "dominant_rms")]
         assert numbers == pytest.approx([norm, proportion, rms])
 
     give_gradients(opt, (matrix, grad), (single, torch.tensor([5.0])))
@@ -152,6 +152,6 @@ def test_a_non_finite_gradient_is_the_dominant_one(give_gradients, bad):
     params = [torch.nn.Parameter(torch.ones(2)) for _ in range(3)]
     opt = lowmem.FusedOptimizer(zip("pqr", params, strict=True), rule="scaled_adam")
     give_gradients(opt, *zip(params, (torch.ones(2), torch.tensor([1.0, bad]), 9 * torch.ones(2)), strict=True))
-    found = opt.last_step.statistics
-    assert (found["dominant_parameter"], found["dominant_proportion"]) == ("q", 1.0)
-    assert not math.isfinite(found["model_norm"])
+    actual = opt.last_step.statistics
+    assert (actual["dominant_parameter"], actual["dominant_proportion"]) == ("q", 1.0)
+    assert not math.isfinite(actual["model_norm"])

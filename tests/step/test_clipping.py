@@ -78,9 +78,9 @@ def test_narrow_gradients_are_measured_in_float32(dtype, loss_scale, clip_value,
     assert opt.last_step.norms.tolist() == pytest.approx([np.linalg.norm(each) for each in exact], rel=3e-5)
     assert opt.last_step.clip_coef.item() == pytest.approx(1.0 / (total + 1e-6), rel=3e-5)
     for param, each in zip(params, clamped, strict=True):  # one rounding to the weight's dtype, subnormals included
-        found = param.detach().double().cpu().numpy().ravel()
+        actual = param.detach().double().cpu().numpy().ravel()
         spacing = torch.finfo(dtype).eps
-        np.testing.assert_allclose(found, -each / (total + 1e-6), rtol=spacing, atol=1e-7)
+        np.testing.assert_allclose(actual, -each / (total + 1e-6), rtol=spacing, atol=1e-7)
 
 
 @pytest.mark.parametrize("policy", ["two_pass", "deferred"])
@@ -227,8 +227,8 @@ def values(seed):
 
 def gradients(step):
     """Now and then large ones; of one parameter, now and then none."""
-    found = [grad * (30.0 if step % 5 == 3 else 1.0 + step % 2) for grad in values(1000 + step)]
-    return [None if (n, step % 4) == (1, 2) else grad for n, grad in enumerate(found)]
+    actual = [grad * (30.0 if step % 5 == 3 else 1.0 + step % 2) for grad in values(1000 + step)]
+    return [None if (n, step % 4) == (1, 2) else grad for n, grad in enumerate(actual)]
 
 
 def scaled_adam(start, **options):

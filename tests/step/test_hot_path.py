@@ -113,10 +113,10 @@ on_simgpu = pytest.mark.skipif(
 @pytest.mark.parametrize("case", cases(), ids=case_id)
 def test_a_step_waits_only_for_the_previous_step(case):
     """The host reads the report of the last step. No copy is staged on the host either, not even in the first step."""
-    with simgpu.watch("sync", "wait", "pageable") as found:
+    with simgpu.watch("sync", "wait", "pageable") as events:
         take_steps(case, "cuda", count=3)
-    assert [event.kind for event in found] == ["wait"] * 2, simgpu.summary(found)
-    assert all("transfers.py" in event.where for event in found)
+    assert [event.kind for event in events] == ["wait"] * 2, simgpu.summary(events)
+    assert all("transfers.py" in event.where for event in events)
 
 
 # -- copies beside what the device computes ----------------------------------------------------------------------------
@@ -192,15 +192,15 @@ def test_a_missing_wait_is_reported(forgets, records, store, monkeypatch):
         monkeypatch.setattr(GradientStore, "_copy", lambda *args, **way: (copy(*args, **way), lambda: None)[1])
     else:
         monkeypatch.setattr(torch.cuda.Stream, "wait_stream", lambda self, other: None)
-    with simgpu.provoke("race", "unwritten") as found:
+    with simgpu.provoke("race", "unwritten") as events:
         take_two_micro_batches(records, store)
-    assert found
+    assert events
 
 
 @on_simgpu
 def test_memory_freed_too_early_is_reported(records, store):
-    with simgpu.provoke("race") as found:
+    with simgpu.provoke("race") as events:
         store.keep(records[0], gradient())
         store._leaving = None  # the copy has not ended
         gradient()
-    assert "given back" in found[0].what
+    assert "given back" in events[0].what

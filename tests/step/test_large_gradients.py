@@ -196,7 +196,7 @@ def on_rank(rank, kind, settings):
 def test_sharded(two, kind, settings):
     weights, norms, nonfinite, overflowed = train(Large(), settings)
     assert nonfinite == []
-    for found in two.run(on_rank, kind, settings):
-        assert found[2:] == (nonfinite, overflowed)
-        assert found[1] == pytest.approx(norms, rel=1e-5)
-        torch.testing.assert_close(found[0], weights, rtol=1e-5, atol=1e-6)
+    for actual in two.run(on_rank, kind, settings):
+        assert actual[2:] == (nonfinite, overflowed)
+        assert actual[1] == pytest.approx(norms, rel=1e-5)
+        torch.testing.assert_close(actual[0], weights, rtol=1e-5, atol=1e-6)

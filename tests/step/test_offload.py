@@ -75,7 +75,7 @@ def test_stored_gradients_are_returned_unchanged(kind, dtype):
             drained.append((record.name, grad))
             assert store.get(record) is None
         assert [name for name, _ in drained] == [record.name for record in records]
-        assert all(same(found, grad) for (_, found), grad in zip(drained, grads, strict=True))
+        assert all(same(actual, grad) for (_, actual), grad in zip(drained, grads, strict=True))
 
 
 @KINDS
@@ -84,8 +84,8 @@ def test_a_gradient_in_another_layout_in_the_next_step(kind):
     store, (record,) = make_store(kind), records_of(torch.nn.Parameter(torch.zeros(4, 6)))
     for grad in (torch.randn(6, 4).t(), torch.randn(4, 6), torch.randn(6, 4).t()):
         store.keep(record, grad.clone())
-        ((_, found),) = store.drain([record])
-        assert same(found, grad)
+        ((_, actual),) = store.drain([record])
+        assert same(actual, grad)
 
 
 # -- sums of micro-batches ---------------------------------------------------------------------------------------------
@@ -181,8 +181,8 @@ def test_float32_sums_of_narrow_gradients(kind, dtype, store):
         gradients = [grads[n].double().cpu().numpy() for grads in steps if grads[n] is not None]
         exact, size = np.sum(gradients, axis=0), np.sum(np.abs(gradients), axis=0)
         allowed = 6 * 2.0**-24 * size
-        found = opt.state[param]["seen"].double().cpu().numpy()
-        assert (np.abs(found - exact) <= allowed).all()
+        actual = opt.state[param]["seen"].double().cpu().numpy()
+        assert (np.abs(actual - exact) <= allowed).all()
         if len(gradients) > 1 and param.numel() > 1:
             assert (np.abs(rounded.double().cpu().numpy() - exact) > allowed).any()
 

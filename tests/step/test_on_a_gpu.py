@@ -69,10 +69,10 @@ def test_results_do_not_depend_on_the_default_device(options):
     before = torch.get_default_device()
     torch.set_default_device("cuda")
     try:
-        found = trained("cuda", **options)
+        actual = trained("cuda", **options)
     finally:
         torch.set_default_device(before)
-    assert_trained_alike(found, trained("cpu", **options))
+    assert_trained_alike(actual, trained("cpu", **options))
 
 
 @EACH
@@ -87,8 +87,8 @@ def test_steps_on_a_stream_of_the_loop(options):
             yield
         torch.cuda.current_stream().wait_stream(side)
 
-    found = trained("cuda", stream=beside, **options)
-    assert_trained_alike(found, trained("cpu", **options))
+    actual = trained("cuda", stream=beside, **options)
+    assert_trained_alike(actual, trained("cpu", **options))
 
 
 def test_deleting_an_optimizer_during_its_last_copy():

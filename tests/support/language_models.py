@@ -80,9 +80,9 @@ def loss_of(net, ids):
 def score(net):
     net.eval()
     with torch.no_grad():
-        found = loss_of(net, batch(999, 4)).item()
+        results = loss_of(net, batch(999, 4)).item()
     net.train()
-    return found
+    return results
 
 
 def plain(net, opt, rows_of, step):
@@ -152,14 +152,14 @@ def on_one_device(case):
 
 
 def both(ranks, kind, model, settings, loop="as told", options=None):
-    found = ranks.run(shared, kind, model, settings, loop, options or {})
-    return found, on_one_device(pickle.dumps((model, settings, loop)))
+    results = ranks.run(shared, kind, model, settings, loop, options or {})
+    return results, on_one_device(pickle.dumps((model, settings, loop)))
 
 
-def assert_as_one_device(found, alone, tolerance=1e-5):
-    for weights, scores, norms in found:
+def assert_as_one_device(results, alone, tolerance=1e-5):
+    for weights, scores, norms in results:
         for name, weight in weights.items():
-            assert torch.equal(weight, found[0][0][name]), name
+            assert torch.equal(weight, results[0][0][name]), name
             torch.testing.assert_close(weight, alone[0][name], rtol=tolerance, atol=tolerance, msg=name)
         assert scores == pytest.approx(alone[1], rel=tolerance)  # by what is computed with, not by what is stored
         assert norms == pytest.approx(alone[2], rel=10 * tolerance)

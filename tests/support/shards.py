@@ -140,15 +140,15 @@ def on_one_device(case):
     return train(make(), lambda ids: ids, settings, micro_batches)
 
 
-def assert_as_one_device(found, kind, settings, micro_batches=1):
-    assert_alike(found, kind, on_one_device(pickle.dumps((settings, micro_batches))))
+def assert_as_one_device(results, kind, settings, micro_batches=1):
+    assert_alike(results, kind, on_one_device(pickle.dumps((settings, micro_batches))))
 
 
-def assert_alike(found, kind, alone):
-    for rank in found:
+def assert_alike(results, kind, alone):
+    for rank in results:
         assert rank["placement"] == kind
         for name, weight in rank["weights"].items():
-            assert torch.equal(weight, found[0]["weights"][name]), name
+            assert torch.equal(weight, results[0]["weights"][name]), name
             # sums over rows and elements are taken in another order
             torch.testing.assert_close(weight, alone["weights"][name], rtol=1e-5, atol=1e-5, msg=name)
         assert rank["told"][:2] == alone["told"][:2]

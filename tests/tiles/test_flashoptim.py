@@ -69,8 +69,8 @@ def test_codes_of_means_equal_flashoptim():
     assert clear.mean() > 0.999
     assert (exact(codes)[clear] == expected[clear]).all()
     assert np.abs(exact(codes) - expected).max() <= 1
-    found = exact(Moment(True).decode((codes, scale)))
-    np.testing.assert_allclose(found[clear], dequantized(expected, their_scale, True)[clear], rtol=1e-6)
+    actual = exact(Moment(True).decode((codes, scale)))
+    np.testing.assert_allclose(actual[clear], dequantized(expected, their_scale, True)[clear], rtol=1e-6)
 
 
 @SIGNED
@@ -102,9 +102,9 @@ def test_one_huge_value_among_tiny_ones(signed):
     smallest = 2.0**10 / (253 if signed else 65536)
     assert decoded(Moment(signed, draws=False), value)[0, 0] == (0 if signed else smallest)
     numbers = torch.arange(0, NUMBERS, 256, dtype=torch.int32)[:, None]
-    found = decoded(Moment(signed), value.expand(len(numbers), 32), numbers)
-    assert (found[:, 9] == 2.0**10).all()
-    assert found[:, 0].mean().item() == pytest.approx(1e-3 if signed else smallest, rel=0.2)
+    actual = decoded(Moment(signed), value.expand(len(numbers), 32), numbers)
+    assert (actual[:, 9] == 2.0**10).all()
+    assert actual[:, 0].mean().item() == pytest.approx(1e-3 if signed else smallest, rel=0.2)
 
 
 @SIGNED
@@ -124,10 +124,10 @@ def test_subnormals_are_not_rounded_up(signed):
     value = torch.cat([value, -value]).view(-1, 1) if signed else value.view(-1, 1)
     value = value * torch.linspace(0.1, 1, 32)
     for storage, number in [(Moment(signed, draws=False), 0), (Moment(signed), 0), (Moment(signed), LAST)]:
-        found = decoded(storage, value, number)
-        assert found.isfinite().all()
-        assert (found * value.sign() >= 0).all()
-        assert (found.abs().amax(-1) <= value.abs().amax(-1) * (1 + 2.0**-7) + 2.0**-133).all()
+        actual = decoded(storage, value, number)
+        assert actual.isfinite().all()
+        assert (actual * value.sign() >= 0).all()
+        assert (actual.abs().amax(-1) <= value.abs().amax(-1) * (1 + 2.0**-7) + 2.0**-133).all()
 
 
 def test_storing_a_square_again_changes_it_at_most_once():
@@ -206,14 +206,14 @@ def test_residuals_equal_flashoptim(dtype, precision, exponents, usual):
             stored, residual = store(storage, value)
             assert torch.equal(stored, value.to(dtype))
             parts = [value, stored, residual, storage.decode((stored, residual))]
-            value, narrow, residual, found = (exact(part[stored.isfinite()]) for part in parts)
-            without, error = np.abs(value - narrow), np.abs(value - found)
+            value, narrow, residual, actual = (exact(part[stored.isfinite()]) for part in parts)
+            without, error = np.abs(value - narrow), np.abs(value - actual)
             assert (error <= without).all()
             if exponent in usual:
                 half = np.exp2(np.frexp(narrow)[1] - 1.0 - precision - 1.0)
                 last = np.spacing(np.abs(value).astype(np.float32)).astype(np.float64)
                 assert (np.abs(residual - 127 * np.clip((value - narrow) / half, -1, 1)) <= 0.53).all()
-                assert (np.abs(found - (narrow + residual * half / 127)) <= last).all()
+                assert (np.abs(actual - (narrow + residual * half / 127)) <= last).all()
                 assert (error <= half / 254 + last).all()
                 assert np.abs(residual).max() == 127
 
@@ -223,8 +223,8 @@ def test_residuals_of_subnormal_weights():
     value = torch.linspace(-(2.0**-14), 2.0**-14, 100_001)
     stored, residual = store(Compensated(torch.float16, 8), value)
     assert torch.equal(stored, value.half())
-    found = Compensated(torch.float16, 8).decode((stored, residual))
-    assert (found - value).abs().max() <= 2.0**-24 / 508 + 2.0**-38
+    actual = Compensated(torch.float16, 8).decode((stored, residual))
+    assert (actual - value).abs().max() <= 2.0**-24 / 508 + 2.0**-38
 
 
 @pytest.mark.parametrize("number", [0, MIDDLE, LAST])
@@ -239,5 +239,5 @@ def test_storing_a_weight_again_does_not_change_it(dtype, number):
     again = store(storage, storage.decode((stored, residual)), number)
     same = (again[0] == stored) & (again[1] == residual)
     assert same[residual.abs() < 127].all()
-    found, expected = storage.decode(again), storage.decode((stored, residual))
-    torch.testing.assert_close(found, expected, rtol=torch.finfo(dtype).eps / 254 * 1.01, atol=0)
+    actual, expected = storage.decode(again), storage.decode((stored, residual))
+    torch.testing.assert_close(actual, expected, rtol=torch.finfo(dtype).eps / 254 * 1.01, atol=0)

@@ -31,14 +31,18 @@ def can_be_quantized(value):
     return fits and value.ndim in (2, 3) and value.numel() > 0 and min(value.shape[-2:]) > 1 and value.isfinite().all()
 
 
-def held(value):
+def as_quantized(value):
     """A quantized weight, with as many groups in a row and as many bits as its length allows."""
     columns = value.shape[-1]
     group = columns // 2 if columns % 4 == 0 else columns
     return QuantizedWeight.of(value, Integer(10 if group % 4 == 0 else 12 if group % 2 == 0 else 8, group))
 
 
-FORMS = [held, lambda value: held(value.mT).mT, lambda value: held(value.repeat_interleave(2, 0))[::2]]
+FORMS = [
+    as_quantized,
+    lambda value: as_quantized(value.mT).mT,
+    lambda value: as_quantized(value.repeat_interleave(2, 0))[::2],
+]
 
 
 def outcome(function, leaves, spec):
@@ -53,9 +57,9 @@ def outcome(function, leaves, spec):
     return [leaf.detach() if isinstance(leaf, Tensor) else str(leaf) for leaf in tree_leaves([result, leaves, grads])]
 
 
-def compare(got, wanted, undefined):
+def compare(got, expected, undefined):
     """Raises `AssertionError` if two outcomes differ."""
-    for one, other in zip(got, wanted, strict=True):
+    for one, other in zip(got, expected, strict=True):
         if not isinstance(one, Tensor) or undefined:
             assert getattr(one, "shape", one) == getattr(other, "shape", other)
             continue
@@ -75,15 +79,15 @@ def trial(function, arguments, keywords, places, form, undefined):
     for leaf, *pair in zip(leaves, weights, matrices, strict=True):
         for tensor in pair if isinstance(leaf, Tensor) and leaf.requires_grad else ():
             tensor.requires_grad_()
-    wanted = got = error = None
+    expected = got = error = None
     try:
-        wanted = outcome(function, matrices, spec)
+        expected = outcome(function, matrices, spec)
     except Exception as raised:
         error = raised
     try:
         got = outcome(function, weights, spec)
         assert error is None, f"no {error!r}"
-        compare(got, wanted, undefined)
+        compare(got, expected, undefined)
     except LowmemError:
         return "refused"
     except Exception as raised:

@@ -147,8 +147,8 @@ def test_rounding_to_nearest(storage):
     for fraction, expected in ((0.3, low), (0.97, high)):
         value = torch.as_tensor(low + fraction * (high - low)).float()
         groups, without_largest = in_groups(storage, value, largest)
-        found = without_largest(decoded(storage, groups)).double()
-        torch.testing.assert_close(found, torch.as_tensor(expected), rtol=3e-7, atol=0)
+        actual = without_largest(decoded(storage, groups)).double()
+        torch.testing.assert_close(actual, torch.as_tensor(expected), rtol=3e-7, atol=0)
 
 
 @each(STORAGES)
@@ -158,9 +158,9 @@ def test_storage_is_monotonic(storage):
     line = torch.linspace(-largest if signed(storage) else 0, largest, 100_000)
     groups, without_largest = in_groups(storage, line, largest)
     for number in (0, 1, MIDDLE, LAST):
-        found = without_largest(decoded(storage, groups, number))
-        assert (found.diff() >= 0).all()
-        assert len(found.unique()) >= 250
+        actual = without_largest(decoded(storage, groups, number))
+        assert (actual.diff() >= 0).all()
+        assert len(actual.unique()) >= 250
 
 
 # -- values that stay --------------------------------------------------------------------------------------------------
@@ -186,9 +186,9 @@ def test_zeros_stay_zeros(storage, number):
     nothing = tuple(torch.zeros(4, LENGTH // part.group, dtype=part.dtype) for part in storage.parts)
     assert not storage.decode(nothing).any()
     for stored in (None, nothing, store(storage, value)):
-        found = decoded(storage, value, number, stored)
-        assert not found[1:3].any() and found[3].any()
-        assert found[3, 4] == 0 or not signed(storage)
+        actual = decoded(storage, value, number, stored)
+        assert not actual[1:3].any() and actual[3].any()
+        assert actual[3, 4] == 0 or not signed(storage)
 
 
 @each(STORAGES)
@@ -200,11 +200,11 @@ def test_a_non_finite_value_affects_only_its_group(storage, bad):
     spoilt[1, 7] = bad if signed(storage) else abs(bad)
     stored = store(storage, value)
     broken = store(storage, spoilt, number, stored)
-    found, expected = storage.decode(broken), decoded(storage, value, number, stored)
-    assert not found[1, 7].isfinite()
+    actual, expected = storage.decode(broken), decoded(storage, value, number, stored)
+    assert not actual[1, 7].isfinite()
     start = 7 // storage.group * storage.group
-    found[1, start : start + storage.group] = expected[1, start : start + storage.group] = 0.0
-    assert torch.equal(found, expected)
+    actual[1, start : start + storage.group] = expected[1, start : start + storage.group] = 0.0
+    assert torch.equal(actual, expected)
     healed = decoded(storage, value, number, broken)
     assert ((healed - value).abs() <= value.abs().amax(-1, keepdim=True) / 60).all()
 
@@ -215,8 +215,8 @@ def test_groups_of_any_size(storage, exponent):
     """Of which float16 would lose the smallest and the largest."""
     value = torch.linspace(-1.0 if signed(storage) else 0.0, 1.0, LENGTH)[torch.randperm(LENGTH)] * 2.0**exponent
     for number in (0, MIDDLE, LAST):
-        found = decoded(storage, value, number)
-        assert ((found - value).abs().view(-1, storage.group) <= 2.0**exponent / 60).all()
+        actual = decoded(storage, value, number)
+        assert ((actual - value).abs().view(-1, storage.group) <= 2.0**exponent / 60).all()
 
 
 # -- integers ----------------------------------------------------------------------------------------------------------

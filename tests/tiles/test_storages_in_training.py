@@ -307,14 +307,14 @@ def test_compiled_code_keeps_non_finite_values(signed):
         codes, scale = Moment(signed, draws=False).encode(value, Uniform.half(value))
         return codes.to(torch.int8 if signed else torch.uint8), scale.bfloat16()
 
-    found, expected = (
+    actual, expected = (
         Moment(signed).decode(function(value)) for function in (torch.compile(store, fullgraph=True), store)
     )
-    assert not found[1].isfinite().any()
-    assert not found[3].isfinite().all()
-    assert not found[5].any()
+    assert not actual[1].isfinite().any()
+    assert not actual[3].isfinite().all()
+    assert not actual[5].any()
     rest = [0, 2, 4, 6, 7]
-    torch.testing.assert_close(found[rest], expected[rest], rtol=0.03, atol=0)
+    torch.testing.assert_close(actual[rest], expected[rest], rtol=0.03, atol=0)
 
 
 @compiles
@@ -330,6 +330,6 @@ def test_compiled_residuals(dtype):
     sizes = graph.Sizes()
     args = [sizes.tensor((sizes.size(1024),), torch.float32, value.device)]
     run = graph.compiled(graph.trace(lambda value: [*store(value)], args), sizes, args)
-    for found, expected in zip(run(value), store(value), strict=True):
-        assert torch.equal(found, expected)
-        assert not found[:32].any()
+    for actual, expected in zip(run(value), store(value), strict=True):
+        assert torch.equal(actual, expected)
+        assert not actual[:32].any()

@@ -97,11 +97,11 @@ def test_a_sample_does_not_depend_on_its_neighbours(attention, make):
     """Its log probabilities and its gradients are the same to the last bit, whatever is before and after it."""
     trainer = make(small(attention=attention), **PACKED)
     ids = torch.tensor(SAMPLES[0], device=trainer.model.device)
-    found = []
+    actual = []
     for logits in beside_neighbours(trainer):
         loss = torch.nn.functional.cross_entropy(logits[:-1], ids[1:])
-        found.append([logits.detach(), *torch.autograd.grad(loss, [*trainer.model.parameters()])])
-    assert all(map(torch.equal, *found))
+        actual.append([logits.detach(), *torch.autograd.grad(loss, [*trainer.model.parameters()])])
+    assert all(map(torch.equal, *actual))
 
 
 # --- What is refused ----------------------------------------------------------------------------------------------
