@@ -1,7 +1,7 @@
 """The fused optimizer: a `torch.optim.Optimizer` whose updates happen during backward."""
 
 import copy
-import functools
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
@@ -52,7 +52,6 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     Attributes:
         config: the options.
-        compiled: whether updates are compiled, which takes a few seconds in the first step.
 
     Raises:
         ConfigError: a rule, option or hyperparameter is unknown, or a value is out of range.
@@ -90,11 +89,11 @@ class FusedOptimizer(torch.optim.Optimizer):
             self.defaults = {**rules.resolve(rule).defaults, **config.given}
             placement.adopt(self._records.values(), model)
             self._parameters.complete()
-            self.compiled = decide_compilation(config.compile, self._records.values())
+            compiled = decide_compilation(config.compile, self._records.values())
             if any(placement.shard.quantized(param) is not None for param in self._records):
-                QuantizedWeight.compiled = self.compiled
+                QuantizedWeight.compiled = compiled
             self._clipping = Clipping(self._parameters)
-            self._updates = Updates(self._parameters, self._cycle, self._clipping, self.compiled)
+            self._updates = Updates(self._parameters, self._cycle, self._clipping, compiled)
             self._report = Report(self._parameters, self._updates)
             self._loop = StepLoop(self._parameters, self._hooks, self._updates, self._report)
             self._created = True  # groups that are added from now on are complete at once
@@ -265,11 +264,12 @@ class FusedOptimizer(torch.optim.Optimizer):
                 cannot be used.
         """
         loss = None
-        if self._hooks.postponed and self._is_accelerate_prepared:
+        if self._hooks.postponed:
             return loss
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._loop.drop_failed()
         set_by_hand = [r for r in self._records.values() if r.span.numel and r.param.grad is not None]
         if set_by_hand or self._cycle.waiting:
             by_hand.complete_step(self._loop, set_by_hand)
@@ -282,8 +282,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         Raises:
             StepError: a loop that calls `step()` has run a backward since, whose gradient has already been used.
         """
-        if self._hooks.postponed and self._is_accelerate_prepared:
+        if self._hooks.postponed:
             return
+        self._loop.drop_failed()
         if self._cycle.waiting:
             self._loop.drop()
         self._cycle.discard()
@@ -320,15 +321,27 @@ class FusedOptimizer(torch.optim.Optimizer):
         return int(self._report.nonfinite_steps)
 
     @property
+    def compiled(self) -> bool:
+        """Whether updates of large parameters are compiled, which takes a few seconds in the first step. False if only
+        third-party optimizers, or rules that cannot be traced, update them, or if the compiler has failed.
+        """
+        return self._updates.compiled
+
+    @property
     def compile_seconds(self) -> float:
         """The time that compiling updates has taken in this process, most of it in the first step."""
         return Compiler.seconds
 
-    @functools.cached_property
+    @property
     def _is_accelerate_prepared(self) -> bool:
-        """Read by Accelerate 1.15 (accelerator.py, prepare_optimizer) before it wraps an optimizer."""
-        self._hooks.prepared = True
-        return False
+        """Read by Accelerate 1.15 (accelerator.py, prepare_optimizer) before it wraps an optimizer; set after it."""
+        prepared = self._hooks.prepared
+        self._hooks.prepared |= sys._getframe(1).f_globals.get("__name__") == "accelerate.accelerator"
+        return prepared
+
+    @_is_accelerate_prepared.setter
+    def _is_accelerate_prepared(self, prepared: bool) -> None:
+        self._hooks.prepared = prepared
 
     # -- saving ----------------------------------------------------------------------------------------------------
 

@@ -207,7 +207,6 @@ class FusedTrainerMixin(_Base):
         # the first of these attributes, and reads the second
         opt._is_accelerate_prepared = True
         opt.step_was_skipped = False
-        opt._hooks.prepared = True
         self.accelerator.updates = True
         return opt
 

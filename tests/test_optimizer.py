@@ -217,3 +217,24 @@ def test_compile_setting(requested, compiler, large, compiled, monkeypatch):
             lowmem.FusedOptimizer([param], compile=requested)
     else:
         assert lowmem.FusedOptimizer([param], compile=requested).compiled is compiled
+
+
+def test_compilation_is_decided_by_full_parameters(monkeypatch):
+    """Ranks whose shards differ in size decide alike."""
+    monkeypatch.setattr(lowmem.step.compiled, "has_compiler", lambda device: True)
+    monkeypatch.setattr(lowmem.step.compiled, "COMPILE_FROM", 100)
+    opt = lowmem.FusedOptimizer([torch.nn.Parameter(torch.zeros(100))], rule="lomo", compile="auto")
+    (record,) = opt._records.values()
+    record.span = dataclasses.replace(record.span, size=60, held=40)
+    assert lowmem.step.compiled.decide_compilation("auto", [record])
+
+
+def test_reading_an_attribute_does_not_prepare_an_optimizer_for_accelerate():
+    opt = lowmem.FusedOptimizer([torch.nn.Parameter(torch.zeros(2))], rule="lomo")
+    assert not any([opt._is_accelerate_prepared, opt._hooks.prepared])
+
+
+def test_a_measurement_that_is_missing_is_an_error():
+    opt = lowmem.FusedOptimizer([torch.nn.Parameter(torch.zeros(2))], rule="lomo")
+    with pytest.raises(AttributeError):
+        opt._clipping.review([*opt._records.values()])

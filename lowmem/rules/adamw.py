@@ -75,7 +75,7 @@ def of_torch(
         if group.get("param_names", ours["param_names"]) != ours["param_names"]:
             raise CheckpointError(f"group {n} of the saved torch optimizer has other parameters or a different order")
         hyper = {key: group[key] for key in ours.keys() & group.keys()}
-        converted.append({**ours, **hyper, "lr": float(group["lr"]), "rule": "adamw"})
+        converted.append({**ours, **hyper, "lr": float(group["lr"]), "rule": "adamw", "state_storage": "float32"})
     # a weight of 16 bits has states of 16 bits there
     return converted, {
         key: {name: value.long() if name == "step" else value.float() for name, value in state.items()}

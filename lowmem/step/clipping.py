@@ -146,8 +146,9 @@ class Clipping:
             counts = [record.span.numel for record in fired]
             clamped = [self._limit, to_device(counts, torch.float64, self.device)]
         updated = square_sums.isfinite()
-        if (takes_nonfinite := self._mask(fired, _takes_nonfinite)) is not False:
-            updated |= takes_nonfinite
+        # a third-party optimizer has updated its parameter before the host knows
+        if (unconditional := self._mask(fired, lambda r: r.rule.materializes or _takes_nonfinite(r))) is not False:
+            updated |= unconditional
         if (fits := self._fits(fired, square_sums, *clamped)) is not None:
             updated &= fits
         return Decision(
@@ -157,9 +158,9 @@ class Clipping:
             finite=torch.ones((), dtype=torch.bool, device=self.device),
         )
 
-    def gather(self, scalars: Iterable[Tensor | None]) -> Tensor:
+    def gather(self, scalars: Iterable[Tensor]) -> Tensor:
         """Returns scalars of parameters, from any devices, as one tensor [parameters]."""
-        return torch.stack([scalar.to(self.device) for scalar in scalars if scalar is not None])
+        return torch.stack([scalar.to(self.device) for scalar in scalars])
 
     def _fits(self, records: Sequence[ParamRecord], square_sums: Tensor, *clamped: Tensor) -> Tensor | None:
         """Returns whether rules can sum the squares of gradients, boolean [parameters]; None if all can."""

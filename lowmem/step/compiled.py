@@ -39,7 +39,7 @@ _TRACED: WeakKeyDictionary[Any, dict[tuple[ParamSpec, Kind], CompiledUpdate] | N
 
 def run_compiled(program: Program, tiles: StoredTiles, states: Mapping[str, Tensor]) -> Result | None:
     """Updates a parameter as `Program.run` does, but with compiled code. Returns None if there is none for it."""
-    if program.rule.materializes or not (places := pieces(tiles.layout, program.group)):
+    if not is_traceable(program.rule) or not (places := pieces(tiles.layout, program.group)):
         return None
     held = program.held(states)
     if not _fits(program, tiles, held.values()):
@@ -89,8 +89,7 @@ def _arguments(program: Program, tiles: StoredTiles, states: Mapping[str, Tensor
 
 def traced(rule: UpdateRule, spec: ParamSpec, kind: Kind, forms: Sequence[Form]) -> CompiledUpdate | None:
     """Returns the compiled update of a kind of parameters, for tiles of these forms; None if there is none."""
-    key = rule if vars(rule) else type(rule)
-    updates = _TRACED.setdefault(key, {})
+    updates = _TRACED.setdefault(_key(rule), {})
     if updates is None or Compiler.failure is not None:
         return None
 
@@ -106,13 +105,22 @@ def traced(rule: UpdateRule, spec: ParamSpec, kind: Kind, forms: Sequence[Form])
             updates[spec, kind] = CompiledUpdate(kind, update, forms[0])
         updates[spec, kind].compile(forms)
     except UntraceableError as error:
-        _TRACED[key] = None
+        _TRACED[_key(rule)] = None
         logger.info("updates of rule %s are not compiled: %s", rule.name, error)
     except Exception as error:
         updates.pop((spec, kind), None)
         Compiler.give_up(error)
     Compiler.seconds += time.perf_counter() - start
     return updates.get((spec, kind))
+
+
+def is_traceable(rule: UpdateRule) -> bool:
+    """Returns whether the updates of a rule can be compiled, as far as is known before they are traced."""
+    return not rule.materializes and _TRACED.get(_key(rule), {}) is not None
+
+
+def _key(rule: UpdateRule) -> Any:
+    return rule if vars(rule) else type(rule)
 
 
 def decide_compilation(requested: bool | str, records: Collection[ParamRecord]) -> bool:
@@ -128,7 +136,7 @@ def decide_compilation(requested: bool | str, records: Collection[ParamRecord]) 
                 try_compiler(device)
             except Exception as error:
                 raise ConfigError(f"compile=True, but compiling for {device!r} fails; use 'auto': {error}") from error
-    size = sum(r.span.held for r in records if r.param.requires_grad)
+    size = sum(r.span.numel for r in records if r.param.requires_grad)  # of full parameters: ranks decide alike
     return requested is True or (requested == "auto" and size >= COMPILE_FROM and all(map(has_compiler, devices)))
 
 

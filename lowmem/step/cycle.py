@@ -50,9 +50,13 @@ class StepCycle:
 
     @property
     def idle(self) -> bool:
-        """Whether no backward is open."""
-        self._detect_failure()
-        return self._running is None
+        """Whether no backward is running."""
+        return self._running is None or self._failed
+
+    @property
+    def _failed(self) -> bool:
+        """Whether a plain backward has failed, which autograd does not report: it is no longer the running one."""
+        return self._running not in (None, _EXPLICIT, torch._C._current_graph_task_id())
 
     def begin(self, last: bool, *, explicit: bool = False, nests: bool = False) -> None:
         """Opens a step, or the next micro-batch of a waiting step.
@@ -65,7 +69,6 @@ class StepCycle:
         Raises:
             StepError: the previous step is torn or still open, or this backward would have to accumulate.
         """
-        self._detect_failure()
         self._refuse_torn("train on")
         if self._running is not None:
             raise StepError("a backward started inside the step of another backward. Let the first one finish")
@@ -145,12 +148,14 @@ class StepCycle:
         """Prevents training from continuing with the weights of this step."""
         self.torn = f"step {self.step} is torn: {reason}"
 
-    def _detect_failure(self) -> None:
-        """Detects a plain backward that failed, which autograd does not report."""
-        if self._running not in (None, _EXPLICIT, torch._C._current_graph_task_id()):
-            if self.waiting:
-                logger.warning("a backward failed, and the %d micro-batch(es) before it were dropped", self.waiting)
-            self.fail(_NESTED if _inside_custom_backward() else "a plain loss.backward() ended with an error")
+    def detect_failure(self) -> bool:
+        """Ends the step of a plain backward that has failed. Returns whether there was one."""
+        if not self._failed:
+            return False
+        if self.waiting:
+            logger.warning("a backward failed, and the %d micro-batch(es) before it were dropped", self.waiting)
+        self.fail(_NESTED if _inside_custom_backward() else "a plain loss.backward() ended with an error")
+        return True
 
     def _undo(self) -> None:
         self.step -= 1
@@ -203,7 +208,6 @@ class StepCycle:
 
     def refuse_open(self, intention: str) -> None:
         """Raises `StepError` in the middle of a step, or if one is torn."""
-        self._detect_failure()
         self._refuse_torn(intention)
         if self._running is not None:
             raise StepError(f"cannot {intention} in the middle of step {self.step}: its backward is still running")

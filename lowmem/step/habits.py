@@ -92,7 +92,7 @@ def _watch_clipping(clip: Callable[..., Any]) -> Callable[..., Any]:
             clips = limit != math.inf and f"Write FusedOptimizer(..., {option}={limit!r}), which clips exactly"
             raise StepError(
                 f"{clip.__name__.lstrip('_')}(): parameter {next(iter(updated.values()))!r} has no gradient, because "
-                f"backward has already used and freed it. {clips or 'Omit this call'}. "
+                f"backward has already used it, or stored it inside accumulate(). {clips or 'Omit this call'}. "
                 "opt.last_step.grad_norm is the norm before clipping"
             )
         return clip(params or parameters, *args, **kwargs)

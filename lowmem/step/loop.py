@@ -56,6 +56,8 @@ class StepLoop:
         on_cpu = all(param.device.type == "cpu" for param in self.records)
         name, reason = choose(self.parameters.config, needs, on_cpu=on_cpu)
         before: Policy | None = getattr(self, "policy", None)
+        if before is not None and before.name == name:
+            before.reason = reason
         if before is not None and (before.accumulates or before.name == name):
             return
         self.policy = POLICIES[name](self.parameters, self.updates, reason)
@@ -106,8 +108,6 @@ class StepLoop:
         self.policy.allow_plain_backward()
         self.claim()
         self.cycle.begin(not self.hooks.accumulating, nests=habits.nests(self.records.values()))
-        if not self.cycle.waiting:
-            self.drop()  # gradients of a plain backward that failed
         self._begin_pass()
         torch.autograd.Variable._execution_engine.queue_callback(self._end_plain)  # type: ignore[attr-defined]
 
@@ -117,6 +117,7 @@ class StepLoop:
 
     def _begin(self) -> None:
         """Called when a step begins, or a micro-batch, before any weight changes."""
+        self.drop_failed()
         self.report.settle()
         self.report.raise_if_diverged()
         if self.parameters.config.compile is True and Compiler.failure is not None:
@@ -139,8 +140,9 @@ class StepLoop:
     def _begin_pass(self) -> None:
         self.placement.reducer.begin(self.records.values(), self.policy.begin())
 
+    @torch.no_grad()
     def arrived(self, record: ParamRecord, offered: Offered) -> None:
-        """Called when the gradient of a parameter is complete."""
+        """Called when the gradient of a parameter is complete. Autograd enables gradients if it creates a graph."""
         if record.param.grad is None and not offered:  # its autograd function returned none
             if not self.cycle.idle:
                 self._use(self.placement.reducer.skip(record))
@@ -153,7 +155,7 @@ class StepLoop:
     def _take(self, record: ParamRecord, offered: Offered) -> Gradient:
         """Returns the gradient: the sum of `.grad` and the contributions that are computed as they are read."""
         if not offered:
-            return self.placement.reducer.take(record.param)
+            return self.placement.reducer.take(record.param).detach()
         computed = ComputedGradient(record.span.shape, record.param.device, offered)
         if record.param.grad is None:
             return computed
@@ -212,6 +214,11 @@ class StepLoop:
             error.add_note(note)
         else:
             warnings.warn(note, stacklevel=3)
+
+    def drop_failed(self) -> None:
+        """Drops the gradients of a plain backward that has failed, which autograd does not report."""
+        if self.cycle.detect_failure():
+            self.drop()
 
     def drop(self) -> None:
         """Drops the gradients of the step."""

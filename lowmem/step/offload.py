@@ -1,6 +1,5 @@
 """Gradient offload: where policy `deferred` stores gradients until their step is decided."""
 
-import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -12,27 +11,21 @@ from lowmem.step.record import ParamRecord
 from lowmem.tiles.gradients import Gradient
 from lowmem.tiles.stored import flat
 
-# Makes the stream that asked for a copy wait for its end; the host continues.
-Wait = Callable[[], object]
+# Makes the current stream, and the stream that launched a copy, wait for its end; the host continues.
+Wait = Callable[[], None]
 
 # Devices that copy while the host waits. A plan has a GPU's tensors on "meta".
 _WITHOUT_STREAMS = ("cpu", "meta")
 
 
 class Offloaded(NamedTuple):
-    """A gradient on the host: its shape, and its bytes in several pieces of memory."""
+    """A gradient on the host: its shape, its bytes in several pieces of memory, and the copy that writes them."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
     pieces: Sequence[Tensor]
-
-    def parts(self, grad: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields each piece of memory with the bytes of `grad` that belong there."""
-        data = flat(grad).view(torch.uint8)
-        for piece in self.pieces:
-            yield piece[: len(data)], data[: len(piece)]
-            data = data[len(piece) :]
+    written: Wait
 
 
 class GradientStore:
@@ -100,9 +93,10 @@ class GradientStore:
             stored = pieces[0][: grad.nbytes].view(grad.dtype).as_strided(grad.shape, grad.stride())
             self._stored[record.name] = stored.copy_(grad)
             return
-        self._stored[record.name] = offloaded = Offloaded(grad.shape, grad.stride(), grad.dtype, pieces)
         self._wait()  # also for a gradient that was prefetched from this memory and not used
-        self._leaving = grad, self._copy(offloaded.parts(grad), grad.device, outward=True)
+        written = self._copy(_parts(grad, pieces), grad.device, outward=True)
+        self._stored[record.name] = Offloaded(grad.shape, grad.stride(), grad.dtype, pieces, written)
+        self._leaving = grad, written
         self._following[self._latest], self._latest = record, record.name
         following = self._following.get(record.name)
         if following is not None and following.name in self._stored:
@@ -143,23 +137,36 @@ class GradientStore:
         stored, device = self._stored[record.name], record.param.device
         if not isinstance(stored, Offloaded):
             return stored.to(device) if isinstance(stored, Tensor) else stored, lambda: None
+        stored.written()  # perhaps launched by another stream
         grad = torch.empty_strided(stored.shape, stored.stride, dtype=stored.dtype, device=device)
-        return grad, self._copy(((part, piece) for piece, part in stored.parts(grad)), device, outward=False)
+        parts = ((part, piece) for piece, part in _parts(grad, stored.pieces))
+        return grad, self._copy(parts, device, outward=False)
 
     def _copy(self, pairs: Iterable[tuple[Tensor, Tensor]], device: torch.device, *, outward: bool) -> Wait:
         """Copies the second tensor of each pair into the first while the device computes."""
-        computing = torch.get_device_module(device).current_stream(device)
-        copying = self._stream(device, outward)
-        copying.wait_stream(computing)
-        with torch.get_device_module(device).stream(copying):
+        module = torch.get_device_module(device)
+        if (device, outward) not in self._streams:
+            self._streams[device, outward] = module.Stream(device)
+        launching, copying = module.current_stream(device), self._streams[device, outward]
+        copying.wait_stream(launching)
+        with module.stream(copying):
             for into, source in pairs:
                 into.copy_(source, non_blocking=True)
-            return functools.partial(computing.wait_event, copying.record_event())
+            end = copying.record_event()
 
-    def _stream(self, device: torch.device, outward: bool) -> Any:
-        if (device, outward) not in self._streams:
-            self._streams[device, outward] = torch.get_device_module(device).Stream(device)
-        return self._streams[device, outward]
+        def wait() -> None:
+            for stream in (launching, module.current_stream(device)):  # FSDP2 runs hooks on its own stream
+                stream.wait_event(end)
+
+        return wait
+
+
+def _parts(grad: Tensor, pieces: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yields each piece of memory with the bytes of `grad` that belong there."""
+    data = flat(grad).view(torch.uint8)
+    for piece in pieces:
+        yield piece[: len(data)], data[: len(piece)]
+        data = data[len(piece) :]
 
 
 def powers_of_two(size: int) -> list[int]:

@@ -2,7 +2,7 @@
 
 import functools
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,6 +43,12 @@ class AddedGroup:
     rule: UpdateRule
     settings: Group
     count: int
+
+    @property
+    def is_by_name(self) -> bool:
+        """Whether a hyperparameter lists names of parameters, so that parameters of one program may come to differ."""
+        values = [(key, value) for group in (self.settings, self.live) for key, value in group.items()]
+        return any(isinstance(value, Mapping | list) for key, value in values if key not in ("params", "param_names"))
 
     def edits(self, number: int, group: Group) -> Iterable[str]:
         """Yields the differences between this group and entry `number` of `param_groups`."""
@@ -154,15 +160,17 @@ class Parameters:
     def refuse_edits(self) -> None:
         """Raises `StepError` if `param_groups` was edited in a way that would have no effect.
 
-        A hyperparameter may change as long as the spec of each program stays the same.
+        A hyperparameter may change as long as the spec of each parameter stays the same.
         """
         groups, edits = self.param_groups, list[str]()
         if len(groups) != len(self.groups):
             edits.append("the number of parameter groups")
         for number, (added, group) in enumerate(zip(self.groups, groups, strict=False)):
             edits += added.edits(number, group)
-        for program, record in {r.program: r for r in self.records.values() if r.claimed}.items():
-            if program.spec != record.rule.spec(record.name, record.span.shape, record.group):
+        by_name = {id(group.live) for group in self.groups if group.is_by_name}
+        claimed = [record for record in self.records.values() if record.claimed]
+        for record in {(r if id(r.group) in by_name else r.program): r for r in claimed}.values():
+            if record.program.spec != record.rule.spec(record.name, record.span.shape, record.group):
                 edits.append(f"a hyperparameter that decides the form of the update of {record.name!r}")
         if edits:
             raise StepError(

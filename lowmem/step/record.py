@@ -39,7 +39,7 @@ class ParamRecord(Placed):
     form: tuple[Any, ...] | None = field(default=None, init=False)
     extra: tuple[Tensor, ...] = field(default=(), init=False)
     computes: bool = field(default=False, init=False)
-    square_sum: Tensor | None = field(default=None, init=False)
+    square_sum: Tensor = field(init=False, repr=False)
     size: Tensor | None = field(default=None, init=False)
 
     def program_of(self, group: Mapping[str, Any], shard: Shard) -> Program:

@@ -100,7 +100,8 @@ class LastStep:
     @property
     def skipped_params(self) -> int:
         """The number of parameters with a gradient that were not updated. In a skipped step these are all; otherwise
-        `overflowed`, and under "immediate" also `nonfinite`, except for rules that handle Inf and NaN themselves.
+        `overflowed`, and under "immediate" also `nonfinite`, except for rules that handle Inf and NaN themselves, and
+        for third-party optimizers, whose updates cannot be undone.
         """
         return sum(not updated for *_, updated in self._each)
 
@@ -185,12 +186,12 @@ class Report:
     def _statistics(self) -> Sequence[Callable[[], Statistics]]:
         """Returns the statistics of each rule for this step, computed when they are read."""
         clipping, parameters = self._clipping, self._parameters
-        sized = [record for record in parameters.records.values() if record.size is not None]
+        sized = {record: record.size for record in parameters.records.values() if record.size is not None}
         parts = []
         for rule in dict.fromkeys(record.rule for record in sized):
             members = [record for record in sized if record.rule is rule]
             squares = clipping.gather(record.square_sum for record in members)
-            sizes = clipping.gather(record.size for record in members)
+            sizes = clipping.gather(sized[record] for record in members)
             groups = [
                 (group.live, {name: tensor.clone() for name, tensor in parameters.group_memory.get(n, {}).items()})
                 for n, group in enumerate(parameters.groups)
@@ -231,8 +232,8 @@ class Report:
 
     def _count_nonfinite(self, last: LastStep) -> None:
         names, count, flags = last.nonfinite, last.skipped_params, last._flags
-        left_out = f"skipped {count} parameter(s)" if count else "left some elements unchanged"
-        outcome = "was skipped" if last.skipped else left_out
+        outcome = f"skipped {count} parameter(s)" if count and not last.skipped else "was skipped"
+        outcome = outcome if count else "was not skipped"
         cause = "" if flags.loss_finite else ", and the loss is not finite either"
         message = f"step {last.step} {outcome}: the gradient of {_some(names)} is not finite{cause}"
         usual = self._clipping.scaler.dynamic or flags.nonfinite_steps > 1  # one warning is enough

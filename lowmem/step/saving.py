@@ -58,6 +58,7 @@ class Owner(NamedTuple):
 def named(loop: StepLoop, *, lazy: bool) -> dict[str, Any]:
     """Returns everything by name, with full tensors, or a `TensorSource` of each if `lazy`. Every rank calls it."""
     parameters, shard = loop.parameters, loop.parameters.shard
+    loop.drop_failed()
     loop.report.settle()
     loop.cycle.refuse_open("save")
     groups = [

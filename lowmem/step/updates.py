@@ -1,5 +1,6 @@
 """Runs the updates of parameters: large ones one by one, small ones in stacks, shards after they are measured."""
 
+import logging
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,7 +12,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from lowmem.step.changes import Changes
 from lowmem.step.clipping import Clipping, Decision
-from lowmem.step.compiled import run_compiled
+from lowmem.step.compiled import is_traceable, run_compiled
 from lowmem.step.cycle import StepCycle
 from lowmem.step.parameters import Parameters
 from lowmem.step.program import Program
@@ -22,6 +23,8 @@ from lowmem.tiles.rounding import noise_key
 from lowmem.tiles.storage import Float, Held
 from lowmem.tiles.stored import StoredTiles, begin_storage
 from lowmem.tiles.sweep import Scalars, Sweep
+
+logger = logging.getLogger(__name__)
 
 # Elements up to which a parameter is small: launching its update takes longer than the update. With stacks, small
 # parameters are not compiled, so that they get the same bits alone and in a stack: torch has only one order of summing
@@ -75,10 +78,17 @@ class Updates:
         self._parameters, self._shard, self.cycle, self.clipping = parameters, parameters.shard, cycle, clipping
         self.state, self.changes = parameters.states, Changes(parameters.records, parameters.device)
         self._compiled, self._batching = compiled, parameters.config.batching
+        self._warns = parameters.config.compile is True  # of updates that are not compiled, once
         self._numbers: dict[int, Mapping[str, float]] = {}  # of this step, by the id of a group
         self._scalars: dict[tuple[int, torch.device], Scalars] = {}  # the same, by device too
         self._stacks: dict[tuple[Program, torch.dtype], Stack | None] = {}  # by the dtype of gradients
         self._shards: deque[tuple[ParamRecord, Tensor]] = deque()  # that wait to be measured
+
+    @property
+    def compiled(self) -> bool:
+        """Whether some updates of large parameters are compiled."""
+        rules = (group.rule for group in self._parameters.groups)
+        return self._compiled and Compiler.failure is None and any(map(is_traceable, rules))
 
     def begin(self, step: int) -> None:
         """Begins a step: every rule computes the numbers of its groups, or raises."""
@@ -246,6 +256,8 @@ class Updates:
         # a dispatch mode (fake tensors, a memory tracker) has to see each operation, which compiled code hides
         if compiles and not _get_current_dispatch_mode():
             result = run_compiled(program, tiles, state)
+            if result is None:
+                self._warn_of_uncompiled(records[0])
         if result is None:
             result = program.run(tiles, state)
         for record, square_sum in zip(records, _each(result.square_sums), strict=True):
@@ -255,6 +267,17 @@ class Updates:
                 record.size = size
         if sample is not None:
             self.changes.after(sample, held)
+
+    def _warn_of_uncompiled(self, record: ParamRecord) -> None:
+        """Warns once of an update that is not compiled although compile=True. A failure of the compiler raises."""
+        if self._warns and Compiler.failure is None:
+            self._warns = False
+            logger.warning(
+                "compile=True, but the update of parameter %r by rule %r is not compiled: the rule is a third-party "
+                "optimizer or cannot be traced, or the shape or strides of the parameter do not allow it. There may be "
+                "more such parameters. They are updated by slower code with the same result", record.name,
+                record.rule.name,
+            )  # fmt: skip
 
 
 def initial_tensors(program: Program, names: Iterable[str], shard: Tensor) -> dict[str, Tensor]:

@@ -293,11 +293,13 @@ def test_gradients_of_several_lengths_compiled(cut_runs, dtype):
     assert_heads_agree(got, want, exact=False)
 
 
-def test_foreign_classes_are_not_traced(graphs, monkeypatch):
+def test_foreign_classes_are_not_traced(graphs, monkeypatch, caplog):
     """A trace would be in vain, and what it has seen of a parameter group would outlive the optimizer."""
     monkeypatch.setattr(compiled, "traced", None)
     params, opt = trained("torch.optim.SGD", [MATRIX, CUT[0]], compile=True)
-    assert traced_updates(opt) == 0 and not compiled._TRACED and Compiler.failure is None
+    assert traced_updates(opt) == 0 and not compiled._TRACED and Compiler.failure is None and not opt.compiled
+    (message,) = [message for message in caplog.messages if "is not compiled" in message]
+    assert "by rule 'torch.optim.sgd.SGD' is not compiled" in message
     gone = weakref.ref(params[0])
     del params, opt
     gc.collect()
@@ -334,7 +336,8 @@ def test_rules_that_cannot_be_traced_are_updated_by_tiles(graphs, caplog):
     with caplog.at_level(logging.INFO, "lowmem"):
         got = trained(Stepped(), [MATRIX], compile=True, opaque=True)
     assert "updates of rule stepped are not compiled: " in caplog.text
-    assert not graphs and not traced_updates(got[1])
+    assert not graphs and not traced_updates(got[1]) and not got[1].compiled
+    assert caplog.text.count("the update of parameter 'param0' by rule 'stepped' is not compiled") == 1
     assert_same(got, trained(Stepped(), [MATRIX], compile=False, opaque=True), bits=True)
 
 
@@ -346,6 +349,18 @@ def test_non_finite_gradients_change_nothing(graphs, bad, rules):
         opt.backward(params[0].sum() + params[1].square().sum() * bad)
         assert torch.equal(params[1], before[1]) and not torch.equal(params[0], before[0])
         assert opt.nonfinite_gradients == 1
+
+
+@pytest.mark.parametrize("compile", [True, "auto"])
+def test_strides_that_are_not_compiled_are_reported_if_compilation_was_requested(graphs, caplog, monkeypatch, compile):
+    monkeypatch.setattr(compiled, "COMPILE_FROM", 1)
+    params = {"as usual": torch.nn.Parameter(torch.ones(64, 48)), "other": torch.nn.Parameter(torch.ones(48, 64).t())}
+    opt = lowmem.FusedOptimizer(params.items(), rule="adalomo", lr=0.1, compile=compile, batching=False)
+    for _ in range(2):
+        opt.backward(sum(param.square().sum() for param in params.values()))
+    assert opt.compiled
+    messages = [message for message in caplog.messages if "is not compiled" in message]
+    assert ["'other'" in message for message in messages] == [True] * (compile is True)
 
 
 def test_memory_in_another_order_is_updated_by_tiles(graphs, monkeypatch):

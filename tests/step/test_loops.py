@@ -284,6 +284,11 @@ def test_clipping_after_backward(clip, message):
         loss_of(model).backward()
     with pytest.raises(StepError, match=message):
         clip(net.parameters())
+    with opt.accumulate():
+        loss_of(net).backward()
+        with pytest.raises(StepError, match=r"or stored it inside accumulate\(\)"):
+            clip(net.parameters())
+    opt.zero_grad()
     opt.remove()
     if "norm" in message:
         clip(net.parameters())  # torch sees no gradient
@@ -357,6 +362,30 @@ def test_edits_that_change_the_set_of_states_raise():
     opt.param_groups[0]["min_dim_size_to_factor"] = 9
     with pytest.raises(StepError, match=r"form of the update of '2\.weight' was changed"):
         opt.backward(loss_of(net))
+
+
+def test_a_setting_by_name_is_edited_for_a_parameter_that_shares_its_program():
+    params = {name: nn.Parameter(torch.ones(4, 4)) for name in "ab"}
+    opt = lowmem.FusedOptimizer(params.items(), rule="lans", lr=0.1, lr_mult={})
+    opt.param_groups[0]["lr_mult"]["b"] = 2.0
+    with pytest.raises(StepError, match="form of the update of 'b' was changed"):
+        opt.backward(sum(param.sum() for param in params.values()))
+
+
+# -- gradients with a graph --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"rule": "adafactor"}, {"policy": "deferred", "clip_norm": 1.0}], ids=str)
+def test_a_backward_that_creates_a_graph(options):
+    """Updates as without it, and states and stored gradients have no graph."""
+    nets = make_net(), make_net()
+    opts = [lomo(net, **{"rule": "adamw", **options}) for net in nets]
+    for net, create_graph in zip(nets, (False, True), strict=True):
+        for n in range(2):
+            loss_of(net, n).backward(create_graph=create_graph)
+    assert same(*map(weights, nets))
+    states = [state for states in opts[1].state.values() for state in states.values()]
+    assert states and not any(state.requires_grad for state in states)
 
 
 # -- states that the loop resets ---------------------------------------------------------------------------------------

@@ -11,6 +11,10 @@ import pytest
 import torch
 
 import lowmem
+from lowmem.rules import Lomo
+from lowmem.step.offload import GradientStore
+from lowmem.step.record import ParamRecord
+from lowmem.tiles.layout import Span
 from lowmem.tiles.transfers import Readback, to_device
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, or a simulated one")
@@ -100,6 +104,22 @@ def test_deleting_an_optimizer_during_its_last_copy():
     opt.remove()
     del opt, net
     gc.collect()
+
+
+@pytest.mark.parametrize("first", ["drained", "fetched"])
+def test_a_gradient_that_another_stream_has_stored(first):
+    """As FSDP2 runs hooks on its stream for reductions: the last gradient stored is read after it has been written."""
+    params = [torch.nn.Parameter(torch.zeros(400, 300, device="cuda")) for _ in range(2)]
+    records = [ParamRecord(f"p{n}", p, Span((400, 300), 0, 120_000, 120_000), {}, Lomo()) for n, p in enumerate(params)]
+    store, side = GradientStore(host=True), torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for n, record in enumerate(records):
+            store.keep(record, torch.full((400, 300), n + 1.0, device="cuda"))
+    if first == "fetched":
+        assert store.get(records[1]).eq(2.0).all()
+    for record, grad in store.drain(records[::-1]):
+        assert grad.eq(int(record.name[1:]) + 1.0).all()
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
