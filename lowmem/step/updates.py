@@ -110,7 +110,7 @@ class Updates:
         return Sweep(StoredTiles(record.program.layout, held, grad, reading)).square_sums.view(())
 
     def put(self, record: ParamRecord, grad: Gradient, decision: Decision | None) -> None:
-        """Updates a parameter, or stores its gradient until a stack of such parameters is full.
+        """Updates a parameter, or stores its gradient until a stack is full, or until shards are measured.
 
         An elementwise rule has no sums over ranks, but all ranks must know whether a gradient is finite before the
         first one writes. So shards wait until they take as much memory as one full gradient, and are measured together.
@@ -124,7 +124,12 @@ class Updates:
             if sum(span.size for span in spans) >= min(SHARDS, max(span.numel for span in spans)):  # on every rank
                 del grad
                 self._update_shards()
-            return
+        else:
+            self._update(record, grad, decision)
+
+    def _update(self, record: ParamRecord, grad: Gradient, decision: Decision | None) -> None:
+        """Updates a parameter alone, or puts it into a stack and updates the stack if it is full."""
+        program = record.program
         stack = None if isinstance(grad, ComputedGradient) else self._stack_of(program, grad.dtype)
         if stack is None:
             self._update_one(record, grad, decision)
@@ -197,9 +202,8 @@ class Updates:
             record.square_sum = square_sum
         measured = replace(self.clipping.review(records), measured=True)
         while self._shards:
-            self.put(*self._shards.popleft(), measured)
+            self._update(*self._shards.popleft(), measured)
 
-    @torch.no_grad()
     def _update_stack(self, stack: Stack, decision: Decision | None) -> None:
         """Updates parameters as one: stacks their tensors, and copies the results back."""
         records, grads = stack.empty()
