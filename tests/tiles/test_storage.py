@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from lowmem.tiles.storage import Compensated, Float, Integer, Moment, Uniform
+from lowmem.tiles.storage import Compensated, Float, Integer, Moment, Uniform, roundings, state_storages
 
 HALVES = (torch.bfloat16, torch.float16)
 SIZES = (32, 64, 128)
@@ -274,3 +274,8 @@ def test_values_too_small_for_a_normal_scale(storage):
     numbers = torch.arange(0, NUMBERS, 1 << 11, dtype=torch.int32)[:, None]
     mean = decoded(storage, value.expand(len(numbers), -1), numbers).double().mean(0)
     assert ((mean - value.double()) / least).abs().max() < 2**-11
+
+
+def test_roundings_of_weights_store_no_states():
+    assert not {"nearest", "stochastic", "compensated", "compensated8", "master"} & {*state_storages()}
+    assert {"nearest", "stochastic", "compensated", "compensated8", "master"} <= {*roundings()}

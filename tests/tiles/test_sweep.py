@@ -1,5 +1,6 @@
 """The sweep: tiles cover exactly once, and nothing depends on them. Nothing is compiled here."""
 
+import copy
 import functools
 
 import pytest
@@ -17,7 +18,7 @@ from lowmem.tiles.layout import WIDEST, Layout, View
 from lowmem.tiles.storage import FLOAT32, Float, Held
 from lowmem.tiles.stored import StoredTiles
 from lowmem.tiles.sweep import Reading, Scalars, Sweep
-from lowmem.tiles.tile import Sums
+from lowmem.tiles.tile import Fields, Sums
 
 MIB = 1 << 20
 RULES = sorted(TABLE)
@@ -197,3 +198,11 @@ def test_tiles_of_many_columns(first, last, tile):
     assert [start for start, _ in cols] == [first, *(stop for _, stop in cols[:-1])]
     assert cols[-1][1] == last
     assert all(start // WIDEST == (stop - 1) // WIDEST for start, stop in cols)
+
+
+def test_a_tensor_that_is_missing_is_a_missing_attribute():
+    """So that hasattr and copy work on the tensors of a tile."""
+    fields = Fields({("row", "r"): torch.ones(2)}, "row")
+    assert hasattr(fields, "r") and not hasattr(fields, "c") and torch.equal(copy.copy(fields).r, fields.r)
+    with pytest.raises(AttributeError, match="'c' was passed to the sweep"):
+        _ = fields.c
