@@ -20,7 +20,7 @@ from lowmem.errors import CheckpointError, LowmemError
 # Bytes that are copied to the host at a time while a tensor is written.
 _CHUNK_BYTES = 1 << 26
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
-# What a file system answers that cannot flush directories.
+# Errors of file systems that cannot fsync directories.
 _NO_FLUSH = (errno.EINVAL, errno.ENOTSUP)
 
 
@@ -95,9 +95,7 @@ def checksum(path: Path) -> str:
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """Writes a complete file or none, also where the machine stops. Raises `LowmemError`, which names the file and the
-    reason.
-    """
+    """Writes a file atomically, even if the machine crashes. Raises `LowmemError` with the file and the reason."""
     temporary = path.with_name(f".{path.name}.tmp")
     with writing(path):
         try:
@@ -111,7 +109,7 @@ def write_file(path: Path, content: bytes) -> None:
 
 
 def flush(path: Path) -> None:
-    """Returns when the disk has a file, or the names in a directory."""
+    """Flushes a file or directory to disk."""
     windows = sys.platform == "win32"  # flushes no directories, and only files that are open for writing
     if windows and path.is_dir():
         return
@@ -126,7 +124,7 @@ def flush(path: Path) -> None:
 
 
 def flush_tree(folder: Path) -> None:
-    """Returns when the disk has everything in a directory."""
+    """Flushes a directory and everything in it to disk."""
     for path in (*folder.rglob("*"), folder):
         flush(path)
 

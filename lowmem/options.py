@@ -137,7 +137,7 @@ class FusedConfig:
         gradients = {"store": self.store, "accumulation_dtype": self.accumulation_dtype}
         if self.policy in ("immediate", "two_pass") and gradients != {"store": None, "accumulation_dtype": "float32"}:
             raise ConfigError(f"{' and '.join(gradients)} apply only to policy 'deferred', not to {self.policy!r}")
-        self.complete({"rule": "lomo"} if self.rule is None else {})  # without a rule it is known later
+        self.complete({"rule": "lomo"} if self.rule is None else {})  # without a rule: checked when it is chosen
         for n, group in enumerate(self.groups):
             self._check_group(group, f"groups[{n}]: ")
 

@@ -28,8 +28,8 @@ logger = logging.getLogger(__name__)
 class StepLoop:
     """The steps of one optimizer.
 
-    `backward` begins a step, or the first gradient of a plain `loss.backward()`. The hooks then call `arrived` for each
-    parameter. After the last backward, `_finish` completes the step.
+    A step begins with `backward`, or with the first gradient of a plain `loss.backward()`. The hooks then call
+    `arrived` for each parameter. After the last backward, `_finish` completes the step.
 
     Attributes:
         policy: decides when gradients become updates.
