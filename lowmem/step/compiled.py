@@ -6,7 +6,6 @@ import os
 import shutil
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -39,7 +38,7 @@ _TRACED: WeakKeyDictionary[Any, dict[tuple[ParamSpec, Kind], CompiledUpdate] | N
 
 def run_compiled(program: Program, tiles: StoredTiles, states: Mapping[str, Tensor]) -> Result | None:
     """Updates a parameter as `Program.run` does, but with compiled code. Returns None if there is none for it."""
-    if not is_traceable(program.rule) or not (places := pieces(tiles.layout, program.group)):
+    if program.rule.materializes or not (places := pieces(tiles.layout, program.group)):
         return None
     held = program.held(states)
     if not _fits(program, tiles, held.values()):
@@ -64,7 +63,7 @@ def run_compiled(program: Program, tiles: StoredTiles, states: Mapping[str, Tens
     update: CompiledUpdate | None = program.compiled[varying]
     if update is None:
         return None
-    results, square_sums = update.run(replace(tiles, pieces=places), args, held), tiles.reading.square_sums
+    results, square_sums = update.run(tiles, places, args, held), tiles.reading.square_sums
     return Result(results["square_sums"] if square_sums is None else square_sums, results.get("sizes"))
 
 

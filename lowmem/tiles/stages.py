@@ -20,6 +20,7 @@ from torch import Tensor
 
 from lowmem.tiles.blocks import Form, in_blocks
 from lowmem.tiles.graph import Function, Sizes, compiled, trace
+from lowmem.tiles.layout import Place
 from lowmem.tiles.storage import Held
 from lowmem.tiles.stored import StoredTiles
 from lowmem.tiles.sweep import Tiles
@@ -194,23 +195,26 @@ class CompiledUpdate:
                 for form in forms:
                     stage.tile.of(form).compile()
 
-    def run(self, tiles: StoredTiles, args: Arguments, held: Mapping[str, Held]) -> dict[Any, Tensor]:
-        """Updates a parameter. held: the states of its size, by name."""
+    def run(
+        self, tiles: StoredTiles, places: Sequence[Place], args: Arguments, held: Mapping[str, Held]
+    ) -> dict[Any, Tensor]:
+        """Updates a parameter that is cut into tiles at these places. held: the states of its size, by name."""
         if self._kind.form is None:
+            tiles = replace(tiles, pieces=places)
             args |= {("size", n): size for n, size in enumerate(tiles.shape)}
         else:
-            args |= self._of_tile(tiles, held)
+            args |= self._of_tile(tiles, places[0].rect.size, held)
         results: dict[Any, Tensor] = {}
         for stage in self._stages:
             results = stage.run(tiles, args, held)
         return results
 
-    def _of_tile(self, tiles: StoredTiles, held: Mapping[str, Held]) -> Arguments:
-        """The tensors of a parameter that is one tile."""
-        (place,), args = tiles.places, Arguments()
+    def _of_tile(self, tiles: StoredTiles, size: tuple[int, int, int], held: Mapping[str, Held]) -> Arguments:
+        """The tensors of a parameter that is one tile of this size [b, r, c]."""
+        args: Arguments = {}
         parts = {GRAD: (tiles.complete_grad(),), "param": tiles.weight.parts}
         for name, storage in self._kind.storages:
             for n, part in enumerate(storage.parts):
                 tensor = (parts.get(name) or held[name].parts)[n]
-                args[name, n] = in_blocks(tensor, place.rect.size, self._kind.group, part.group)
+                args[name, n] = in_blocks(tensor, size, self._kind.group, part.group)
         return args
