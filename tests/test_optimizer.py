@@ -225,7 +225,7 @@ def test_compilation_is_decided_by_full_parameters(monkeypatch):
     monkeypatch.setattr(lowmem.step.compiled, "COMPILE_FROM", 100)
     opt = lowmem.FusedOptimizer([torch.nn.Parameter(torch.zeros(100))], rule="lomo", compile="auto")
     (record,) = opt._records.values()
-    record.span = dataclasses.replace(record.span, size=60, held=40)
+    record.span = dataclasses.replace(record.span, stop=40, size=60)
     assert lowmem.step.compiled.decide_compilation("auto", [record])
 
 

@@ -89,7 +89,7 @@ class Rows(TrainerCallback):  # type: ignore[misc]
         elif checkpoint is not None and self.left:
             require_step_with_completions(args, self.step, checkpoint)
             saved = read_json(checkpoint / RECORD_FILE)
-            require_same_rows(saved, self._record, checkpoint)
+            require_same_rows(saved, self._record, checkpoint, steps=max_steps - self.step)
             self.start = saved["epoch"], saved["row"] // self._per_batch
             if self.start != by_trainer and not hasattr(Trainer, "_init_training_state"):
                 raise CheckpointError(
@@ -181,8 +181,8 @@ def require_step_with_completions(args: TrainingArguments, step: int, checkpoint
         )
 
 
-def require_same_rows(saved: dict[str, Any], now: dict[str, Any], checkpoint: Path) -> None:
-    """Compares the records of a checkpoint and of the run that resumes from it.
+def require_same_rows(saved: dict[str, Any], now: dict[str, Any], checkpoint: Path, steps: int) -> None:
+    """Compares the records of a checkpoint and of the run that resumes from it. steps: the number that remain.
 
     Raises:
         CheckpointError: the order or the batches differ.
@@ -198,7 +198,10 @@ def require_same_rows(saved: dict[str, Any], now: dict[str, Any], checkpoint: Pa
         )
     if unknown:
         logger.warning("only the number of rows of the data was compared with %s, not the rows themselves", checkpoint)
-    for name in (*_ORDER, "dataloader_num_workers", "rows", "rows per epoch"):
+    # how the last batch of an epoch is padded does not matter to a run that ends before it
+    per_step, epoch = math.prod(now[_SHAPE]), min(saved["rows per epoch"], now["rows per epoch"])
+    padding = ["rows per epoch"] if saved["row"] + steps * per_step > epoch // per_step * per_step else []
+    for name in (*_ORDER, "dataloader_num_workers", "rows", *padding):
         if name not in saved.keys() & now.keys() or saved[name] == now[name]:
             continue
         setting = _SHAPE if name.startswith("rows") else name

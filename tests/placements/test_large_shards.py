@@ -72,7 +72,8 @@ def test_large_parameters_as_on_one_device(ranks_of, kind, settings, spoil):
     settings = {"lr": 1e-2, **SETTINGS[settings]}
     assert all(param.numel() > SMALL for name, param in make_large().named_parameters() if "bias" not in name)
     alone, norms, skipped = train(make_large(), lambda x: x, settings, spoil)
-    assert any(skipped) is spoil
+    third_party = settings["rule"] == "torch.optim.AdamW"  # which takes a gradient that is not finite
+    assert any(skipped) is (spoil and not third_party)
     for weights, shared_norms, shared_skipped in ranks_of(3).run(shared, kind, settings, spoil):
         assert shared_skipped == skipped
         torch.testing.assert_close(shared_norms, norms, rtol=1e-4, atol=1e-6, equal_nan=True)
