@@ -83,6 +83,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         habits.watch()
         self._hooks = Hooks(self._records, self._cycle, self._on_gradient)
         self._opt_called = False
+        self._is_wrapped = True  # if Accelerate prepares it
         self._created = False
         try:
             super().__init__(groups, {})
@@ -264,7 +265,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 cannot be used.
         """
         loss = None
-        if self._hooks.postponed:
+        if self._hooks.postponed and not self._is_wrapped:
             return loss
         if closure is not None:
             with torch.enable_grad():
@@ -282,7 +283,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         Raises:
             StepError: a loop that calls `step()` has run a backward since, whose gradient has already been used.
         """
-        if self._hooks.postponed:
+        if self._hooks.postponed and not self._is_wrapped:
             return
         self._loop.drop_failed()
         if self._cycle.waiting:
@@ -334,14 +335,15 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     @property
     def _is_accelerate_prepared(self) -> bool:
-        """Read by Accelerate 1.15 (accelerator.py, prepare_optimizer) before it wraps an optimizer; set after it."""
-        prepared = self._hooks.prepared
+        """Accelerate 1.15 (accelerator.py, prepare_optimizer) reads it, and wraps the optimizer unless it is True. The
+        wrapper omits calls of `step` and `zero_grad` in the middle of a step.
+        """
         self._hooks.prepared |= sys._getframe(1).f_globals.get("__name__") == "accelerate.accelerator"
-        return prepared
+        return not self._is_wrapped
 
     @_is_accelerate_prepared.setter
     def _is_accelerate_prepared(self, prepared: bool) -> None:
-        self._hooks.prepared = prepared
+        self._hooks.prepared, self._is_wrapped = prepared, not prepared
 
     # -- saving ----------------------------------------------------------------------------------------------------
 
