@@ -140,9 +140,12 @@ class StepLoop:
     def _begin_pass(self) -> None:
         self.placement.reducer.begin(self.records.values(), self.policy.begin())
 
-    @torch.no_grad()
     def arrived(self, record: ParamRecord, offered: Offered) -> None:
-        """Called when the gradient of a parameter is complete. Autograd enables gradients if it creates a graph."""
+        """Called when the gradient of a parameter is complete."""
+        if torch.is_grad_enabled():  # autograd creates a graph. Entering no_grad for each small parameter takes long
+            with torch.no_grad():
+                self.arrived(record, offered)
+            return
         if record.param.grad is None and not offered:  # its autograd function returned none
             if not self.cycle.idle:
                 self._use(self.placement.reducer.skip(record))
@@ -155,7 +158,8 @@ class StepLoop:
     def _take(self, record: ParamRecord, offered: Offered) -> Gradient:
         """Returns the gradient: the sum of `.grad` and the contributions that are computed as they are read."""
         if not offered:
-            return self.placement.reducer.take(record.param).detach()
+            grad = self.placement.reducer.take(record.param)
+            return grad.detach() if grad.requires_grad else grad
         computed = ComputedGradient(record.span.shape, record.param.device, offered)
         if record.param.grad is None:
             return computed
