@@ -188,7 +188,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     @property
     def policy_reason(self) -> str:
-        """Why this policy was chosen."""
+        """The reason for which this policy was chosen."""
         return self._loop.policy.reason
 
     @property
@@ -323,7 +323,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     @property
     def compiled(self) -> bool:
-        """Whether updates of large parameters are compiled, which takes a few seconds in the first step. False if only
+        """True if updates of large parameters are compiled, which takes a few seconds in the first step. False if only
         third-party optimizers, or rules that cannot be traced, update them, or if the compiler has failed.
         """
         return self._updates.compiled

@@ -78,7 +78,7 @@ class Inputs:
 
     @property
     def clips(self) -> bool:
-        """Whether lowmem clips in a custom training loop."""
+        """True if lowmem clips in a custom training loop."""
         return self.optimizer is not None or (self.fused is not None and self.fused.clip_norm is not None)
 
     def check(self, trainer: Any) -> None:

@@ -143,7 +143,7 @@ class _Group:
 
 
 class _FileLayout:
-    """How the weights of a model are stored in files.
+    """The mapping between the weights of a model and the tensors in its files.
 
     Attributes:
         state: the weights and buffers of the model, by name.

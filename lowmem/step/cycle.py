@@ -50,12 +50,12 @@ class StepCycle:
 
     @property
     def idle(self) -> bool:
-        """Whether no backward is running."""
+        """True if no backward is running."""
         return self._running is None or self._failed
 
     @property
     def _failed(self) -> bool:
-        """Whether a plain backward has failed, which autograd does not report: it is no longer the running one."""
+        """True if a plain backward has failed, which autograd does not report: it is no longer the running one."""
         return self._running not in (None, _EXPLICIT, torch._C._current_graph_task_id())
 
     def begin(self, last: bool, *, explicit: bool = False, nests: bool = False) -> None:

@@ -65,12 +65,12 @@ class Hooks:
 
     @property
     def accumulating(self) -> bool:
-        """Whether the next backward is a micro-batch that does not complete its step."""
+        """True if the next backward is a micro-batch that does not complete its step."""
         return self.in_accumulate or self.postponed
 
     @property
     def postponed(self) -> bool:
-        """Whether a loop of Accelerate is in the middle of a step, where `step` and `zero_grad` do nothing.
+        """True if a loop of Accelerate is in the middle of a step, where `step` and `zero_grad` do nothing.
 
         This holds only for prepared optimizers: the state of Accelerate belongs to the process, and stays as the last
         loop has left it.

@@ -46,7 +46,7 @@ class AddedGroup:
 
     @property
     def is_by_name(self) -> bool:
-        """Whether a hyperparameter lists names of parameters, so that parameters of one program may come to differ."""
+        """True if a hyperparameter lists names of parameters, so that parameters of one program may come to differ."""
         values = [(key, value) for group in (self.settings, self.live) for key, value in group.items()]
         return any(isinstance(value, Mapping | list) for key, value in values if key not in ("params", "param_names"))
 

@@ -94,7 +94,7 @@ class LastStep:
 
     @property
     def skipped(self) -> bool:
-        """Whether the whole step was skipped because a gradient was not finite, under "two_pass" or "deferred"."""
+        """True if the whole step was skipped because a gradient was not finite, under "two_pass" or "deferred"."""
         return not self._flags.finite
 
     @property

@@ -86,7 +86,7 @@ class Updates:
 
     @property
     def compiled(self) -> bool:
-        """Whether some updates of large parameters are compiled."""
+        """True if some updates of large parameters are compiled."""
         rules = (group.rule for group in self._parameters.groups)
         return self._compiled and Compiler.failure is None and any(map(is_traceable, rules))
 
