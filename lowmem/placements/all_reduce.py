@@ -13,8 +13,8 @@ waits for one that never arrives.
 
 import functools
 import itertools
-from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -27,17 +27,41 @@ from lowmem.tiles.gradients import Gradient
 from lowmem.tiles.stored import flat
 from lowmem.tiles.transfers import Readback, to_device
 
-# All-reduces that may be in flight while the backward goes on.
-MAX_IN_FLIGHT = 1
-
 # States of a gradient in a backward on one rank. Ranks exchange the maximum.
-_ABSENT = 0  # the graph does not reach the parameter
-_SILENT = 1  # the graph has reached it without producing a gradient
-_USED = 2  # absent here, and the average was applied because another rank expected a gradient
-_HIDDEN = 3  # the graph does not reach it, but reentrant checkpointing may
-_POSSIBLE = 4  # the graph reaches it, which has not always produced a gradient
-_EXPECTED = 5
-_ARRIVED = 6  # the nth gradient to arrive has _ARRIVED + n
+_ABSENT = 0  # it does not arrive
+_USED = 1  # it does not arrive, and the average was applied because another rank expected a gradient
+_POSSIBLE = 2  # it may arrive
+_EXPECTED = 3  # it will arrive, judging by the graph and by earlier backwards
+_ARRIVED = 4  # the nth gradient to arrive has _ARRIVED + n
+
+
+@dataclass(eq=False)
+class _Turn:
+    """One parameter in the order of the averages, and its gradient in the running backward on this rank.
+
+    Attributes:
+        silent: a backward has reached the parameter without producing a gradient.
+        reached: this backward reaches the parameter.
+        state: of the gradient.
+        tensor: the gradient after it has arrived, then the average until it is applied.
+    """
+
+    record: Placed
+    silent: bool = False
+    reached: bool = False
+    state: int = _ABSENT
+    tensor: Tensor | None = None
+
+    @property
+    def open(self) -> bool:
+        """True if the gradient may still arrive."""
+        return self.state in (_POSSIBLE, _EXPECTED)
+
+    def apply(self) -> tuple[Placed, Tensor]:
+        """Hands over the average."""
+        assert self.tensor is not None
+        average, self.tensor = self.tensor, None
+        return self.record, average
 
 
 class AllReduce(Reducer):
@@ -54,37 +78,31 @@ class AllReduce(Reducer):
     takes_computed = False
 
     def __init__(self) -> None:
-        self._records: dict[str, Placed] = {}  # in the order of the averages
+        self._turns: dict[Placed, _Turn] = {}  # in the order of the averages
         self._backwards = 0  # of these parameters
         self._hides = False  # a gradient has arrived that the graph did not show
-        self._silent: set[str] = set()  # parameters that a graph has reached without producing a gradient
-        self._arrived: _Maximum | None = None  # of the last backward
+        self._arrived: _Maxima | None = None  # in the last backward
         self.drop()
 
     def drop(self) -> None:
-        self._turns = deque(self._records)  # averages that are not launched yet
-        self._here: dict[str, int] = {}  # the state of each gradient on this rank
+        self._averages: Iterator[tuple[Placed, Gradient] | None] = iter(())  # of this backward
         self._arrivals = itertools.count(_ARRIVED + 1)
-        self._expected: _Maximum | None = None
-        self._out_of_order: dict[str, Tensor] = {}  # gradients whose turn has not come
-        self._in_flight: deque[tuple[Placed, Tensor, dist.Work]] = deque()
-        self._undecided: dict[str, Tensor] = {}  # averages that are applied if a gradient arrived on some rank
+        for turn in self._turns.values():
+            turn.tensor = None
 
     def begin(self, records: Collection[Placed], micro_batch: MicroBatch) -> None:
         super().begin(records, micro_batch)
-        if not micro_batch.last:
-            return
-        # a parameter that is frozen on this rank may be trained on another one
-        claimed = {record.name: record for record in records if record.claimed}
-        order = list(self._records)
-        if claimed.keys() != self._records.keys():
-            order = list(reversed(claimed))
-            self._backwards, self._hides, self._arrived = 0, False, None
-            self._silent.clear()
-        elif self._arrived is not None:
-            order = _by_arrival(self._arrived.states, order)
-        self._records = {name: claimed[name] for name in order}
         self.drop()
+        # a parameter that is frozen on this rank may be trained on another one
+        claimed = [record for record in records if record.claimed]
+        if self._turns.keys() != set(claimed):
+            self._turns = {record: _Turn(record) for record in reversed(claimed)}
+            self._backwards, self._hides, self._arrived = 0, False, None
+        elif self._arrived is not None:
+            order = _by_arrival(self._arrived(), list(self._turns))
+            self._turns = {record: self._turns[record] for record in order}
+        if claimed and micro_batch.last:
+            self._averages = self._average()
 
     def reduce(self, record: Placed, grad: Gradient) -> Reduced:
         total = self._micro_batch.add(record, grad)
@@ -92,142 +110,122 @@ class AllReduce(Reducer):
         if total is None:
             return
         assert isinstance(total, Tensor)
-        self._exchange_expected()
-        name = record.name
-        if self._here[name] >= _ARRIVED:
-            raise StepError(
-                f"parameter {name!r} got its gradient in two parts within one backward, and the first part is already "
-                "being reduced. Use checkpoint(..., use_reentrant=False)"
-            )
-        if self._here[name] <= _USED:
-            raise StepError(
-                f"parameter {name!r} got a gradient, although the graph of this backward does not reach it, and zeros "
-                "have already been sent to the other ranks. Reentrant activation checkpointing that starts in a later "
-                "step causes this. Use checkpoint(..., use_reentrant=False)"
-            )
-        self._hides |= self._here[name] == _HIDDEN
-        self._here[name] = next(self._arrivals)
-        self._out_of_order[name] = total
+        yield from self._proceed()
+        turn = self._turns[record]
+        if not turn.open:
+            detail = "in two parts within one backward, and the first part is already being reduced"
+            if turn.state < _ARRIVED:
+                detail = (
+                    "although the graph of this backward does not reach it, and zeros have already been sent to the "
+                    "other ranks. Reentrant activation checkpointing that starts in a later step causes this"
+                )
+            detail += ". Use checkpoint(..., use_reentrant=False)"
+            raise StepError(f"parameter {record.name!r} got its gradient {detail}")
+        self._hides |= not turn.reached
+        turn.state, turn.tensor = next(self._arrivals), total
         del total
-        yield from self._launch()
+        yield from self._proceed()
 
     def skip(self, record: Placed) -> Reduced:
-        if self._micro_batch.last:
-            self._exchange_expected()
-            self._here[record.name] = _SILENT
-            yield from self._launch()
+        yield from self._proceed()
+        turn = self._turns[record]
+        if turn.open:
+            turn.reached, turn.state = True, _ABSENT
+            yield from self._proceed()
 
     def flush(self) -> Reduced:
-        if not self._records or not self._micro_batch.last:
-            return
-        self._exchange_expected()
-        ended = {_HIDDEN: _ABSENT, _POSSIBLE: _SILENT, _EXPECTED: _SILENT}
-        self._here = {name: ended.get(state, state) for name, state in self._here.items()}
-        yield from self._launch()
-        yield from self._wait(0)
-        yield from self._exchange_arrived()
+        yield from self._proceed()
+        for turn in self._turns.values():
+            turn.state = _ABSENT if turn.open else turn.state
+        yield from self._proceed()
 
-    def _exchange_expected(self) -> None:
-        """Tells the other ranks which gradients this one expects, once per backward."""
-        if self._expected is not None:
-            return
-        unreached = _ABSENT if self._backwards and not self._hides else _HIDDEN
-        for name, record in self._records.items():
-            reached = _EXPECTED if self._backwards and name not in self._silent else _POSSIBLE
-            self._here[name] = reached if record.reached else unreached
-        self._expected = _Maximum(self._here | dict.fromkeys(self._micro_batch.earlier, _EXPECTED), self._device)
+    def _proceed(self) -> Reduced:
+        """Begins or continues the averages of this backward until one waits for its gradient."""
+        return iter(lambda: next(self._averages, None), None)
 
-    def _launch(self) -> Reduced:
-        """Launches the all-reduces whose turn it is."""
-        assert self._expected is not None
-        while self._turns:
-            name = self._turns[0]
-            grad = self._out_of_order.pop(name, None)
-            if grad is None and self._here[name] > _USED:
-                return
-            self._turns.popleft()
-            if grad is None:
-                if self._expected.states[name] == _ABSENT:
+    def _average(self) -> Iterator[tuple[Placed, Gradient] | None]:
+        """Launches the collectives of a backward. Yields averages, and None when the next gradient may still arrive."""
+        for turn in self._turns.values():
+            turn.reached = turn.record.reached
+            unsure = not self._backwards or (turn.silent if turn.reached else self._hides)
+            turn.state = _POSSIBLE if unsure else _EXPECTED if turn.reached else _ABSENT
+        earlier = self._micro_batch.earlier
+        expected = _maxima({r: _EXPECTED if r.name in earlier else turn.state for r, turn in self._turns.items()})
+        in_flight: Reduced = iter(())
+        for record, turn in self._turns.items():
+            while turn.open:
+                yield None
+            if turn.tensor is None:
+                if expected()[record] == _ABSENT:
                     continue
-                yield from self._wait(0)  # a gradient may be waiting behind this one
-                grad = self._stand_in(name)
+                yield from in_flight  # a gradient may be waiting behind this one
+                turn.tensor = self._stand_in(turn)
             if self._micro_batch.wide:
-                grad = grad.to(torch.promote_types(grad.dtype, torch.float32))
-            grad = grad.div_(dist.get_world_size())  # before the sum: float16 would overflow
-            self._in_flight.append((self._records[name], grad, dist.all_reduce(flat(grad), async_op=True)))
-            del grad
-            yield from self._wait(MAX_IN_FLIGHT)
+                turn.tensor = turn.tensor.to(torch.promote_types(turn.tensor.dtype, torch.float32))
+            turn.tensor.div_(dist.get_world_size())  # before the sum: float16 would overflow
+            work = dist.all_reduce(flat(turn.tensor), async_op=True)
+            before, in_flight = in_flight, self._wait(turn, work, expected)
+            del work
+            yield from before
+        yield from in_flight
+        yield from self._end()
 
-    def _stand_in(self, name: str) -> Tensor:
+    def _stand_in(self, turn: _Turn) -> Tensor:
         """Returns the tensor to reduce if no gradient arrives: the sum of the earlier micro-batches, or zeros."""
-        if name not in self._micro_batch.earlier:
-            return torch.zeros_like(self._records[name].param)
-        self._here[name] = next(self._arrivals)
-        total = self._micro_batch.earlier[name]()
+        read_sum = self._micro_batch.earlier.get(turn.record.name)
+        if read_sum is None:
+            return torch.zeros_like(turn.record.param)
+        turn.state, total = next(self._arrivals), read_sum()
         assert isinstance(total, Tensor)
         return total
 
-    def _wait(self, in_flight: int) -> Reduced:
-        """Yields averages until at most `in_flight` all-reduces are in flight."""
-        assert self._expected is not None
-        while len(self._in_flight) > in_flight:
-            record, grad, work = self._in_flight.popleft()
-            work.wait()
-            name = record.name
-            if self._here[name] >= _ARRIVED:
-                yield record, grad
-            elif self._here[name] == _ABSENT and self._expected.states[name] == _EXPECTED:
-                self._here[name] = _USED
-                yield record, grad
-            else:
-                self._undecided[name] = grad
-            del grad, work
+    def _wait(self, turn: _Turn, work: dist.Work, expected: "_Maxima") -> Reduced:
+        """Waits for an all-reduce. Yields its average if it is certain that a gradient arrives on some rank."""
+        work.wait()
+        del work
+        if turn.state == _ABSENT and not turn.reached and expected()[turn.record] == _EXPECTED:
+            turn.state = _USED
+        if turn.state != _ABSENT:
+            yield turn.apply()
 
-    def _exchange_arrived(self) -> Reduced:
-        """Tells the other ranks which gradients arrived on this one. Yields undecided averages."""
-        self._silent |= {name for name, state in self._here.items() if state == _SILENT}
-        if self._backwards % dist.get_world_size() != dist.get_rank():  # the order is learned from another rank
-            self._here = {name: min(state, _ARRIVED) for name, state in self._here.items()}
+    def _end(self) -> Reduced:
+        """Tells the other ranks which gradients arrived on this one. Yields averages that nobody was certain of."""
+        learned = self._backwards % dist.get_world_size() == dist.get_rank()  # the order, from one rank after the other
         self._backwards += 1
-        self._arrived = _Maximum(self._here, self._device)
-        if not self._undecided and _USED not in self._here.values():
-            return
-        for name, state in self._arrived.states.items():
-            if state == _USED:
+        states = {r: turn.state if learned else min(turn.state, _ARRIVED) for r, turn in self._turns.items()}
+        self._arrived = _maxima(states)
+        for record, turn in self._turns.items():
+            turn.silent |= turn.reached and turn.state == _ABSENT
+            if turn.tensor is None and turn.state != _USED:
+                continue
+            if self._arrived()[record] == _USED:
                 raise StepError(
-                    f"on one rank the graph reaches parameter {name!r} without producing a gradient, and on another "
-                    "rank the graph does not reach it, so zeros were used. Return zeros instead of None from the "
-                    "autograd function"
+                    f"on one rank the graph reaches parameter {record.name!r} without producing a gradient, and on "
+                    "another rank the graph does not reach it, so zeros were used. Return zeros instead of None from "
+                    "the autograd function"
                 )
-            if state >= _ARRIVED and name in self._undecided:
-                yield self._records[name], self._undecided.pop(name)
-
-    @property
-    def _device(self) -> torch.device:
-        return next(iter(self._records.values())).param.device
+            if turn.tensor is not None and self._arrived()[record] >= _ARRIVED:
+                yield turn.apply()
 
 
-class _Maximum:
-    """The maximum over ranks of the states of each gradient. Every rank makes one."""
-
-    def __init__(self, states: Mapping[str, int], device: torch.device) -> None:
-        self._names = list(states)
-        numbers = to_device([*states.values()], torch.int32, device)
-        dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
-        self._copy = Readback(numbers)
-
-    @functools.cached_property
-    def states(self) -> Mapping[str, float]:
-        """The states by name. Waits until they are on the host. In a dry run, every gradient is possible."""
-        values = self._copy.values() or [_POSSIBLE] * len(self._names)
-        return dict(zip(self._names, values, strict=True))
+_Maxima = Callable[[], Mapping[Placed, float]]
 
 
-def _by_arrival(states: Mapping[str, float], order: Sequence[str]) -> list[str]:
-    """Sorts the names in `order` by arrival. A name that did not arrive stays behind the one that it was behind."""
-    places, place = dict[str, float](), 0.0
-    for name in order:
-        if states[name] > _ARRIVED:
-            place = states[name]
-        places[name] = place
+def _maxima(states: Mapping[Placed, int]) -> _Maxima:
+    """Launches an all-reduce of the maximum of each state. Returns a function that waits for the maxima and returns
+    them. In a dry run, every gradient is possible.
+    """
+    numbers = to_device([*states.values()], torch.int32, next(iter(states)).param.device)
+    dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
+    copy = Readback(numbers)
+    return functools.cache(lambda: dict(zip(states, copy.values() or [_POSSIBLE] * len(states), strict=True)))
+
+
+def _by_arrival(states: Mapping[Placed, float], order: Sequence[Placed]) -> list[Placed]:
+    """Sorts parameters by arrival. One whose gradient did not arrive stays behind the one that it was behind."""
+    places, place = dict[Placed, float](), 0.0
+    for each in order:
+        if states[each] > _ARRIVED:
+            place = states[each]
+        places[each] = place
     return sorted(order, key=places.__getitem__)

@@ -3,7 +3,6 @@
 The engine has no optimizer. Its module hooks gather and release parameters, and gradients are reduced here.
 """
 
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -15,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lowmem.errors import StepError, UnsupportedError
-from lowmem.placements.all_reduce import MAX_IN_FLIGHT
 from lowmem.placements.base import Reduced, Reducer
 from lowmem.placements.placed import Placed
 from lowmem.placements.ranks import Ranks
@@ -112,29 +110,27 @@ class _ReduceScatter(Reducer):
         self.drop()
 
     def drop(self) -> None:
-        self._in_flight: deque[tuple[Placed, Callable[[], Tensor]]] = deque()
+        self._in_flight: Reduced = iter(())
 
     def reduce(self, record: Placed, grad: Gradient) -> Reduced:
         ranks = self._shard.ranks_of(record.param)
         if isinstance(grad, Tensor):
             launched = ranks.reduce_scatter_mean(grad.contiguous().view(-1), record.span.size)
-            self._in_flight.append((record, launched))
+            before, self._in_flight = self._in_flight, self._wait(record, launched)
             del grad, launched
-            yield from self._wait(MAX_IN_FLIGHT)
+            yield from before
         else:
-            yield from self._wait(0)
+            yield from self._in_flight
             yield from super().reduce(record, self._reduce_blocks(record, grad, ranks))
 
     def flush(self) -> Reduced:
-        return self._wait(0)
+        return self._in_flight
 
-    def _wait(self, in_flight: int) -> Reduced:
-        """Yields the sums of reduced gradients until at most `in_flight` reduce-scatters are in flight."""
-        while len(self._in_flight) > in_flight:
-            record, wait = self._in_flight.popleft()
-            summed = super().reduce(record, wait())
-            del wait  # it holds the full gradient
-            yield from summed
+    def _wait(self, record: Placed, launched: Callable[[], Tensor]) -> Reduced:
+        """Waits for a reduce-scatter. Yields the sum over micro-batches, after the last one."""
+        summed = super().reduce(record, launched())
+        del launched  # it holds the full gradient
+        yield from summed
 
     def _reduce_blocks(self, record: Placed, grad: ComputedGradient, ranks: Ranks) -> Tensor:
         """Computes and reduces a gradient block by block, one block while the one before is in flight.
