@@ -207,9 +207,6 @@ class Placement:
         those that are outdated. Every rank calls it.
         """
 
-    def recover(self) -> None:
-        """Resets the placement after a failed backward so that the next one can start."""
-
 
 class Local(Placement):
     """Full parameters on one device, or on several devices, each parameter on one of them."""

@@ -1,6 +1,5 @@
 """PyTorch FSDP2: `fully_shard` shards each parameter by blocks of rows (its first dimension) and reduces gradients."""
 
-import contextlib
 from collections.abc import Collection
 from typing import Any, cast
 
@@ -12,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Replicate
 from torch.distributed.tensor.placement_types import Shard as ShardPlacement
 
-from lowmem.errors import UnsupportedError
+from lowmem.errors import StepError, UnsupportedError
 from lowmem.placements.base import Reducer
 from lowmem.placements.placed import Placed
 from lowmem.placements.sharded import FlatShard, Sharded, span_of_rank
@@ -77,7 +76,7 @@ class FSDP2(Sharded):
 
     def __init__(self) -> None:
         super().__init__(_Rows(), _Reduced())
-        self._modules: list[FSDPModule] = []
+        self._modules: list[Any] = []
 
     def adopt(self, records: Collection[Placed], model: nn.Module | None) -> None:
         if model is None:
@@ -86,6 +85,9 @@ class FSDP2(Sharded):
                 "model=model, ...), because its modules are resharded after each step"
             )
         self._modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        for module in self._modules:
+            if _start_anew not in module._forward_pre_hooks.values():
+                module.register_forward_pre_hook(_start_anew, prepend=True)
         self.free_copies(records, updated=True)
         params = set(model.parameters())
         if strange := [record.name for record in records if record.param not in params]:
@@ -99,7 +101,20 @@ class FSDP2(Sharded):
         for module in self._modules if updated else ():
             module.reshard()
 
-    def recover(self) -> None:
-        for module in self._modules:
-            with contextlib.suppress(RuntimeError):  # only the root module has the state that is reset
-                module.reset_iter_state()
+
+def _start_anew(module: Any, args: Any) -> None:
+    """Called before each forward of a module. Resets FSDP2 if a backward has failed: it would ignore the gradients of
+    all later ones.
+    """
+    if torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1:
+        return
+    # torch 2.13, distributed/fsdp/_fully_shard/_fsdp_state.py: a flag that is set while a backward runs
+    state = module._get_fsdp_state()
+    if not state._is_root or not state._state_ctx.post_backward_final_callback_queued:
+        return
+    if not hasattr(module, "reset_iter_state"):
+        raise StepError(
+            "a backward has failed, after which FSDP2 of this version of torch ignores gradients. Resume from a "
+            "checkpoint in a new process, or install torch 2.13"
+        )
+    module.reset_iter_state()

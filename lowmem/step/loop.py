@@ -207,7 +207,6 @@ class StepLoop:
             self.cycle.fail(f"its backward ended with {type(error).__name__}")
         self.hooks.offers.drop()
         self.drop()
-        self.placement.recover()
         if self.cycle.torn is not None:
             note = f"{self.cycle.torn}. The optimizer cannot continue until a checkpoint is loaded"
         elif waiting:

@@ -1,5 +1,7 @@
 """Where parameters are shared: an overflow on one rank, and what cannot be right and says so."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from support.shards import SHARDS, engine, make, make_wide
@@ -89,27 +91,54 @@ class Chain(torch.nn.Module):
         return x.square().sum()
 
 
-def dies_and_goes_on(rank, kind):
+def fail(module, inputs, output):
+    output.register_hook(lambda grad: 1 / 0)
+
+
+def dies_and_goes_on(rank, kind, plain):
     net = SHARDS[kind](rank, Chain)
     opt = lowmem.FusedOptimizer(net.named_parameters(), model=net, rule="lomo", lr=0.1, batching=False)
-    ids = torch.ones(2, 8)
-    opt.backward(net(ids))
 
-    def fail(module, inputs, output):
-        output.register_hook(lambda grad: 1 / 0)
+    def step():
+        loss = net(torch.ones(2, 8))
+        loss.backward() if plain else opt.backward(loss)
 
+    step()
     hook = net.layers[0].register_forward_hook(fail)
     with pytest.raises(ZeroDivisionError):
-        opt.backward(net(ids))
+        step()
     hook.remove()
-    with pytest.raises(StepError, match="torn"):
-        opt.backward(net(ids))
+    for _ in range(2):
+        with pytest.raises(StepError, match="torn"):
+            step()
     opt.accept_torn_step()
     before = {name: placements.full_tensor(param).clone() for name, param in net.named_parameters()}
-    opt.backward(net(ids))
+    step()
     return [name for name, param in net.named_parameters() if torch.equal(placements.full_tensor(param), before[name])]
 
 
+def dies_before_the_first_gradient(rank, kind, plain):
+    """No hook of the optimizer has run, so nothing is torn."""
+    net, reference = SHARDS[kind](rank, Chain), Chain()
+    reference.load_state_dict({name: placements.full_tensor(param) for name, param in net.named_parameters()})
+    opt = lowmem.FusedOptimizer(net.named_parameters(), model=net, rule="lomo", lr=0.1)
+    sgd = torch.optim.SGD(reference.parameters(), lr=0.1)
+    for fails in (False, True, False, False):
+        hook = net.layers[-1].register_forward_hook(fail if fails else lambda *_: None)
+        with pytest.raises(ZeroDivisionError) if fails else nullcontext():
+            loss = net(torch.ones(2, 8))
+            loss.backward() if plain else opt.backward(loss)
+        hook.remove()
+        if not fails:
+            sgd.zero_grad()
+            reference(torch.ones(2, 8)).backward()
+            sgd.step()
+        for (name, param), expected in zip(net.named_parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(placements.full_tensor(param), expected.detach(), msg=name)
+
+
+@pytest.mark.parametrize("plain", [False, True])
 @pytest.mark.parametrize("kind", SHARDS)
-def test_a_failed_backward_does_not_affect_the_next_one(two, kind):
-    assert two.run(dies_and_goes_on, kind) == [[], []]
+def test_a_failed_backward_does_not_affect_the_next_one(two, kind, plain):
+    assert two.run(dies_and_goes_on, kind, plain) == [[], []]
+    two.run(dies_before_the_first_gradient, kind, plain)
