@@ -86,8 +86,7 @@ class FSDP2(Sharded):
             )
         self._modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
         for module in self._modules:
-            if _start_anew not in module._forward_pre_hooks.values():
-                module.register_forward_pre_hook(_start_anew, prepend=True)
+            module.register_forward_pre_hook(_start_anew, prepend=True)
         self.free_copies(records, updated=True)
         params = set(model.parameters())
         if strange := [record.name for record in records if record.param not in params]:
