@@ -122,10 +122,12 @@ class Updates:
         offset: int = 0, **options: Any,
     ) -> None:  # fmt: skip
         torch.manual_seed(0)
-        module = nn.ParameterList(normal(*size, dtype=dtype, offset=offset) for _ in range(count))
+        module = nn.ModuleList(nn.Linear(1, 1, bias=False) for _ in range(count))  # quantize_ changes weights of modules
+        for linear in module:
+            linear.weight = nn.Parameter(normal(*size, dtype=dtype, offset=offset))
         if weights:
             lowmem.quantize_(module, weights)
-        self.params = list(module)
+        self.params = [linear.weight for linear in module]
         self._grads = [normal(*size, dtype=dtype, offset=offset) for _ in range(count)]
         self._opt = lowmem.FusedOptimizer(self.params, **{"lr": 1e-2, "batching": False, **options})
         self.first_seconds = seconds(self.run)
