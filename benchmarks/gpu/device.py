@@ -122,7 +122,7 @@ class Updates:
         offset: int = 0, **options: Any,
     ) -> None:  # fmt: skip
         torch.manual_seed(0)
-        module = nn.ModuleList(nn.Linear(1, 1, bias=False) for _ in range(count))  # quantize_ changes weights of modules
+        module = nn.ModuleList(nn.Linear(1, 1, bias=False) for _ in range(count))  # quantize_ needs modules
         for linear in module:
             linear.weight = nn.Parameter(normal(*size, dtype=dtype, offset=offset))
         if weights:
