@@ -25,7 +25,7 @@ from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import has_length
 
 from lowmem.errors import ConfigError, StepError, require_packages
-from lowmem.hf import adapters, arguments, checkpoint, optim, packing, processes, resuming, sharding
+from lowmem.hf import adapters, arguments, checkpoint, optim, packing, processes, resuming
 from lowmem.hf import layers as model_layers
 from lowmem.hf.accelerator import FusedAccelerator
 from lowmem.hf.weights import load_weights, save_weights
@@ -84,57 +84,59 @@ class FusedTrainerMixin(_Base):
     def __init__(
         self, *args: Any, fused: FusedConfig | None = None, layers: LayersConfig | None = None, **kwargs: Any
     ) -> None:
-        self._inputs = inputs = arguments.Inputs.of(args, kwargs, fused)
-        self.layers = layers or LayersConfig()
-        self._rows: resuming.Rows | None = None  # of the training loop of transformers
-        self._resumed: Path | None = None  # the checkpoint that it resumes from
-        self._staged: Path | None = None  # the checkpoint that is being saved
-        self._tested: Any = None  # the model of the last test of packing
-        arguments.check_devices(inputs.model, inputs.args)
-        self._sharding = None if inputs.args is None else sharding.of(inputs.args)
-        sharding.prepare(self._sharding, inputs.model, inputs.args)
+        self._inputs = arguments.Inputs.of(args, kwargs, fused)
+        self._inputs.prepare()
+        self.layers, self._run = layers or LayersConfig(), resuming.Run()
         super().__init__(*args, **kwargs)
-        arguments.check_devices(self.model, self.args)  # a trainer of TRL may have loaded it
-        self._quantize(self.model)  # unless the trainer has done so when it moved the model
+        self._adopt()
+
+    def _adopt(self) -> None:
+        """Checks the trainer that the class has constructed, and changes its model and its loss."""
+        self._inputs.check(self)
         # transformers 5.23 (trainer.py) would prepare, save and load sharded models differently
         self.is_deepspeed_enabled = self.is_fsdp_enabled = False
-        inputs.check(self)
-        arguments.check_windows(self.args, self.train_dataset)
-        self.fused = arguments.complete(optim.choose(self.args, fused), self.args, self._sharding)
+        self._quantize(self.model)  # unless the trainer has done so when it moved the model
+        fused = self._inputs.options(self.args)
         if self.optimizer is None:
-            self.args = optim.with_learning_rate(self.args, self.fused, self.model)
+            self.args = optim.with_learning_rate(self.args, fused, self.model)
         model_layers.change(self.model, self.layers)
         self._lazy = model_layers.compute_losses(self, self.layers)
+
+    @property
+    def fused(self) -> FusedConfig:
+        """The options of the optimizer: `fused` of the constructor, completed by the trainer's arguments."""
+        created = isinstance(self.optimizer, FusedOptimizer)
+        return self.optimizer.config if created else self._inputs.options(self.args)
 
     # -- the update ------------------------------------------------------------------------------------------------
 
     def create_accelerator_and_postprocess(self) -> None:
-        arguments.check_activations(self.args)
         if self._inputs.args is None:  # the class has created them
-            self._sharding = sharding.of(self.args)
+            self._inputs = replace(self._inputs, model=self.model, args=self.args)
+            self._inputs.prepare()
+        arguments.check_activations(self.args)
         super().create_accelerator_and_postprocess()
         processes.set_timeout(self.args)
         FusedAccelerator.adopt(self)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         self._quantize(model)
-        if self._sharding is None:
+        if self._inputs.sharding is None:
             super()._move_model_to_device(model, device)  # sharding moves the shards
 
     def _quantize(self, model: nn.Module) -> None:
         """Quantizes the weights if `fused` asks for it, before the model is moved to its device."""
-        weight_format = None if self._inputs.fused is None else self._inputs.fused.weight_format
-        if weight_format is None:
+        if self._inputs.weight_format is None:
             return
         if is_peft_model(model):
             raise ConfigError("fused.weight_format is for training all weights, but this model has adapters; omit it")
-        quantize_(model, weight_format)
+        quantize_(model, self._inputs.weight_format)
 
     def _shard(self) -> None:
         """Shards the model if the arguments ask for it, and frees gathered parameters."""
-        if self._sharding is not None:
-            self._sharding.shard(self.model, self.accelerator)
-            self._sharding.release(self.model)
+        if self._inputs.sharding is not None:
+            self._inputs.sharding.shard(self.model, self.accelerator)
+            self._inputs.sharding.release(self.model)
 
     def compute_loss(self, *args: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
         with model_layers.lazily([] if return_outputs else self._lazy):  # returned outputs have ordinary logits
@@ -153,36 +155,34 @@ class FusedTrainerMixin(_Base):
     def set_initial_training_values(self, args: TrainingArguments, dataloader: Any, *rest: Any) -> Any:
         """Compares the ranks, the checkpoint and the rows of a run before its first step."""
         epochs, steps_per_epoch, *others, max_steps = super().set_initial_training_values(args, dataloader, *rest)
-        fused = self.optimizer.config if isinstance(self.optimizer, FusedOptimizer) else self.fused
-        samples = len(self.train_dataset) if has_length(self.train_dataset) else None
-        processes.require_alike(self.args, fused, self.layers, samples, self._resumed)
+        samples, resumed = len(self.train_dataset) if has_length(self.train_dataset) else None, self._run.resumed
+        processes.require_alike(self.args, self.fused, self.layers, samples, resumed)
         if self.args.save_strategy != "no":
             processes.require_shared_disk(Path(self.args.output_dir))
         self.remove_callback(resuming.Rows)
-        self._rows = resuming.Rows(self, dataloader, steps_per_epoch, max_steps, self._resumed)
-        self.add_callback(self._rows)
-        if not self._rows.left:  # transformers 5.23 (trainer.py) would train a step of an epoch that is not complete
-            epochs = min(epochs, self._rows.step // steps_per_epoch)
+        self._run.rows = rows = resuming.Rows(self, dataloader, steps_per_epoch, max_steps, resumed)
+        self.add_callback(rows)
+        if not rows.left:  # transformers 5.23 (trainer.py) would train a step of an epoch that is not complete
+            epochs = min(epochs, rows.start[0])
         return epochs, steps_per_epoch, *others, max_steps
 
     def _init_training_state(self, *args: Any) -> tuple[int, int]:
         """Starts a resumed run with the row after the last trained one."""
         super()._init_training_state(*args)
-        assert self._rows is not None
-        return self._rows.start
+        assert self._run.rows is not None
+        return self._run.rows.start
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         samples, items = super().get_batch_samples(*args, **kwargs)
-        if self._rows is not None:
-            self._rows.fetched += len(samples)
-            self._rows.ended = not samples
+        if self._run.rows is not None:
+            self._run.rows.fetched += len(samples)
+            self._run.rows.ended = not samples
         return samples, items
 
     def create_optimizer(self, model: nn.Module | None = None) -> FusedOptimizer:
         model_layers.change(self.model, self.layers)  # model_init made a new model, or layers are checkpointed now
         self._shard()
-        if self._tested is not self.model:  # train() calls this method again
-            self._tested = self.model
+        if not self.accelerator.updates:  # train() calls this method again
             packing.check(self)
             self._shard()  # frees the weights that the test has gathered
         model = self.model if model is None else model
@@ -217,15 +217,15 @@ class FusedTrainerMixin(_Base):
         if isinstance(created, FusedOptimizer):
             return created
         if created is None:
-            fused, parts = optim.choose(self.args, self._inputs.fused), optim.parts_by_decay(self, model)
+            fused, parts = self._inputs.options(self.args), optim.parts_by_decay(self, model)
         else:
             fused, parts = optim.read(created, self._inputs.fused or FusedConfig())
+            fused = arguments.complete(fused, self.args, self._inputs.sharding)
             rate = rate if fused.lr is None else fused.lr
-        self.fused = arguments.complete(fused, self.args, self._sharding)  # a hyperparameter search changes arguments
         if model in _OPTIMIZERS and (earlier := _OPTIMIZERS[model]()) is not None:
             earlier.remove()
-        groups = optim.param_groups(self.fused, model, parts)
-        config = replace(self.fused, groups=(), lr=rate)
+        groups = optim.param_groups(fused, model, parts)
+        config = replace(fused, groups=(), lr=rate)
         if find(config.placement, (pair for group in groups for pair in group["params"])).name == "replicated":
             config = replace(config, placement="replicated")  # rank 0's weights, as DistributedDataParallel does
         return FusedOptimizer.from_config(groups, config, model=model)
@@ -276,15 +276,16 @@ class FusedTrainerMixin(_Base):
         """
         saves = self.args.save_strategy != "no" or bool(resume_from_checkpoint)
         if self.model is not None:  # otherwise the next trial of a hyperparameter search creates one
-            adapters.check(self.model, self.args, sharded=self._sharding is not None, saves=saves)
-        self._resumed = folder = checkpoint.to_resume(resume_from_checkpoint, Path(self.args.output_dir))
+            adapters.check(self.model, self.args, sharded=self._inputs.sharding is not None, saves=saves)
+        folder = checkpoint.to_resume(resume_from_checkpoint, Path(self.args.output_dir))
+        self._run = resuming.Run(folder)
         arguments.check_callbacks(self.callback_handler.callbacks)
         if resume_from_checkpoint or args:  # a class may have a `train` without arguments
             args = None if folder is None else str(folder), *args
         return super().train(*args, **kwargs)
 
     def _get_output_dir(self, trial: Any) -> str:
-        return str(self._staged.parent) if self._staged is not None else super()._get_output_dir(trial)
+        return str(self._run.staged.parent) if self._run.staged is not None else super()._get_output_dir(trial)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Saves as the trainer does, but into a staging directory. Rank 0 writes everything except the random states of
@@ -292,14 +293,14 @@ class FusedTrainerMixin(_Base):
         """
         run_dir, name = Path(super()._get_output_dir(trial)), f"checkpoint-{self.state.global_step}"
         try:
-            with checkpoint.saving(run_dir, name) as self._staged:
+            with checkpoint.saving(run_dir, name) as self._run.staged:
                 super()._save_checkpoint(model, trial)
-                if self.state.best_model_checkpoint == str(self._staged):
+                if self.state.best_model_checkpoint == str(self._run.staged):
                     self.state.best_model_checkpoint = str(run_dir / name)
                     if self.is_world_process_zero():
-                        self.state.save_to_json(str(self._staged / checkpoint.TRAINER_STATE_FILE))
+                        self.state.save_to_json(str(self._run.staged / checkpoint.TRAINER_STATE_FILE))
         finally:
-            self._staged = None
+            self._run.staged = None
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(run_dir / name))
         self._rotate(run_dir)
@@ -319,12 +320,12 @@ class FusedTrainerMixin(_Base):
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """Pushes a checkpoint after it was renamed, because the upload continues while the model trains."""
-        if self._staged is None:
+        if self._run.staged is None:
             super()._push_from_checkpoint(checkpoint_folder)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Saves as the trainer does. If the model is sharded, every rank calls it."""
-        if not (is_peft_model(self.model) or self._sharding is not None or in_codes(self.model)):
+        if not (is_peft_model(self.model) or self._inputs.sharding is not None or in_codes(self.model)):
             super().save_model(output_dir, _internal_call)
             return
         self._shard()
@@ -343,10 +344,10 @@ class FusedTrainerMixin(_Base):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         write = self.args.should_save
-        if write or self._sharding is not None:
+        if write or self._inputs.sharding is not None:
             checkpoint.save_optimizer(self.optimizer, Path(output_dir) / checkpoint.OPTIMIZER_FILE, write=write)
-        if self._rows is not None:
-            self._rows.save(Path(output_dir), self.state.epoch, write=write)
+        if self._run.rows is not None:
+            self._run.rows.save(Path(output_dir), self.state.epoch, write=write)
         if write:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / checkpoint.SCHEDULER_FILE)
 
@@ -370,7 +371,7 @@ class FusedTrainerMixin(_Base):
         checkpoint.check_configuration(self.model, Path(resume_from_checkpoint))
         self._shard()
         target, custom = self.model if model is None else model, not self._inherits("_load_from_checkpoint")
-        if custom or (self._sharding is None and type(target).load_state_dict is not nn.Module.load_state_dict):
+        if custom or (self._inputs.sharding is None and type(target).load_state_dict is not nn.Module.load_state_dict):
             super()._load_from_checkpoint(resume_from_checkpoint, *(() if model is None else (model,)))
         else:
             load_weights(target, Path(resume_from_checkpoint))

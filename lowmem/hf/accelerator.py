@@ -34,7 +34,7 @@ class FusedAccelerator(Accelerator):  # type: ignore[misc]
     def prepare(self, *objects: Any, **options: Any) -> Any:
         """Prepares data loaders. If the model is to be sharded, shards it and returns the optimizer unchanged."""
         kinds = [kind for kind in (nn.Module, torch.optim.Optimizer) if any(isinstance(item, kind) for item in objects)]
-        if self.trainer._sharding is None or not kinds:
+        if self.trainer._inputs.sharding is None or not kinds:
             return super().prepare(*objects, **options)
         if nn.Module in kinds:
             self.trainer._shard()
@@ -44,14 +44,14 @@ class FusedAccelerator(Accelerator):  # type: ignore[misc]
         """Moves a model to its device and adds autocast, or shards it. In evaluation mode, Accelerate does not wrap it
         in DistributedDataParallel: the hooks of the optimizer average gradients.
         """
-        if self.trainer._sharding is None or model is not self.trainer.model:
+        if self.trainer._inputs.sharding is None or model is not self.trainer.model:
             return super().prepare_model(model, *args, **{**options, "evaluation_mode": True})
         self.trainer._shard()
         return model
 
     def no_sync(self, model: nn.Module) -> Any:
         """Does nothing if the model is sharded, because gradients are reduced in every micro-batch."""
-        return nullcontext() if self.trainer._sharding is not None else super().no_sync(model)
+        return nullcontext() if self.trainer._inputs.sharding is not None else super().no_sync(model)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, *args: Any, **options: Any) -> Any:
         """Does nothing in the trainer's loop: the optimizer has already clipped, and `log` adds the norm."""

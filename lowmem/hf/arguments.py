@@ -4,6 +4,7 @@ import logging
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from torch import nn
@@ -11,7 +12,7 @@ from transformers import TrainingArguments
 from transformers.trainer_utils import has_length
 
 from lowmem.errors import ConfigError, UnsupportedError
-from lowmem.hf import optim
+from lowmem.hf import optim, sharding
 from lowmem.hf.sharding import Sharding, Zero3Sharding
 from lowmem.optimizer import FusedOptimizer
 from lowmem.options import FusedConfig
@@ -54,11 +55,11 @@ _NUMBERS = {
 
 @dataclass(frozen=True)
 class Inputs:
-    """The arguments of a fused trainer's constructor that lowmem reads.
+    """The arguments of a fused trainer's constructor that lowmem reads, and everything that follows from them alone.
 
     Attributes:
         model: the model or its name.
-        args: the trainer's arguments; None for its defaults.
+        args: the trainer's arguments; None if its class creates them.
         optimizer: the optimizer in `optimizers`.
         fused: the options of lowmem, which the trainer completes with its arguments.
     """
@@ -76,13 +77,35 @@ class Inputs:
         optimizers = kwargs.get("optimizers") or next((value for value in args if isinstance(value, tuple)), (None,))
         return cls(kwargs.get("model", args[0] if args else None), options, optimizers[0], fused)
 
+    @cached_property
+    def sharding(self) -> Sharding | None:
+        """The sharding that the trainer's arguments ask for."""
+        return None if self.args is None else sharding.of(self.args)
+
+    @property
+    def weight_format(self) -> str | None:
+        """The format in which weights are quantized."""
+        return None if self.fused is None else self.fused.weight_format
+
     @property
     def clips(self) -> bool:
         """True if lowmem clips in a custom training loop."""
         return self.optimizer is not None or (self.fused is not None and self.fused.clip_norm is not None)
 
+    def prepare(self) -> None:
+        """Checks and prepares this process for the trainer's constructor, which may load the model."""
+        check_devices(self.model, self.args)
+        sharding.prepare(self.sharding, self.model, self.args)
+
     def check(self, trainer: Any) -> None:
-        """Raises `ConfigError` if `optimizers` has a third-party optimizer, or options have no effect on it."""
+        """Checks the trainer that was constructed with them.
+
+        Raises:
+            ConfigError: `optimizers` has a third-party optimizer, or options have no effect on it.
+            UnsupportedError: the model, or the checkpoints of the data set, are not supported.
+        """
+        check_devices(trainer.model, trainer.args)  # a trainer of TRL may have loaded it
+        check_windows(trainer.args, trainer.train_dataset)
         if trainer.optimizer_cls_and_kwargs is not None:
             raise ConfigError("optimizer_cls_and_kwargs: name the class in fused.rule instead")
         if self.optimizer is None:
@@ -92,6 +115,10 @@ class Inputs:
             raise ConfigError("fused=... has no effect on the optimizer in `optimizers`; give only one of them")
         for name, value in optim.changed(trainer.args).items():
             raise ConfigError(f"{name}={value!r} has no effect on the optimizer in `optimizers`; omit it")
+
+    def options(self, args: TrainingArguments) -> FusedConfig:
+        """The options of the optimizer that `fused` and the trainer's arguments describe. Raises as `complete` does."""
+        return complete(optim.choose(args, self.fused), args, self.sharding)
 
 
 def check_number(name: str, value: Any) -> None:

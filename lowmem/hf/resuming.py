@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -40,6 +41,66 @@ _SHAPE = "per_device_train_batch_size, gradient_accumulation_steps, processes"
 _ROWS, _BYTES = 100, 4 << 30
 
 
+@dataclass(frozen=True)
+class Order:
+    """The order in which a run trains on the rows of its data.
+
+    Attributes:
+        loader, sampler, batch_sampler: the data loader that Accelerate has prepared, and its samplers, if it has any.
+        is_stream: whether the data are an `IterableDataset`.
+        batches: micro-batches per epoch, or of all steps if the data are a stream.
+        per_batch: rows per micro-batch, of all ranks.
+        record: the properties of the data, the order and the batches that decide which rows a step has.
+    """
+
+    loader: Any
+    sampler: Any
+    batch_sampler: Any
+    is_stream: bool
+    batches: int
+    per_batch: int
+    record: dict[str, Any]
+
+    @classmethod
+    def of(cls, trainer: Any, loader: Any, max_steps: int, *, compared: bool) -> "Order":
+        """The order of a trainer. compared: whether checkpoints are compared with the data."""
+        args, accumulation = trainer.args, trainer.args.gradient_accumulation_steps
+        data = getattr(loader, "dataset", loader)  # or a custom iterable of batches
+        is_stream = isinstance(data, IterableDataset)
+        batches = len(loader) if has_length(loader) else max_steps * accumulation
+        per_batch = trainer.get_total_train_batch_size(args) // accumulation
+        batch_sampler = getattr(loader, "batch_sampler", None)
+        batch_sampler = getattr(batch_sampler, "batch_sampler", batch_sampler)
+        sampler = getattr(batch_sampler, "sampler", None)
+        shape = [per_batch // args.world_size, accumulation, args.world_size]
+        rows: Any = shape
+        per_epoch = 0
+        # Accelerate's RandomSampler draws the order of an epoch from this seed and the number of the epoch
+        seeded = type(sampler) is SequentialSampler or hasattr(sampler, "initial_seed")
+        if seeded and not trainer.accelerator.split_batches:  # the order does not depend on the batches
+            total = batches * per_batch  # padded, or cut, to batches of all ranks
+            rows, per_epoch = math.prod(shape), min(total, len(data)) if args.world_size == 1 else total
+        record = {name: getattr(args, name) for name in _ORDER if hasattr(args, name)} | {
+            "data": fingerprint(data) if compared else None,
+            "kind of data": type(data).__name__,
+            "number of rows": len(data) if has_length(data) else None,
+            "seed": None if seeded and args.data_seed is not None else args.seed,
+            "dataloader_num_workers": args.dataloader_num_workers if is_stream else None,
+            _SHAPE: shape,
+            "rows": rows,
+            "rows per epoch": per_epoch,
+        }
+        return cls(loader, sampler, batch_sampler, is_stream, batches, per_batch, record)
+
+    def begin(self, epoch: int) -> None:
+        """Lets the samplers draw the order of an epoch."""
+        if (set_epoch := getattr(self.batch_sampler, "set_epoch", None)) is not None:
+            set_epoch(epoch)  # transformers does not, if it skips batches
+        if hasattr(self.sampler, "initial_seed"):
+            # transformers 4 takes a resumed epoch from a new loader, which begins with epoch 0 again
+            self.sampler.epoch, self.sampler.set_epoch = epoch, lambda epoch: None
+
+
 class Rows(TrainerCallback):  # type: ignore[misc]
     """The place of a run in its training data.
 
@@ -50,9 +111,10 @@ class Rows(TrainerCallback):  # type: ignore[misc]
         checkpoint: the directory from which the run resumes, or None.
 
     Attributes:
-        step: the number of steps that the checkpoint has trained.
         left: whether a step is left to train.
         start: the numbers of trained epochs, and of trained micro-batches in the next epoch.
+        epoch, fetched: the number of epochs before this one, and of micro-batches that this one has fetched.
+        ended: whether this epoch has no more of them.
 
     Raises:
         CheckpointError: the remaining steps would train on other rows.
@@ -63,63 +125,34 @@ class Rows(TrainerCallback):  # type: ignore[misc]
         self, trainer: Any, loader: Any, steps_per_epoch: int, max_steps: int, checkpoint: Path | None
     ) -> None:
         args = trainer.args
-        self._trainer, self._loader, self._folder = trainer, loader, checkpoint
-        self._data = getattr(loader, "dataset", loader)  # or a custom iterable of batches
-        self._is_stream = isinstance(self._data, IterableDataset)
-        accumulation = args.gradient_accumulation_steps
-        # micro-batches per epoch, or of all steps if the data are a stream
-        self._batches = len(loader) if has_length(loader) else max_steps * accumulation
-        self._per_batch = trainer.get_total_train_batch_size(args) // accumulation
-        sampler = getattr(loader, "batch_sampler", None)
-        self._batch_sampler = getattr(sampler, "batch_sampler", sampler)
-        self._sampler: Any = getattr(self._batch_sampler, "sampler", None)
-        self._start = TemporaryDirectory()
-        self._record = self._describe(compared=args.save_strategy != "no" or checkpoint is not None)
-        self.step = 0 if checkpoint is None else read_json(checkpoint / TRAINER_STATE_FILE)["global_step"]
-        self.left = checkpoint is None or self.step < max_steps
-        by_trainer = self.step // steps_per_epoch, self.step % steps_per_epoch * accumulation
+        self._trainer, self._folder = trainer, checkpoint
+        self._order = Order.of(
+            trainer, loader, max_steps, compared=args.save_strategy != "no" or checkpoint is not None
+        )
+        self._random_states = TemporaryDirectory()  # of the beginning of this epoch
+        step = 0 if checkpoint is None else read_json(checkpoint / TRAINER_STATE_FILE)["global_step"]
+        self.left = checkpoint is None or step < max_steps
+        by_trainer = step // steps_per_epoch, step % steps_per_epoch * args.gradient_accumulation_steps
         if not self.left and trainer.is_world_process_zero():
             logger.warning(
                 "training is already complete: %s is at step %d of %d, and its weights are loaded. Raise max_steps or "
-                "num_train_epochs to continue.", checkpoint, self.step, max_steps
+                "num_train_epochs to continue.", checkpoint, step, max_steps
             )  # fmt: skip
         self.start = by_trainer
         if args.ignore_data_skip:
             self.start = by_trainer[0], 0
         elif checkpoint is not None and self.left:
-            require_step_with_completions(args, self.step, checkpoint)
+            require_step_with_completions(args, step, checkpoint)
             saved = read_json(checkpoint / RECORD_FILE)
-            require_same_rows(saved, self._record, checkpoint, steps=max_steps - self.step)
-            self.start = saved["epoch"], saved["row"] // self._per_batch
+            require_same_rows(saved, self._order.record, checkpoint, steps=max_steps - step)
+            self.start = saved["epoch"], saved["row"] // self._order.per_batch
             if self.start != by_trainer and not hasattr(Trainer, "_init_training_state"):
                 raise CheckpointError(
                     f"{checkpoint} has trained {self.start[0]} epochs and {self.start[1]} batches, and transformers "
                     f"{transformers.__version__} would skip {by_trainer[0]} and {by_trainer[1]}. Run: pip install "
                     "'transformers>=5.6'. Or write ignore_data_skip: true to begin the epoch again"
                 )
-        self.epoch = self.start[0] - 1  # the next one begins
-
-    def _describe(self, *, compared: bool) -> dict[str, Any]:
-        """The properties of the data, the order and the batches that decide which rows a step has."""
-        args, data = self._trainer.args, self._data
-        shape = [self._per_batch // args.world_size, args.gradient_accumulation_steps, args.world_size]
-        rows: Any = shape
-        per_epoch = 0
-        # Accelerate's RandomSampler draws the order of an epoch from this seed and the number of the epoch
-        seeded = type(self._sampler) is SequentialSampler or hasattr(self._sampler, "initial_seed")
-        if seeded and not self._trainer.accelerator.split_batches:  # the order does not depend on the batches
-            total = self._batches * self._per_batch  # padded, or cut, to batches of all ranks
-            rows, per_epoch = math.prod(shape), min(total, len(data)) if args.world_size == 1 else total
-        return {name: getattr(args, name) for name in _ORDER if hasattr(args, name)} | {
-            "data": fingerprint(data) if compared else None,
-            "kind of data": type(data).__name__,
-            "number of rows": len(data) if has_length(data) else None,
-            "seed": None if seeded and args.data_seed is not None else args.seed,
-            "dataloader_num_workers": args.dataloader_num_workers if self._is_stream else None,
-            _SHAPE: shape,
-            "rows": rows,
-            "rows per epoch": per_epoch,
-        }
+        self.epoch, self.fetched, self.ended = self.start[0] - 1, 0, False  # the next one begins
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Corrects the path of the best checkpoint, because the run folder may have been moved or copied."""
@@ -132,25 +165,21 @@ class Rows(TrainerCallback):  # type: ignore[misc]
         order.
         """
         self.epoch, self.fetched, self.ended = self.epoch + 1, 0, False
-        start = Path(self._start.name)
+        start = Path(self._random_states.name)
         if self._folder is not None and self.epoch == self.start[0]:
             self.fetched = self.start[1]
             for path in self._folder.glob(f"{_EPOCH}*"):
                 shutil.copy(path, start / path.name.removeprefix(_EPOCH))
             self._trainer._load_rng_state(str(start if self.fetched else self._folder))
             if (start / _GENERATOR).exists():
-                self._loader.synchronized_generator.set_state(torch.load(start / _GENERATOR, weights_only=True))
-        if (set_epoch := getattr(self._batch_sampler, "set_epoch", None)) is not None:
-            set_epoch(self.epoch)  # transformers does not, if it skips batches
-        if hasattr(self._sampler, "initial_seed"):
-            # transformers 4 takes a resumed epoch from a new loader, which begins with epoch 0 again
-            self._sampler.epoch, self._sampler.set_epoch = self.epoch, lambda epoch: None
+                self._order.loader.synchronized_generator.set_state(torch.load(start / _GENERATOR, weights_only=True))
+        self._order.begin(self.epoch)
         self._note_random_states()
 
     def _note_random_states(self) -> None:
-        self._trainer._save_rng_state(self._start.name)
-        if (generator := getattr(self._loader, "synchronized_generator", None)) is not None:
-            torch.save(generator.get_state(), Path(self._start.name) / _GENERATOR)
+        self._trainer._save_rng_state(self._random_states.name)
+        if (generator := getattr(self._order.loader, "synchronized_generator", None)) is not None:
+            torch.save(generator.get_state(), Path(self._random_states.name) / _GENERATOR)
 
     def save(self, folder: Path, epoch: float, *, write: bool) -> None:
         """Writes the place at `epoch`, as in the trainer's state, and the random states. Every rank calls it.
@@ -158,16 +187,31 @@ class Rows(TrainerCallback):  # type: ignore[misc]
         Args:
             write: whether this rank writes the place.
         """
-        batch = round((epoch - self.epoch) * self._batches)
-        ended = batch == self.fetched if self.ended else batch == self._batches and not self._is_stream
+        batch, order = round((epoch - self.epoch) * self._order.batches), self._order
+        ended = batch == self.fetched if self.ended else batch == order.batches and not order.is_stream
         if ended:
             self._note_random_states()
         folder.mkdir(parents=True, exist_ok=True)
-        for path in Path(self._start.name).iterdir():
+        for path in Path(self._random_states.name).iterdir():
             shutil.copy(path, folder / f"{_EPOCH}{path.name}")
         if write:
-            place = {"epoch": self.epoch + ended, "row": 0 if ended else batch * self._per_batch}
-            (folder / RECORD_FILE).write_text(json.dumps(self._record | place))
+            place = {"epoch": self.epoch + ended, "row": 0 if ended else batch * order.per_batch}
+            (folder / RECORD_FILE).write_text(json.dumps(order.record | place))
+
+
+@dataclass
+class Run:
+    """The run that `train` has begun.
+
+    Attributes:
+        resumed: the checkpoint that it resumes from.
+        rows: its place in the training data; None in a custom training loop.
+        staged: the directory of the checkpoint that is being saved.
+    """
+
+    resumed: Path | None = None
+    rows: Rows | None = None
+    staged: Path | None = None
 
 
 def require_step_with_completions(args: TrainingArguments, step: int, checkpoint: Path) -> None:
