@@ -85,7 +85,8 @@ class FusedTrainerMixin(_Base):
         self, *args: Any, fused: FusedConfig | None = None, layers: LayersConfig | None = None, **kwargs: Any
     ) -> None:
         self._inputs = arguments.Inputs.of(args, kwargs, fused)
-        self._inputs.prepare()
+        if self._inputs.args is not None:  # otherwise the class creates them
+            self._inputs.prepare()
         self.layers, self._run = layers or LayersConfig(), resuming.Run()
         super().__init__(*args, **kwargs)
         self._adopt()
@@ -111,10 +112,9 @@ class FusedTrainerMixin(_Base):
     # -- the update ------------------------------------------------------------------------------------------------
 
     def create_accelerator_and_postprocess(self) -> None:
-        if self._inputs.args is None:  # the class has created them
+        if self._inputs.args is None:
             self._inputs = replace(self._inputs, model=self.model, args=self.args)
             self._inputs.prepare()
-        arguments.check_activations(self.args)
         super().create_accelerator_and_postprocess()
         processes.set_timeout(self.args)
         FusedAccelerator.adopt(self)
@@ -126,11 +126,12 @@ class FusedTrainerMixin(_Base):
 
     def _quantize(self, model: nn.Module) -> None:
         """Quantizes the weights if `fused` asks for it, before the model is moved to its device."""
-        if self._inputs.weight_format is None:
+        fused = self._inputs.fused
+        if fused is None or fused.weight_format is None:
             return
         if is_peft_model(model):
             raise ConfigError("fused.weight_format is for training all weights, but this model has adapters; omit it")
-        quantize_(model, self._inputs.weight_format)
+        quantize_(model, fused.weight_format)
 
     def _shard(self) -> None:
         """Shards the model if the arguments ask for it, and frees gathered parameters."""
@@ -155,12 +156,12 @@ class FusedTrainerMixin(_Base):
     def set_initial_training_values(self, args: TrainingArguments, dataloader: Any, *rest: Any) -> Any:
         """Compares the ranks, the checkpoint and the rows of a run before its first step."""
         epochs, steps_per_epoch, *others, max_steps = super().set_initial_training_values(args, dataloader, *rest)
-        samples, resumed = len(self.train_dataset) if has_length(self.train_dataset) else None, self._run.resumed
-        processes.require_alike(self.args, self.fused, self.layers, samples, resumed)
+        samples = len(self.train_dataset) if has_length(self.train_dataset) else None
+        processes.require_alike(self.args, self.fused, self.layers, samples, self._run.resumed)
         if self.args.save_strategy != "no":
             processes.require_shared_disk(Path(self.args.output_dir))
         self.remove_callback(resuming.Rows)
-        self._run.rows = rows = resuming.Rows(self, dataloader, steps_per_epoch, max_steps, resumed)
+        self._run.rows = rows = resuming.Rows(self, dataloader, steps_per_epoch, max_steps, self._run.resumed)
         self.add_callback(rows)
         if not rows.left:  # transformers 5.23 (trainer.py) would train a step of an epoch that is not complete
             epochs = min(epochs, rows.start[0])
@@ -182,7 +183,7 @@ class FusedTrainerMixin(_Base):
     def create_optimizer(self, model: nn.Module | None = None) -> FusedOptimizer:
         model_layers.change(self.model, self.layers)  # model_init made a new model, or layers are checkpointed now
         self._shard()
-        if not self.accelerator.updates:  # train() calls this method again
+        if not getattr(self.accelerator, "updates", False):  # train() calls this method again
             packing.check(self)
             self._shard()  # frees the weights that the test has gathered
         model = self.model if model is None else model

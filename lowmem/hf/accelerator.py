@@ -33,11 +33,10 @@ class FusedAccelerator(Accelerator):  # type: ignore[misc]
 
     def prepare(self, *objects: Any, **options: Any) -> Any:
         """Prepares data loaders. If the model is to be sharded, shards it and returns the optimizer unchanged."""
-        kinds = [kind for kind in (nn.Module, torch.optim.Optimizer) if any(isinstance(item, kind) for item in objects)]
-        if self.trainer._inputs.sharding is None or not kinds:
+        only_data = not any(isinstance(item, nn.Module | torch.optim.Optimizer) for item in objects)
+        if self.trainer._inputs.sharding is None or only_data:
             return super().prepare(*objects, **options)
-        if nn.Module in kinds:
-            self.trainer._shard()
+        self.trainer._shard()
         return objects if len(objects) > 1 else objects[0]
 
     def prepare_model(self, model: nn.Module, *args: Any, **options: Any) -> Any:

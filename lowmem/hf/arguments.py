@@ -65,7 +65,7 @@ class Inputs:
     """
 
     model: Any
-    args: TrainingArguments | None
+    args: Any
     optimizer: Any
     fused: FusedConfig | None
 
@@ -80,12 +80,7 @@ class Inputs:
     @cached_property
     def sharding(self) -> Sharding | None:
         """The sharding that the trainer's arguments ask for."""
-        return None if self.args is None else sharding.of(self.args)
-
-    @property
-    def weight_format(self) -> str | None:
-        """The format in which weights are quantized."""
-        return None if self.fused is None else self.fused.weight_format
+        return sharding.of(self.args)
 
     @property
     def clips(self) -> bool:
@@ -93,8 +88,9 @@ class Inputs:
         return self.optimizer is not None or (self.fused is not None and self.fused.clip_norm is not None)
 
     def prepare(self) -> None:
-        """Checks and prepares this process for the trainer's constructor, which may load the model."""
+        """Checks the arguments, and prepares this process for a constructor that loads the model by its name."""
         check_devices(self.model, self.args)
+        check_activations(self.args)
         sharding.prepare(self.sharding, self.model, self.args)
 
     def check(self, trainer: Any) -> None:
@@ -170,7 +166,7 @@ def check_arguments(args: TrainingArguments, fused: FusedConfig) -> None:
         )
 
 
-def check_devices(model: Any, args: TrainingArguments | None) -> None:
+def check_devices(model: Any, args: TrainingArguments) -> None:
     """Raises if one process would train on several devices: if a device map has split or offloaded the model, or if
     `DataParallel` would split batches.
     """
@@ -183,7 +179,7 @@ def check_devices(model: Any, args: TrainingArguments | None) -> None:
             "device_map=None (in arguments of TRL: model_init_kwargs={'device_map': None}). A model larger than a "
             "GPU needs fused.weight_format, or several GPUs: set fsdp or deepspeed, and start one process per GPU"
         )
-    if args is not None and args.n_gpu > 1:
+    if args.n_gpu > 1:
         raise UnsupportedError(
             f"one process sees {args.n_gpu} GPUs, and DataParallel would split each batch across them. Start one "
             f"process per GPU (torchrun --nproc_per_node {args.n_gpu} ...), or make only one visible "

@@ -1,8 +1,8 @@
 """Tests with a few tokens, before the first step, that packed samples do not depend on one another."""
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -62,7 +62,9 @@ def check_borders(model: Any, collate: Callable[[list[Any]], Any], device: torch
             f"packing=True or padding_free=True: {type(model).__name__} does not implement get_input_embeddings(). "
             "Implement it, or omit both options"
         )
-    with torch.enable_grad(), _evaluating(model), table.register_forward_hook(cut):
+    with torch.enable_grad(), table.register_forward_hook(cut), ExitStack() as stack:
+        stack.callback(model.train, model.training)
+        model.eval()
         logits = model(**batch, use_cache=False).logits
         begin = logits.shape[1] - batch["input_ids"].shape[1] + _SAMPLE  # after a prompt of PEFT
         second = logits[:, begin : begin + _SAMPLE].float()
@@ -74,14 +76,3 @@ def check_borders(model: Any, collate: Callable[[list[Any]], Any], device: torch
             "in its row. Omit both options, or use a model that separates samples, such as Llama or Qwen3 with "
             "attn_implementation 'sdpa', without prompt-learning adapters"
         )
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """A context in which a model is in evaluation mode."""
-    training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(training)

@@ -68,9 +68,9 @@ def of(args: TrainingArguments) -> "Sharding | None":
     return FSDP2Sharding(args) if args.fsdp else None
 
 
-def prepare(sharding: "Sharding | None", model: Any, args: TrainingArguments | None) -> None:
+def prepare(sharding: "Sharding | None", model: Any, args: TrainingArguments) -> None:
     """Prepares this process for a trainer of TRL that loads the model by its name."""
-    if not isinstance(model, str) or args is None:
+    if not isinstance(model, str):
         return
     # TRL 1.16 (trainer/utils.py) sets "auto": all weights would be on the GPUs before they are quantized or sharded
     options = {"device_map": None} | (getattr(args, "model_init_kwargs", None) or {})
