@@ -94,12 +94,7 @@ class Inputs:
         sharding.prepare(self.sharding, self.model, self.args)
 
     def check(self, trainer: Any) -> None:
-        """Checks the trainer that was constructed with them.
-
-        Raises:
-            ConfigError: `optimizers` has a third-party optimizer, or options have no effect on it.
-            UnsupportedError: the model, or the checkpoints of the data set, are not supported.
-        """
+        """Checks the model, the data and the optimizer of the trainer that was constructed with them."""
         check_devices(trainer.model, trainer.args)  # a trainer of TRL may have loaded it
         check_windows(trainer.args, trainer.train_dataset)
         if trainer.optimizer_cls_and_kwargs is not None:

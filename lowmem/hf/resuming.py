@@ -41,64 +41,51 @@ _SHAPE = "per_device_train_batch_size, gradient_accumulation_steps, processes"
 _ROWS, _BYTES = 100, 4 << 30
 
 
-@dataclass(frozen=True)
 class Order:
-    """The order in which a run trains on the rows of its data.
+    """The order in which a run trains on the rows of its data. compared: whether checkpoints are compared with them.
 
     Attributes:
-        loader, sampler, batch_sampler: the data loader that Accelerate has prepared, and its samplers, if it has any.
         is_stream: whether the data are an `IterableDataset`.
         batches: micro-batches per epoch, or of all steps if the data are a stream.
         per_batch: rows per micro-batch, of all ranks.
         record: the properties of the data, the order and the batches that decide which rows a step has.
     """
 
-    loader: Any
-    sampler: Any
-    batch_sampler: Any
-    is_stream: bool
-    batches: int
-    per_batch: int
-    record: dict[str, Any]
-
-    @classmethod
-    def of(cls, trainer: Any, loader: Any, max_steps: int, *, compared: bool) -> "Order":
-        """The order of a trainer. compared: whether checkpoints are compared with the data."""
+    def __init__(self, trainer: Any, loader: Any, max_steps: int, *, compared: bool) -> None:
         args, accumulation = trainer.args, trainer.args.gradient_accumulation_steps
         data = getattr(loader, "dataset", loader)  # or a custom iterable of batches
-        is_stream = isinstance(data, IterableDataset)
-        batches = len(loader) if has_length(loader) else max_steps * accumulation
-        per_batch = trainer.get_total_train_batch_size(args) // accumulation
-        batch_sampler = getattr(loader, "batch_sampler", None)
-        batch_sampler = getattr(batch_sampler, "batch_sampler", batch_sampler)
-        sampler = getattr(batch_sampler, "sampler", None)
-        shape = [per_batch // args.world_size, accumulation, args.world_size]
+        self.is_stream = isinstance(data, IterableDataset)
+        self.batches = len(loader) if has_length(loader) else max_steps * accumulation
+        self.per_batch = trainer.get_total_train_batch_size(args) // accumulation
+        sampler = getattr(loader, "batch_sampler", None)
+        self._batch_sampler = getattr(sampler, "batch_sampler", sampler)
+        self._sampler: Any = getattr(self._batch_sampler, "sampler", None)
+        shape = [self.per_batch // args.world_size, accumulation, args.world_size]
         rows: Any = shape
         per_epoch = 0
         # Accelerate's RandomSampler draws the order of an epoch from this seed and the number of the epoch
-        seeded = type(sampler) is SequentialSampler or hasattr(sampler, "initial_seed")
+        seeded = type(self._sampler) is SequentialSampler or hasattr(self._sampler, "initial_seed")
         if seeded and not trainer.accelerator.split_batches:  # the order does not depend on the batches
-            total = batches * per_batch  # padded, or cut, to batches of all ranks
+            total = self.batches * self.per_batch  # padded, or cut, to batches of all ranks
             rows, per_epoch = math.prod(shape), min(total, len(data)) if args.world_size == 1 else total
-        record = {name: getattr(args, name) for name in _ORDER if hasattr(args, name)} | {
+        self.record = {name: getattr(args, name) for name in _ORDER if hasattr(args, name)} | {
             "data": fingerprint(data) if compared else None,
             "kind of data": type(data).__name__,
             "number of rows": len(data) if has_length(data) else None,
             "seed": None if seeded and args.data_seed is not None else args.seed,
-            "dataloader_num_workers": args.dataloader_num_workers if is_stream else None,
+            "dataloader_num_workers": args.dataloader_num_workers if self.is_stream else None,
             _SHAPE: shape,
             "rows": rows,
             "rows per epoch": per_epoch,
         }
-        return cls(loader, sampler, batch_sampler, is_stream, batches, per_batch, record)
 
     def begin(self, epoch: int) -> None:
         """Lets the samplers draw the order of an epoch."""
-        if (set_epoch := getattr(self.batch_sampler, "set_epoch", None)) is not None:
+        if (set_epoch := getattr(self._batch_sampler, "set_epoch", None)) is not None:
             set_epoch(epoch)  # transformers does not, if it skips batches
-        if hasattr(self.sampler, "initial_seed"):
+        if hasattr(self._sampler, "initial_seed"):
             # transformers 4 takes a resumed epoch from a new loader, which begins with epoch 0 again
-            self.sampler.epoch, self.sampler.set_epoch = epoch, lambda epoch: None
+            self._sampler.epoch, self._sampler.set_epoch = epoch, lambda epoch: None
 
 
 class Rows(TrainerCallback):  # type: ignore[misc]
@@ -125,10 +112,9 @@ class Rows(TrainerCallback):  # type: ignore[misc]
         self, trainer: Any, loader: Any, steps_per_epoch: int, max_steps: int, checkpoint: Path | None
     ) -> None:
         args = trainer.args
-        self._trainer, self._folder = trainer, checkpoint
-        self._order = Order.of(
-            trainer, loader, max_steps, compared=args.save_strategy != "no" or checkpoint is not None
-        )
+        self._trainer, self._loader, self._folder = trainer, loader, checkpoint
+        compared = args.save_strategy != "no" or checkpoint is not None
+        self._order = Order(trainer, loader, max_steps, compared=compared)
         self._random_states = TemporaryDirectory()  # of the beginning of this epoch
         step = 0 if checkpoint is None else read_json(checkpoint / TRAINER_STATE_FILE)["global_step"]
         self.left = checkpoint is None or step < max_steps
@@ -172,13 +158,13 @@ class Rows(TrainerCallback):  # type: ignore[misc]
                 shutil.copy(path, start / path.name.removeprefix(_EPOCH))
             self._trainer._load_rng_state(str(start if self.fetched else self._folder))
             if (start / _GENERATOR).exists():
-                self._order.loader.synchronized_generator.set_state(torch.load(start / _GENERATOR, weights_only=True))
+                self._loader.synchronized_generator.set_state(torch.load(start / _GENERATOR, weights_only=True))
         self._order.begin(self.epoch)
         self._note_random_states()
 
     def _note_random_states(self) -> None:
         self._trainer._save_rng_state(self._random_states.name)
-        if (generator := getattr(self._order.loader, "synchronized_generator", None)) is not None:
+        if (generator := getattr(self._loader, "synchronized_generator", None)) is not None:
             torch.save(generator.get_state(), Path(self._random_states.name) / _GENERATOR)
 
     def save(self, folder: Path, epoch: float, *, write: bool) -> None:
