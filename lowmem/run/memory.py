@@ -15,7 +15,9 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lowmem.optimizer import FusedOptimizer
+from lowmem.step.program import Program, Result
 from lowmem.tiles.quantized import QuantizedWeight, tensors_of
+from lowmem.tiles.stored import StoredTiles
 
 
 def state_bytes(rule: Any, rounding: str = "auto", size: int = 1024, **options: Any) -> float:
@@ -57,6 +59,7 @@ class _Tracker(TorchDispatchMode):
         self.now = 0  # a clock that advances by one with every allocation and every release
         self.allocations: list[_Allocation] = []
         self._by_storage = WeakIdKeyDictionary()
+        self._firsts: dict[Any, tuple[Result, int, list[tuple[_Allocation, int, int]]]] = {}  # updates of programs
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if QuantizedWeight in types:  # its operations on plain tensors are recorded
@@ -78,30 +81,28 @@ class _Tracker(TorchDispatchMode):
             if allocation.born >= since and allocation.died is None and not allocation.kind:
                 allocation.kind = kind
 
-    def repeated(self, run: Callable[..., None]) -> Callable[..., None]:
-        """Wraps the update of fake tensors: the first update of a program runs, and its storages are recorded again for
-        every further parameter. An update that leaves storages behind, such as states of a third-party optimizer, runs
-        each time.
+    def gradient(self, grad: Tensor) -> None:
+        self.label([grad], GRADIENTS)
+
+    def update(self, program: Program, tiles: StoredTiles, state: dict[str, Any]) -> Result:
+        """Runs an update. If its gradient is a fake tensor, the first update of a program runs, and its storages are
+        recorded again for every further parameter. An update that leaves storages behind, such as states of a
+        third-party optimizer, runs each time.
         """
-        firsts: dict[Any, tuple[Sequence[Any], int, list[tuple[_Allocation, int, int]]]] = {}
-
-        def update(program: Any, records: Sequence[Any], weight: Any, grad: Any, *others: Any) -> None:
-            key = program, getattr(grad, "dtype", grad)  # a computed gradient belongs to one parameter
-            start, count = self.now, len(self.allocations)
-            if key in firsts:
-                like, moments, freed = firsts[key]
-                self.allocations += [replace(a, born=start + born, died=start + died) for a, born, died in freed]
-                self.now += moments
-                for record, first in zip(records, like, strict=True):
-                    record.square_sum, record.size = first.square_sum, first.size
-                return
-            run(program, records, weight, grad, *others)
-            new = self.allocations[count:]
-            freed = [(a, a.born - start, a.died - start) for a in new if a.died is not None]
-            if sum(a.nbytes for a in new if a.died is None) <= 16 * len(records):  # a record's square_sum and size
-                firsts[key] = records, self.now - start, freed
-
-        return update
+        if not is_fake(tiles.grad):
+            return program.run(tiles, state)
+        key, start, count = (program, tiles.grad.dtype), self.now, len(self.allocations)
+        if key in self._firsts:
+            result, moments, freed = self._firsts[key]
+            self.allocations += [replace(a, born=start + born, died=start + died) for a, born, died in freed]
+            self.now += moments
+            return result
+        result = program.run(tiles, state)
+        new = self.allocations[count:]
+        freed = [(a, a.born - start, a.died - start) for a in new if a.died is not None]
+        if sum(a.nbytes for a in new if a.died is None) <= 16 * program.members:  # the result
+            self._firsts[key] = result, self.now - start, freed
+        return result
 
     def _allocation(self, tensor: Tensor) -> _Allocation:
         storage = tensor.untyped_storage()
@@ -165,18 +166,7 @@ def step_memory(model: nn.Module, make_optimizer: Callable[[], FusedOptimizer],
     backwards = []
     with tracker:
         optimizer = make_optimizer()
-        reducer = optimizer._parameters.placement.reducer
-        take = reducer.take  # a hook of ours would have to see every gradient as a tensor
-
-        def labelled(param: Tensor) -> Tensor:
-            grad = take(param)
-            tracker.label([grad], GRADIENTS)
-            return grad
-
-        reducer.take = labelled  # type: ignore[method-assign]
-        if is_fake(next(model.parameters())):
-            updates = optimizer._updates
-            updates._run = tracker.repeated(updates._run)  # type: ignore[method-assign]
+        optimizer._updates.observer = tracker
         for number, loss in enumerate(losses, start=1):
             last, forward = number == len(losses), tracker.now
             with nullcontext() if last else optimizer.accumulate():

@@ -157,13 +157,14 @@ class StepLoop:
 
     def _take(self, record: ParamRecord, offered: Offered) -> Gradient:
         """Returns the gradient: the sum of `.grad` and the contributions that are computed as they are read."""
-        if not offered:
-            grad = self.placement.reducer.take(record.param)
-            return grad.detach() if grad.requires_grad else grad
-        computed = ComputedGradient(record.span.shape, record.param.device, offered)
-        if record.param.grad is None:
+        computed = ComputedGradient(record.span.shape, record.param.device, offered) if offered else None
+        if computed is not None and record.param.grad is None:
             return computed
         grad = self.placement.reducer.take(record.param)
+        if self.updates.observer is not None:
+            self.updates.observer.gradient(grad)
+        if computed is None:
+            return grad.detach() if grad.requires_grad else grad
         computed.add_to(grad)
         return grad
 

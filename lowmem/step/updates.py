@@ -4,7 +4,7 @@ import logging
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from lowmem.step.clipping import Clipping, Decision
 from lowmem.step.compiled import is_traceable, run_compiled
 from lowmem.step.cycle import StepCycle
 from lowmem.step.parameters import Parameters
-from lowmem.step.program import Program
+from lowmem.step.program import Program, Result
 from lowmem.step.record import ParamRecord
 from lowmem.tiles.gradients import ComputedGradient, Gradient
 from lowmem.tiles.graph import Compiler
@@ -62,6 +62,16 @@ class Stack:
         return waiting
 
 
+class Observer(Protocol):
+    """Measures the memory of a step."""
+
+    def gradient(self, grad: Tensor) -> None:
+        """Called when a gradient is taken from its parameter."""
+
+    def update(self, program: Program, tiles: StoredTiles, state: dict[str, Any]) -> Result:
+        """Called to run a program by tiles."""
+
+
 class Updates:
     """Updates parameters whose gradients are reduced.
 
@@ -72,7 +82,10 @@ class Updates:
     Attributes:
         state: parameter → its states, which are created before its first update.
         changes: counts the weights that updates change.
+        observer: sees gradients and updates; None in training.
     """
+
+    observer: Observer | None = None
 
     def __init__(self, parameters: Parameters, cycle: StepCycle, clipping: Clipping, compiled: bool) -> None:
         self._parameters, self._shard, self.cycle, self.clipping = parameters, parameters.shard, cycle, clipping
@@ -263,7 +276,7 @@ class Updates:
             if result is None:
                 self._warn_of_uncompiled(records[0])
         if result is None:
-            result = program.run(tiles, state)
+            result = self.observer.update(program, tiles, state) if self.observer else program.run(tiles, state)
         for record, square_sum in zip(records, _each(result.square_sums), strict=True):
             record.square_sum = square_sum
         if result.sizes is not None:
