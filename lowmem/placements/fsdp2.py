@@ -114,6 +114,6 @@ def _start_anew(module: Any, args: Any) -> None:
     if not hasattr(module, "reset_iter_state"):
         raise StepError(
             "a backward has failed, after which FSDP2 of this version of torch ignores gradients. Resume from a "
-            "checkpoint in a new process, or install torch 2.13"
+            "checkpoint in a new process, or install torch 2.13 or newer"
         )
     module.reset_iter_state()
