@@ -3,7 +3,8 @@
 The engine has no optimizer. Its module hooks gather and release parameters, and gradients are reduced here.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import chain, pairwise
@@ -215,20 +216,18 @@ class Zero3(Sharded):
             _free_buffer(param)
 
 
-def _packed(params: Iterable[Any]) -> Iterator[list[Any]]:
-    """Yields the parameters that DeepSpeed keeps gathered, in lists of one dtype and at most `_BLOCK` elements. Every
+def _packed(params: Iterable[Any]) -> Iterable[list[Any]]:
+    """Returns the parameters that DeepSpeed keeps gathered, in lists of one dtype and about `_BLOCK` elements. Every
     rank passes the same parameters.
     """
-    packs: dict[torch.dtype, list[Any]] = {}
+    packs: dict[tuple[torch.dtype, int], list[Any]] = {}
+    sizes = Counter[torch.dtype]()
     for param in params:
-        if not param.ds_persist:
-            continue
-        pack = packs.setdefault(param.ds_tensor.dtype, [])
-        if pack and sum(each.ds_numel for each in (*pack, param)) > _BLOCK:
-            yield packs.pop(param.ds_tensor.dtype)
-            pack = packs[param.ds_tensor.dtype] = []
-        pack.append(param)
-    yield from packs.values()
+        if param.ds_persist:
+            dtype = param.ds_tensor.dtype
+            packs.setdefault((dtype, sizes[dtype] // _BLOCK), []).append(param)
+            sizes[dtype] += param.ds_numel
+    return packs.values()
 
 
 def _in_file(param: Any) -> bool:
