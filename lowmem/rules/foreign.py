@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import is_fake
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lowmem.errors import ConfigError, UnsupportedError, did_you_mean
-from lowmem.rules.foreign_instance import COUNTS, Instance, number_of, numbers_of, refuse_combination
+from lowmem.rules.foreign_instance import COUNTS, Instance, number_of, refuse_combination, snapshot
 from lowmem.rules.foreign_state import pack_state
 from lowmem.rules.rule import GROUP_KEYS, Hyper, ParamSpec, State, UpdateRule
 from lowmem.tiles.layout import View
@@ -173,7 +173,7 @@ class ForeignRule(UpdateRule):
             key = min(unread)
             raise ConfigError(f"{self.name} does not read {key!r}.{did_you_mean(key, self.defaults)} Omit it")
         alone, numbers, _ = self._one_at_a_time(hyper, starts, grads)
-        now = numbers_of(together)
+        now = snapshot(together)
         if any(number_of(self.name, key, now.get(key)) != number for key, number in numbers.items()) or not all(
             torch.allclose(*pair, rtol=0, atol=0, equal_nan=True) for pair in zip(params, alone, strict=True)
         ):

@@ -53,7 +53,7 @@ class Instance:
     def __init__(self, name: str, optimizer: torch.optim.Optimizer, arguments: Hyper, hyper: Hyper) -> None:
         self._name, self.optimizer = name, optimizer
         self.eager = any(isinstance(key, Tensor) for key in optimizer.state)
-        self.numbers = self._start = numbers_of(optimizer)
+        self.numbers = self._start = snapshot(optimizer)
         plain = {key: value for key, value in self.numbers.items() if isinstance(value, int | float | str | tuple)}
         derived = {key: plain[key] for key in plain.keys() & arguments if plain[key] != arguments[key]}
         cast(dict[str, Any], hyper).update(derived)
@@ -82,23 +82,20 @@ class Instance:
     def step(self, param: Tensor, state: State, hyper: Hyper) -> State:
         """Steps on a parameter with its packed state, and returns the new one."""
         optimizer, stored = self.optimizer, param.detach()
-        start = {key: _own(value) for key, value in self._start.items()}
+        start = {key: _own(value) for key, value in self._start.items()}  # kept until `now` is compared by id
         before = {key: _comparable(value, self._start[key]) for key, value in start.items()}
-        self._place(start)
+        restore(optimizer, start)
         optimizer.param_groups[0]["params"] = [param]
         optimizer.state[param] = unpack_state(self._name, state)
         try:
             optimizer.step()
-            now, values = numbers_of(optimizer), dict(optimizer.state[param])
+            now, values = snapshot(optimizer), dict(optimizer.state[param])
         finally:
             self._release()
         if param.untyped_storage()._cdata != stored.untyped_storage()._cdata:
             stored.copy_(param.detach())  # it put new memory into param.data
-        changes = {
-            key: number_of(self._name, key, value)
-            for key, value in now.items()
-            if key not in before or _comparable(value, value) != before[key]
-        }
+        changed = [key for key, value in now.items() if key not in before or _comparable(value, value) != before[key]]
+        changes = {key: number_of(self._name, key, now[key]) for key in changed}
         if self.changes is None:
             self.changes, group, counts = changes, cast(dict[str, Any], hyper), dict(hyper.get(COUNTS, {}))
             for key, number in changes.items():
@@ -109,25 +106,12 @@ class Instance:
             refuse_combination(self._name, f"{', '.join(keys)} would differ from parameter to parameter")
         return pack_state(self._name, values)
 
-    def _place(self, numbers: dict[str, Any]) -> None:
-        own, beside = vars(self.optimizer), cast(dict[Any, Any], self.optimizer.state)
-        for key in [key for key, value in own.items() if type(value) in _PLAIN and f"self.{key}" not in numbers]:
-            del own[key]
-        (group,) = self.optimizer.param_groups
-        for key, value in numbers.items():
-            if key.startswith("self."):
-                own[key.removeprefix("self.")] = value
-            elif key.startswith("state."):
-                beside[key.removeprefix("state.")] = value
-            else:
-                group[key] = value
-
     def _release(self) -> None:
         self.optimizer.state.clear()
         self.optimizer.param_groups = [{"params": []}]
 
 
-def numbers_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def snapshot(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Returns the values in its parameter group, its attributes (with the prefix "self.") and the values in its state
     that do not belong to a parameter (with the prefix "state.").
     """
@@ -136,6 +120,20 @@ def numbers_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         **{f"self.{key}": value for key, value in vars(optimizer).items() if type(value) in _PLAIN},
         **{f"state.{key}": value for key, value in optimizer.state.items() if not isinstance(key, Tensor)},
     }
+
+
+def restore(optimizer: torch.optim.Optimizer, numbers: dict[str, Any]) -> None:
+    """Sets the values of a snapshot, and deletes attributes that it does not have."""
+    own, beside, (group,) = vars(optimizer), cast(dict[Any, Any], optimizer.state), optimizer.param_groups
+    for key in [key for key, value in own.items() if type(value) in _PLAIN and f"self.{key}" not in numbers]:
+        del own[key]
+    for key, value in numbers.items():
+        if key.startswith("self."):
+            own[key.removeprefix("self.")] = value
+        elif key.startswith("state."):
+            beside[key.removeprefix("state.")] = value
+        else:
+            group[key] = value
 
 
 def number_of(name: str, key: str, value: Any) -> Any:
