@@ -4,6 +4,7 @@
 import gc
 import logging
 import os
+import sys
 import tempfile
 from contextlib import contextmanager
 from pathlib import Path
@@ -108,6 +109,16 @@ def gpu(request, monkeypatch):
         with simgpu.watch("race", "unwritten") as findings:
             yield
         assert not findings, simgpu.summary(findings)
+
+
+@pytest.fixture(autouse=True)
+def traceable():
+    """Requires that no update of the package's own rules was left uncompiled because tracing it failed."""
+    yield
+    module = sys.modules.get("lowmem.step.compiled")
+    for rule, updates in module._TRACED.items() if module else ():
+        of_package = (rule if isinstance(rule, type) else type(rule)).__module__.startswith("lowmem.")
+        assert updates is not None or not of_package, f"updates of {rule} are not compiled"
 
 
 def reasons_to_skip(item):

@@ -24,7 +24,7 @@ from lowmem.tiles.storage import Float, Held
 from lowmem.tiles.stored import StoredTiles
 from lowmem.tiles.sweep import Sweep, Tiles
 from lowmem.tiles.tile import extent
-from lowmem.tiles.traced import GRAD, Arguments, Kind, UntraceableError, signature
+from lowmem.tiles.traced import GRAD, Arguments, Kind, signature
 
 logger = logging.getLogger(__name__)
 
@@ -102,10 +102,15 @@ def traced(rule: UpdateRule, spec: ParamSpec, kind: Kind, forms: Sequence[Form])
     try:
         if (spec, kind) not in updates:
             updates[spec, kind] = CompiledUpdate(kind, update, forms[0])
-        updates[spec, kind].compile(forms)
-    except UntraceableError as error:
-        _TRACED[_key(rule)] = None
-        logger.info("updates of rule %s are not compiled: %s", rule.name, error)
+        codes = updates[spec, kind].codes(forms)
+    except Exception as error:  # of the rule, or of PyTorch's tracer, such as for a branch on the value of a tensor
+        updates.clear()
+        codes, _TRACED[_key(rule)] = [], None
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+        logger.warning("updates of rule %s are not compiled: %s", rule.name, reason)
+    try:
+        for code in codes:
+            code.compile()
     except Exception as error:
         updates.pop((spec, kind), None)
         Compiler.give_up(error)

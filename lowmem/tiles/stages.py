@@ -12,6 +12,7 @@ passes 1…n-1 as arguments. It computes vectors and scalars alone, so repeating
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -28,12 +29,11 @@ from lowmem.tiles.tile import RawTile, Sums, extent
 from lowmem.tiles.traced import (
     GRAD,
     Arguments,
+    EndOfTrace,
     Kind,
     Pass,
-    ReachedPass,
     TracedBetween,
     TracedTile,
-    UntraceableError,
 )
 
 
@@ -57,10 +57,7 @@ class Code:
             self.results = list(results)
             return list(results.values())
 
-        try:
-            self._graph = trace(positional, list(example.values()))
-        except RuntimeError as error:  # of PyTorch's tracer, such as for a branch on the value of a tensor
-            raise UntraceableError(str(error)) from error
+        self._graph = trace(positional, list(example.values()))
         inputs = zip(example, self._graph.graph.find_nodes(op="placeholder"), strict=True)
         unused = {name: node for name, node in inputs if not node.users}
         for node in unused.values():
@@ -134,7 +131,7 @@ class Stage:
 
     def __init__(self, kind: Kind, update: Update, earlier: Sequence[Sequence[Any]]) -> None:
         self._number = len(earlier)
-        self._pass: Pass | None = None  # that the trace reaches
+        self._pass: Pass | None = None  # set by the trace
         sums = (((each, (n, name)), torch.float32, ()) for n, keys in enumerate(earlier) for each, name in keys)
         code = Code(functools.partial(self._trace, kind, update, earlier), replace(kind, args=(*kind.args, *sums)))
         self.tile = None if self._pass is None else TileCode(self._pass)
@@ -145,15 +142,13 @@ class Stage:
         """Updates up to the next pass. Returns the results of `before`."""
         tiles = TracedBetween(kind, args, earlier) if kind.form is None else TracedTile(kind, args)
         states = {name: args[each, name].clone() for each, name in kind.small}
-        try:
+        results: dict[Any, Tensor] = {}
+        with suppress(EndOfTrace):
             results = update(tiles, tiles.full | states)
-        except ReachedPass as end:
-            self._pass = end.reached
-            return {**end.reached.vectors}
-        for each, name in kind.small:  # in the last stage alone: each one repeats those before it
-            args[each, name].copy_(states[name])
-        self._pass = tiles.writing
-        return results if tiles.writing is None else results | tiles.writing.vectors
+            for each, name in kind.small:  # in the last stage alone: each one repeats those before it
+                args[each, name].copy_(states[name])
+        self._pass = tiles.reached
+        return results if tiles.reached is None else results | tiles.reached.vectors
 
     def run(self, tiles: StoredTiles, args: Arguments, held: Mapping[str, Held]) -> dict[Any, Tensor]:
         """Runs the stage, and adds the sums of its pass to `args`."""
@@ -186,14 +181,10 @@ class CompiledUpdate:
             if stage.tile is not None:
                 earlier.append(stage.tile.of(form).results)
 
-    def compile(self, forms: Iterable[Form]) -> None:
-        """Compiles the code for tiles of these forms, if that has not been done."""
-        for stage in self._stages:
-            if stage.before is not None:
-                stage.before.compile()
-            if stage.tile is not None:
-                for form in forms:
-                    stage.tile.of(form).compile()
+    def codes(self, forms: Iterable[Form]) -> list[Code]:
+        """Returns the code of all stages for tiles of these forms. New forms are traced."""
+        before = [stage.before for stage in self._stages if stage.before is not None]
+        return before + [stage.tile.of(form) for stage in self._stages if stage.tile is not None for form in forms]
 
     def run(
         self, tiles: StoredTiles, places: Sequence[Place], args: Arguments, held: Mapping[str, Held]

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lowmem.errors import UnsupportedError
 from lowmem.tiles.blocks import Form
 from lowmem.tiles.graph import Size, Sizes, realized
 from lowmem.tiles.storage import Held, Storage
@@ -39,10 +40,6 @@ def signature(args: Mapping[tuple[str, Any], Tensor]) -> Signature:
         tail = value.shape[len(DIMS.get(key[0], ())) :]
         found.append((key, value.dtype, tuple(tail) if value.ndim else None))
     return tuple(found)
-
-
-class UntraceableError(Exception):
-    """An update cannot be traced."""
 
 
 @dataclass(frozen=True)
@@ -103,11 +100,8 @@ class Pass(NamedTuple):
     writes: bool
 
 
-@dataclass
-class ReachedPass(BaseException):
+class EndOfTrace(BaseException):
     """Ends the trace of an update at a pass that sums. It is not an `Exception`, which the rule might catch."""
-
-    reached: Pass
 
 
 class Traced(Tiles):
@@ -118,11 +112,11 @@ class Traced(Tiles):
 
     Attributes:
         full: states of the parameter's size, by name.
-        writing: the pass that writes, if it is not traced with the update.
+        reached: the pass at which the trace ends, or the one that writes; None if passes are traced with the update.
     """
 
     full: dict[str, Held]
-    writing: Pass | None = None
+    reached: Pass | None = None
 
     def __init__(self, kind: Kind, args: Arguments) -> None:
         self.kind, self.members, self.device = kind, 1, kind.device
@@ -134,7 +128,7 @@ class Traced(Tiles):
         self._key: Tensor | None = args.get(("key", ""))
 
     def complete_grad(self) -> Tensor:
-        raise UntraceableError("the rule steps on the parameter as one tensor")
+        raise UnsupportedError("the rule steps on the parameter as one tensor")
 
     def noise_keys(self) -> Tensor:
         assert self._key is not None
@@ -204,7 +198,7 @@ class TracedBetween(Traced):
 
     Args:
         sums: kinds and names of the sums of earlier passes, which are arguments. The next pass that sums ends the
-            trace by raising `ReachedPass`. A writing pass does not end the trace, but must be the last.
+            trace by raising `EndOfTrace`. A writing pass does not end the trace, but must be the last.
     """
 
     def __init__(self, kind: Kind, args: Arguments, sums: Sequence[Sequence[tuple[str, str]]]) -> None:
@@ -218,22 +212,23 @@ class TracedBetween(Traced):
     def reduce(self, body: Callable[[RawTile], Sums], full: States, vectors: Vectors) -> Sums:
         sums = next(self._sums, None)
         if sums is None:
-            raise ReachedPass(self._pass(body, full, vectors, writes=False))
+            self._reach(body, full, vectors, writes=False)
+            raise EndOfTrace
         return sums
 
     def each(self, body: Callable[[RawTile], Sums | None], full: States, vectors: Vectors) -> None:
-        self.writing = self._pass(body, full, vectors, writes=True)
+        self._reach(body, full, vectors, writes=True)
 
-    def _pass(self, body: Callable[[RawTile], Sums | None], full: States, vectors: Vectors, writes: bool) -> Pass:
-        if self.writing is not None:
-            raise UntraceableError("the rule has another pass after the one that writes")
+    def _reach(self, body: Callable[[RawTile], Sums | None], full: States, vectors: Vectors, writes: bool) -> None:
+        if self.reached is not None:
+            raise UnsupportedError("the rule has another pass after the one that writes")
         names, storages = {id(held): name for name, held in self.full.items()}, dict(self.kind.storages)
         states, vectors = {name: names[id(held)] for name, held in full.items()}, self._shaped(vectors)
         read = {GRAD: GRAD, "param": "param", **states}
         reading = {key: value for key, value in self.reading.tensors.items() if not value.ndim}
         args = signature({**reading, **self.scalars.singles, **vectors})
         kind = replace(self.kind, storages=tuple((name, storages[read[name]]) for name in read), args=args)
-        return Pass(body, kind, states, vectors, writes)
+        self.reached = Pass(body, kind, states, vectors, writes)
 
 
 def _shape_of(grad: Tensor, lines: bool) -> tuple[Any, Any, Any]:

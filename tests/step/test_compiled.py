@@ -2,7 +2,6 @@
 
 import gc
 import itertools
-import logging
 import math
 import weakref
 from typing import ClassVar
@@ -28,6 +27,7 @@ from lowmem.tiles.rounding import widen, widen8
 from lowmem.tiles.storage import Held
 from lowmem.tiles.stored import NO_READING, StoredTiles
 from lowmem.tiles.sweep import Scalars, Sweep
+from lowmem.tiles.traced import TracedTile
 
 pytestmark = pytest.mark.cpu_only("the simulated GPU has no compiler")
 
@@ -332,13 +332,35 @@ def test_a_failed_trace_is_not_retried_and_frees_its_memory(graphs, caplog):
     assert gone() is None and None in compiled._TRACED.values()
 
 
-def test_rules_that_cannot_be_traced_are_updated_by_tiles(graphs, caplog):
-    with caplog.at_level(logging.INFO, "lowmem"):
-        got = trained(Stepped(), [MATRIX], compile=True, opaque=True)
-    assert "updates of rule stepped are not compiled: " in caplog.text
+class OverNumPy(Stepped):
+    """Computes its step in NumPy."""
+
+    def update(self, sweep, spec, state):
+        step = sweep.scalar.lr.cpu().numpy() * 0.5
+        sweep.apply(stepped, scalar={"step": torch.as_tensor(step, device=sweep.device)})
+
+
+@pytest.mark.parametrize(
+    ("rule", "reason"),
+    [(Stepped, "GuardOnDataDependentSymNode: Could not guard"), (OverNumPy, "RuntimeError: .numpy() is not supported")],
+)
+def test_rules_that_cannot_be_traced_are_updated_by_tiles(graphs, caplog, rule, reason):
+    got = trained(rule(), [MATRIX], compile=True, opaque=True)
+    assert f"updates of rule stepped are not compiled: {reason}" in caplog.text and Compiler.failure is None
     assert not graphs and not traced_updates(got[1]) and not got[1].compiled
     assert caplog.text.count("the update of parameter 'param0' by rule 'stepped' is not compiled") == 1
-    assert_same(got, trained(Stepped(), [MATRIX], compile=False, opaque=True), bits=True)
+    assert_same(got, trained(rule(), [MATRIX], compile=False, opaque=True), bits=True)
+
+
+def test_an_error_of_tracing_is_reported(graphs, caplog, monkeypatch):
+    """It is not taken for a property of the rule, whatever its type."""
+    monkeypatch.setattr(compiled, "_TRACED", {})
+    monkeypatch.setattr(TracedTile, "_broadcast", lambda *args: torch.ones(2) + torch.ones(3))
+    got = trained("adamw", [MATRIX], compile=True)
+    assert "WARNING  lowmem.step.compiled:" in caplog.text
+    assert "updates of rule adamw are not compiled: RuntimeError: Attempting to broadcast a dimension" in caplog.text
+    monkeypatch.undo()
+    assert_same(got, trained("adamw", [MATRIX], compile=False), bits=True)
 
 
 @pytest.mark.parametrize(("bad", "rules"), [(math.nan, RULES[::2]), (math.inf, RULES[1::2])])
