@@ -21,8 +21,8 @@ from lowmem.step.cycle import StepCycle
 from lowmem.step.hooks import Hooks
 from lowmem.step.loading import load
 from lowmem.step.loop import StepLoop, claim
-from lowmem.step.parameters import AddedGroup, Parameters, States
-from lowmem.step.record import ParamRecord
+from lowmem.step.parameters import Parameters, States
+from lowmem.step.record import AddedGroup, ParamRecord
 from lowmem.step.report import LastStep, Report
 from lowmem.step.updates import Updates
 from lowmem.tiles.gradients import Contribution
@@ -130,10 +130,11 @@ class FusedOptimizer(torch.optim.Optimizer):
             self.defaults = defaults
         group = self.param_groups[-1]
         group.setdefault("param_names", [])  # torch omits it if there are no parameters
-        parameters.groups.append(AddedGroup(group, rule, {**group}, len(group["params"])))
+        added = AddedGroup(group, rule, {**group}, len(group["params"]))
+        parameters.groups.append(added)
         records: dict[Tensor, ParamRecord] = {}
         try:
-            records = parameters.new_records(group, rule)
+            records = parameters.new_records(added)
             sharded = parameters.shard.sharded and bool(records)
             if sharded:  # first, because a shard is rejected for its own shape
                 rule.adopt(group, sharded)
@@ -177,7 +178,8 @@ class FusedOptimizer(torch.optim.Optimizer):
     @state.setter
     def state(self, states: Mapping[Tensor, dict[str, Any]]) -> None:
         self.state.update({**{param: {} for param in self.state}, **states})
-        self._parameters.group_memory.clear()
+        for group in self._parameters.groups:
+            group.memory.clear()
 
     # -- the policy ------------------------------------------------------------------------------------------------
 

@@ -178,8 +178,9 @@ def step_memory(model: nn.Module, make_optimizer: Callable[[], FusedOptimizer],
             if not last:
                 tracker.label_unknown(GRADIENTS, since=backward)  # accumulated gradients
             backwards.append((backward, tracker.now))
-        extras = [record.extra for record in optimizer._records.values()], optimizer._parameters.group_memory
-        leaves = tree_leaves([list(optimizer.state.values()), *extras])
+        extras = [record.extra for record in optimizer._records.values()]
+        memories = [group.memory for group in optimizer._parameters.groups]
+        leaves = tree_leaves([list(optimizer.state.values()), extras, memories])
         tracker.label((leaf for leaf in leaves if isinstance(leaf, Tensor)), STATES)
     return _at_peak(tracker, next(model.parameters()).device, backwards)
 

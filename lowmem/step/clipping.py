@@ -15,7 +15,7 @@ from lowmem.rules import GroupClip, GroupNorms
 from lowmem.step.loss_scaler import LossScaler
 from lowmem.step.measuring import Norms, is_float32, measure
 from lowmem.step.parameters import Parameters
-from lowmem.step.record import ParamRecord
+from lowmem.step.record import AddedGroup, ParamRecord
 from lowmem.tiles.gradients import Gradient
 from lowmem.tiles.norms import norm_over, summable
 from lowmem.tiles.sweep import Reading
@@ -43,7 +43,7 @@ class Decision:
     finite: boolean scalar. False skips all updates.
     tiled: see `Norms`.
     clip_coef: the factor of `clip_norm`, a float32 scalar, or None.
-    own_clips: the coefficients of parameter groups whose rule clips too, by the id of the group.
+    own_clips: the coefficients of parameter groups whose rule clips too.
     measured: `norms` belong to the gradients that are applied, not to gradients of an earlier pass.
     prepared: `measured`, and float32 gradients have been unscaled and clamped in place.
     skipped: the host knows that the step is skipped, so that nothing has to run.
@@ -55,7 +55,7 @@ class Decision:
     finite: Tensor
     tiled: Tensor | None = None
     clip_coef: Tensor | None = None
-    own_clips: Mapping[int, Clip] = field(default_factory=dict)
+    own_clips: Mapping[AddedGroup, Clip] = field(default_factory=dict)
     measured: bool = False
     prepared: bool = False
     skipped: bool = False
@@ -116,16 +116,15 @@ class Clipping:
         coef = None if self.norm is None else _clip_coef(self.norm, norm_over(norms.clipped, self.norm_type))
         read = norms.clamped if coef is None else norms.clamped * coef
         results = self._clip_by_rules(fired, read)
-        own_clips = {id(self.parameters.groups[n].live): _clip(coef, result) for n, result in results.items()}
+        own_clips = {group: _clip(coef, result) for group, result in results.items()}
         if own_clips:
             one = torch.ones_like(finite, dtype=torch.float32)
-            clips = (own_clips.get(id(record.group), Clip(coef)) for record in fired)
+            clips = (own_clips.get(record.group, Clip(coef)) for record in fired)
             read = norms.clamped * torch.stack([one if clip.gradient is None else clip.gradient for clip in clips])
         fits = self._fits(fired, read.square())
-        for n, result in results.items():
-            memory = self.parameters.group_memory[n]
+        for group, result in results.items():
             for name, new in result.memory.items():  # a skipped step leaves it as it is
-                memory[name].copy_(torch.where(finite, new, memory[name]))
+                group.memory[name].copy_(torch.where(finite, new, group.memory[name]))
         return Decision(
             names=tuple(record.name for record in fired),
             norms=norms.unscaled,
@@ -172,10 +171,10 @@ class Clipping:
 
     def _mask(self, records: Sequence[ParamRecord], holds: Callable[[ParamRecord], bool]) -> Tensor | bool:
         """Evaluates a condition that depends on a parameter's group: boolean [parameters], or one value for all."""
-        of_group = {key: holds(record) for key, record in {id(record.group): record for record in records}.items()}
+        of_group = {group: holds(record) for group, record in {record.group: record for record in records}.items()}
         if len(set(of_group.values())) == 1:
             return next(iter(of_group.values()))
-        return to_device([of_group[id(record.group)] for record in records], torch.bool, self.device)
+        return to_device([of_group[record.group] for record in records], torch.bool, self.device)
 
     def _over_ranks(self, norms: Tensor) -> Norms:
         """Returns the norms of full gradients, given the norms of this rank's shards, float64 [4, parameters]."""
@@ -188,37 +187,37 @@ class Clipping:
         (largest,) = self._ranks.all_reduce([Norms(*norms).clipped], largest=True)
         return total._replace(clipped=largest)
 
-    def _clip_by_rules(self, fired: Sequence[ParamRecord], read: Tensor) -> dict[int, GroupClip]:
-        """Computes the clipping of rules that clip by norm, by the index of the group.
+    def _clip_by_rules(self, fired: Sequence[ParamRecord], read: Tensor) -> dict[AddedGroup, GroupClip]:
+        """Computes the clipping of rules that clip by norm.
 
         Args:
             fired: the parameters that got a gradient.
             read: the norms of their gradients after `clip_norm`, float64 [parameters].
         """
-        results: dict[int, GroupClip] = {}
-        for n, group in enumerate(self.parameters.groups):
+        results: dict[AddedGroup, GroupClip] = {}
+        for group in self.parameters.groups:
             if group.rule.needs_norm(group.live) is None:
                 continue
             norms = {record.name: norm for record, norm in zip(fired, read.float().unbind(), strict=True)}
             reads, frozen = list[ParamRecord](), list[ParamRecord]()
             for record in self.records.values():
-                if record.group is group.live:
+                if record.group is group:
                     (reads if record.trained or record.name in norms else frozen).append(record)
             if not reads:
                 continue
             zero, states = torch.zeros_like(read[0]).float(), self.parameters.states
-            if n not in self.parameters.group_memory:
+            if not group.memory:
                 with zero.device:  # created there, not copied to it
-                    memory = {name: value.clone() for name, value in group.rule.group_memory(group.live).items()}
-                self.parameters.group_memory[n] = memory
-            results[n] = group.rule.clip_by_norm(
+                    memory = group.rule.group_memory(group.live)
+                    group.memory.update({name: value.clone() for name, value in memory.items()})
+            results[group] = group.rule.clip_by_norm(
                 GroupNorms(
                     hyper=group.live,
                     norms=torch.stack([norms.get(record.name, zero) for record in reads]),
                     total=norm_over(read).float(),
                     states=[states.get(record.param, {}) for record in reads],
                     frozen=[states.get(record.param, {}) for record in frozen],
-                    memory=self.parameters.group_memory[n],
+                    memory=group.memory,
                 )
             )
         return results
@@ -231,7 +230,7 @@ class Clipping:
         inverse_scale, limit = self._factors(device)
         if decision is None:
             return Reading(inverse_scale, limit, sums_squares=sums_squares(first))
-        clip = decision.own_clips.get(id(first.group), Clip(decision.clip_coef))
+        clip = decision.own_clips.get(first.group, Clip(decision.clip_coef))
         without_gradient = torch.zeros((), dtype=torch.float64, device=self.device), decision.finite
         each = [decision.each.get(record.name, without_gradient) for record in records]
         square_sums, updated = (torch.stack(of_each).to(device) for of_each in zip(*each, strict=True))
@@ -266,4 +265,4 @@ def sums_squares(record: ParamRecord) -> bool:
 
 
 def _takes_nonfinite(record: ParamRecord) -> bool:
-    return record.rule.takes_nonfinite(record.group)
+    return record.rule.takes_nonfinite(record.group.live)

@@ -11,8 +11,9 @@ from torch import Tensor
 from lowmem.errors import CheckpointError
 from lowmem.rules import ENGINE_KEYS, adamw
 from lowmem.step.loop import StepLoop
-from lowmem.step.parameters import Group, Parameters
+from lowmem.step.parameters import Parameters
 from lowmem.step.program import Program, rounding_of, weight_storage
+from lowmem.step.record import Group
 from lowmem.step.saving import GROUP, REST, Owner, TensorSource
 from lowmem.tiles.storage import Storage, Uniform, part_name, state_storages
 
@@ -53,7 +54,7 @@ def load(loop: StepLoop, saved: Mapping[str, Any], *, numbered: bool) -> None:
             record.put_extra(tuple(copies.pop(extra) for extra in record.program.extra_names), parameters.shard)
             parameters.states[record.param] = copies
         else:
-            parameters.group_memory[int(name.removeprefix(GROUP))] = copies
+            parameters.groups[int(name.removeprefix(GROUP))].memory.update(copies)
     loop.clipping.scaler.load_state_dict(saved.get("loss_scale"))
     loop.report.load_state_dict(saved.get("nonfinite"))
     loop.cycle.load(saved["step"], saved["seed"])
@@ -78,7 +79,7 @@ def _check(loop: StepLoop, saved: Mapping[str, Any]) -> dict[str, Owner]:
         want[f"{GROUP}{n}"] = _forms(added.rule.group_memory(group))
         for record in map(by_name.__getitem__, group["params"]):
             if record.claimed or record.name in saved["state"]:
-                settings = {**record.group, **group}
+                settings = {**record.group.live, **group}
                 owners[record.name] = Owner(record, settings, record.program_of(settings, loop.parameters.shard))
     for name, owner in owners.items():
         kept = owner.program.kept.items()

@@ -45,7 +45,7 @@ def measure(
         norm_type: of `clip_norm`, 2 or inf.
         norm_before_clamp: `clip_norm` limits the norm before `clip_value` is applied.
     """
-    if isinstance(grad, Tensor) and not grad.numel():  # the shard is empty
+    if 0 in grad.shape:  # the shard is empty
         return torch.zeros(4, dtype=torch.float64, device=grad.device)
     parts = []
     for part in _float32_parts(grad):

@@ -2,7 +2,6 @@
 
 import functools
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,11 +12,8 @@ from lowmem.errors import ConfigError, StepError, did_you_mean
 from lowmem.options import FusedConfig
 from lowmem.placements import Placement
 from lowmem.placements.base import Shard
-from lowmem.rules import ENGINE_KEYS, UpdateRule
-from lowmem.step.program import Program
-from lowmem.step.record import ParamRecord
-
-Group = dict[str, Any]
+from lowmem.rules import UpdateRule
+from lowmem.step.record import AddedGroup, Group, ParamRecord
 
 
 class States(defaultdict[Tensor, dict[str, Any]]):
@@ -27,38 +23,6 @@ class States(defaultdict[Tensor, dict[str, Any]]):
 
     def __bool__(self) -> bool:
         return True
-
-
-@dataclass(frozen=True, eq=False)
-class AddedGroup:
-    """A parameter group with its rule.
-
-    Attributes:
-        live: the dict in `param_groups`, which schedulers edit.
-        settings: a copy, made when the group was added.
-        count: the number of its parameters at that time.
-    """
-
-    live: Group
-    rule: UpdateRule
-    settings: Group
-    count: int
-
-    @property
-    def is_by_name(self) -> bool:
-        """True if a hyperparameter lists names of parameters, so that parameters of one program may come to differ."""
-        values = [(key, value) for group in (self.settings, self.live) for key, value in group.items()]
-        return any(isinstance(value, Mapping | list) for key, value in values if key not in ("params", "param_names"))
-
-    def edits(self, number: int, group: Group) -> Iterable[str]:
-        """Yields the differences between this group and entry `number` of `param_groups`."""
-        if group is not self.live:
-            yield f"parameter group {number}"
-        if self.live.get("params") is not self.settings["params"] or len(self.live["params"]) != self.count:
-            yield f"'params' of parameter group {number}"
-        for key in ENGINE_KEYS:
-            if self.live.get(key) != self.settings[key]:
-                yield f"{key!r} of parameter group {number}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,7 +37,6 @@ class Parameters:
         groups: the groups as they were added.
         records: a record per parameter. Norms are summed in this order.
         states: the optimizer states of each parameter, created before its first update.
-        group_memory: by the index of a group, the tensors that its rule's own clipping by norm keeps.
         frozen: parameters of the model that did not require a gradient when the optimizer was created.
     """
 
@@ -84,7 +47,6 @@ class Parameters:
     groups: list[AddedGroup] = field(default_factory=list)
     records: dict[Tensor, ParamRecord] = field(default_factory=dict)
     states: States = field(default_factory=lambda: States(dict))
-    group_memory: dict[int, dict[str, Tensor]] = field(default_factory=dict)
     frozen: dict[Tensor, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -111,17 +73,16 @@ class Parameters:
             )
         return same
 
-    def new_records(self, group: Group, rule: UpdateRule) -> dict[Tensor, ParamRecord]:
+    def new_records(self, group: AddedGroup) -> dict[Tensor, ParamRecord]:
         """Returns records of the parameters of a new group."""
         names = {record.name for record in self.records.values()}
-        programs = dict[Any, Program]()
         records: dict[Tensor, ParamRecord] = {}
-        for name, param in zip(group["param_names"], group["params"], strict=True):
+        for name, param in zip(group.live["param_names"], group.live["params"], strict=True):
             if name in names or param in records:
                 raise ConfigError(f"parameter {name!r} is given twice; each parameter and each name may occur once")
             names.add(name)
             self.shard.admit(name, param)
-            records[param] = ParamRecord(name, param, self.shard.span(param), group, rule, programs)
+            records[param] = ParamRecord(name, param, self.shard.span(param), group)
         return records
 
     def complete(self) -> None:
@@ -141,8 +102,8 @@ class Parameters:
                 )
         claimed = [record for record in self.records.values() if record.claimed]
         claimed = [record for record in claimed if record.param.ndim > 1] or claimed
-        for storage in {record.group["state_storage"] for record in claimed} - {"float32"}:
-            held = [record for record in claimed if record.group["state_storage"] == storage]
+        for storage in {record.group.live["state_storage"] for record in claimed} - {"float32"}:
+            held = [record for record in claimed if record.group.live["state_storage"] == storage]
             if not any(state.held_as_asked for record in held for state in record.program.spec.states.values()):
                 rules = " and ".join(sorted({repr(record.rule.name) for record in held}))
                 raise ConfigError(
@@ -153,7 +114,8 @@ class Parameters:
     def clear_states(self) -> None:
         """Removes everything that updates have stored beside the weights."""
         self.states.clear()
-        self.group_memory.clear()
+        for group in self.groups:
+            group.memory.clear()
         for record in self.records.values():
             record.extra = ()
 
@@ -167,10 +129,10 @@ class Parameters:
             edits.append("the number of parameter groups")
         for number, (added, group) in enumerate(zip(self.groups, groups, strict=False)):
             edits += added.edits(number, group)
-        by_name = {id(group.live) for group in self.groups if group.is_by_name}
+        by_name = {group for group in self.groups if group.is_by_name}
         claimed = [record for record in self.records.values() if record.claimed]
-        for record in {(r if id(r.group) in by_name else r.program): r for r in claimed}.values():
-            if record.program.spec != record.rule.spec(record.name, record.span.shape, record.group):
+        for record in {(r if r.group in by_name else r.program): r for r in claimed}.values():
+            if record.program.spec != record.rule.spec(record.name, record.span.shape, record.group.live):
                 edits.append(f"a hyperparameter that decides the form of the update of {record.name!r}")
         if edits:
             raise StepError(

@@ -14,10 +14,10 @@ from lowmem.placements.base import MicroBatch
 from lowmem.placements.placed import Placed
 from lowmem.step.clipping import Clipping, Decision
 from lowmem.step.offload import GradientStore
-from lowmem.step.parameters import AddedGroup, Parameters
-from lowmem.step.record import ParamRecord
+from lowmem.step.parameters import Parameters
+from lowmem.step.record import AddedGroup, ParamRecord
 from lowmem.step.updates import Updates
-from lowmem.tiles.gradients import Gradient
+from lowmem.tiles.gradients import Gradient, dense
 from lowmem.tiles.stored import add
 from lowmem.tiles.transfers import to_device
 
@@ -219,22 +219,18 @@ class Deferred(Policy):
                     "has already been unscaled or clamped. Use checkpoint(..., use_reentrant=False)"
                 )
             total = self._dense(record, before)
-            if isinstance(grad, Tensor):
-                add(total, grad)
-            else:
-                grad.add_to(total)
+            total = total.to(torch.promote_types(total.dtype, torch.float32)) if self._wide else total
+            add(total, grad)
             grad = total
         if self.cycle.last:
             return grad
         # the inputs of a computed gradient may change between two backwards
-        self._store.keep(record, grad if isinstance(grad, Tensor) else self._dense(record, grad))
+        self._store.keep(record, self._dense(record, grad))
         return None
 
     def _dense(self, record: Placed, grad: Gradient) -> Tensor:
-        """Returns a gradient as a tensor in the dtype of sums."""
-        if isinstance(grad, Tensor):
-            return grad.to(torch.promote_types(grad.dtype, torch.float32)) if self._wide else grad
-        return grad.dense(torch.float32 if self._wide else record.param.dtype)
+        """Returns a gradient as a tensor: itself, or computed in the dtype of sums."""
+        return dense(grad, torch.float32 if self._wide else record.param.dtype)
 
     def ready(self, record: ParamRecord, grad: Gradient) -> None:
         self._measured[record.name] = self.clipping.measure(record, grad)

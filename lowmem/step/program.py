@@ -91,6 +91,12 @@ class Program:
                 kept[name] = Kept(dtype, state.extent, 0, state.extra)
         return kept
 
+    @functools.cached_property
+    def created(self) -> list[str]:
+        """The names of those that are created before the first update. A quantized parameter has its own already."""
+        there = self.extra_names if self.weight.is_quantized else ()
+        return [name for name in self.kept if name not in there]
+
     def shape_of(self, kept: Kept, shape: Sequence[int] | None = None) -> tuple[int, ...]:
         """Returns the logical shape of one of them. shape: of a shard, instead of the full parameter."""
         if kept.extent == "full":

@@ -1,4 +1,4 @@
-"""Parameter records: one parameter of an optimizer with its program and tensors."""
+"""Parameter records: one parameter of an optimizer with its group, program and tensors."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -9,10 +9,48 @@ from torch import Tensor
 from lowmem.errors import StepError
 from lowmem.placements.base import Shard
 from lowmem.placements.placed import Placed
-from lowmem.rules import UpdateRule
+from lowmem.rules import ENGINE_KEYS, UpdateRule
 from lowmem.step.program import Program, make_program, rounding_of
 from lowmem.tiles.quantized import tensors_of
 from lowmem.tiles.storage import ROUNDED_DTYPES
+
+Group = dict[str, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class AddedGroup:
+    """A parameter group with its rule.
+
+    Attributes:
+        live: the dict in `param_groups`, which schedulers edit.
+        settings: a copy, made when the group was added.
+        count: the number of its parameters at that time.
+        programs: of its parameters, by the properties that they share.
+        memory: the tensors that its rule's own clipping by norm keeps; empty before the first step.
+    """
+
+    live: Group
+    rule: UpdateRule
+    settings: Group
+    count: int
+    programs: dict[Any, Program] = field(default_factory=dict, init=False, repr=False)
+    memory: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False)
+
+    @property
+    def is_by_name(self) -> bool:
+        """True if a hyperparameter lists names of parameters, so that parameters of one program may come to differ."""
+        values = [(key, value) for group in (self.settings, self.live) for key, value in group.items()]
+        return any(isinstance(value, Mapping | list) for key, value in values if key not in ("params", "param_names"))
+
+    def edits(self, number: int, group: Group) -> Iterable[str]:
+        """Yields the differences between this group and entry `number` of `param_groups`."""
+        if group is not self.live:
+            yield f"parameter group {number}"
+        if self.live.get("params") is not self.settings["params"] or len(self.live["params"]) != self.count:
+            yield f"'params' of parameter group {number}"
+        for key in ENGINE_KEYS:
+            if self.live.get(key) != self.settings[key]:
+                yield f"{key!r} of parameter group {number}"
 
 
 @dataclass(eq=False)
@@ -20,9 +58,7 @@ class ParamRecord(Placed):
     """One parameter of a `FusedOptimizer`.
 
     Attributes:
-        group: the parameter group, which schedulers edit.
-        rule: of the group.
-        programs: the programs of the group, by the properties that their parameters share.
+        group: the parameter group.
         program: how the parameter is updated. It is set when the parameter is claimed.
         form: the result of `Shard.form` when the program was chosen; None if it is chosen again before the next step.
         extra: the tensors of the weight's storage other than the parameter; () before its first update, and if it is
@@ -32,9 +68,7 @@ class ParamRecord(Placed):
         size: the factor by which its rule weights the norm of this gradient, if it has statistics.
     """
 
-    group: dict[str, Any]
-    rule: UpdateRule
-    programs: dict[Any, Program] = field(default_factory=dict, repr=False)
+    group: AddedGroup
     program: Program = field(init=False, repr=False)
     form: tuple[Any, ...] | None = field(default=None, init=False)
     extra: tuple[Tensor, ...] = field(default=(), init=False)
@@ -42,16 +76,21 @@ class ParamRecord(Placed):
     square_sum: Tensor = field(init=False, repr=False)
     size: Tensor | None = field(default=None, init=False)
 
+    @property
+    def rule(self) -> UpdateRule:
+        """The rule of its group."""
+        return self.group.rule
+
     def program_of(self, group: Mapping[str, Any], shard: Shard) -> Program:
         """Returns how the parameter is updated and stored if its group has these settings; see `make_program`."""
         return make_program(Placed(self.name, self.param, shard.span(self.param)), self.rule, group, shard)
 
     def choose_program(self, shard: Shard) -> None:
         """Decides how the parameter is updated and stored, by the present settings of its group."""
-        program = self.program_of(self.group, shard)
+        program = self.program_of(self.group.live, shard)
         self.span = program.span
         like = self.param.dtype, self.param.device, self.span, program.spec, program.ranks
-        self.program = self.programs.setdefault((*like, program.weight, *program.states.items()), program)
+        self.program = self.group.programs.setdefault((*like, program.weight, *program.states.items()), program)
 
     def weight(self, shard: Tensor) -> tuple[Tensor, ...]:
         """The tensors of the weight's storage, of this shard."""
@@ -69,7 +108,7 @@ class ParamRecord(Placed):
         """Raises `StepError` if the parameter has changed so that its states, residual or master copy no longer fit."""
         assert self.form is not None
         was, now, before = self.form[:3], shard.form(self.param)[:3], self.program
-        after = self.program_of(self.group, shard)
+        after = self.program_of(self.group.live, shard)
         # a residual or a master copy belongs to one weight, and states of a third-party optimizer may
         of_weight = before.extra_names or after.extra_names or not state.keys() <= after.kept.keys()
         fits = before.kept == after.kept and before.span.shape == after.span.shape
@@ -97,5 +136,5 @@ def _weight_in_words(record: ParamRecord) -> str:
     if record.claimed and record.program.weight.is_quantized:
         return f"{record.program.weight} (rounding stochastic)"
     dtype = record.param.dtype
-    how = f"rounding {rounding_of(record.rule, record.group, dtype)}" if dtype in ROUNDED_DTYPES else "exact"
+    how = f"rounding {rounding_of(record.rule, record.group.live, dtype)}" if dtype in ROUNDED_DTYPES else "exact"
     return f"{str(dtype).removeprefix('torch.')} ({how})"

@@ -193,8 +193,8 @@ class Report:
             squares = clipping.gather(record.square_sum for record in members)
             sizes = clipping.gather(sized[record] for record in members)
             groups = [
-                (group.live, {name: tensor.clone() for name, tensor in parameters.group_memory.get(n, {}).items()})
-                for n, group in enumerate(parameters.groups)
+                (group.live, {name: tensor.clone() for name, tensor in group.memory.items()})
+                for group in parameters.groups
                 if group.rule is rule
             ]
             parts.append(functools.partial(rule.statistics, [each.name for each in members], squares, sizes, groups))

@@ -70,11 +70,11 @@ def named(loop: StepLoop, *, lazy: bool) -> dict[str, Any]:
     for record in updated:
         loop.updates.begin_state(record)  # the loop may have reset some states
     sources = {
-        record.name: _sources(shard, Owner(record, record.group, record.program), states[record.param])
+        record.name: _sources(shard, Owner(record, record.group.live, record.program), states[record.param])
         for record in updated
     }
-    for n, memory in parameters.group_memory.items():
-        sources[f"{GROUP}{n}"] = {name: _source(shard, None, name, tensor) for name, tensor in memory.items()}
+    for n, added in enumerate(parameters.groups):
+        sources[f"{GROUP}{n}"] = {name: _source(shard, None, name, tensor) for name, tensor in added.memory.items()}
     return {
         "seed": loop.cycle.seed,
         "step": loop.cycle.step,
@@ -111,10 +111,9 @@ def _initial(parameters: Parameters, record: ParamRecord) -> dict[str, Any]:
     if parameters.states.get(record.param) or not record.span.numel:
         return {}
     shard = parameters.shard
-    owner = Owner(record, record.group, record.program_of(record.group, shard))
-    quantized = owner.program.extra_names if owner.program.weight.is_quantized else ()
-    names = [name for name in owner.program.kept if name not in quantized]
-    return _kept(_sources(shard, owner, initial_tensors(owner.program, names, shard.read(record.param))))
+    owner = Owner(record, record.group.live, record.program_of(record.group.live, shard))
+    tensors = initial_tensors(owner.program, owner.program.created, shard.read(record.param))
+    return _kept(_sources(shard, owner, tensors))
 
 
 def _sources(shard: Shard, owner: Owner, state: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,8 +16,8 @@ from lowmem.step.compiled import is_traceable, run_compiled
 from lowmem.step.cycle import StepCycle
 from lowmem.step.parameters import Parameters
 from lowmem.step.program import Program, Result
-from lowmem.step.record import ParamRecord
-from lowmem.tiles.gradients import ComputedGradient, Gradient
+from lowmem.step.record import AddedGroup, ParamRecord
+from lowmem.tiles.gradients import Gradient
 from lowmem.tiles.graph import Compiler
 from lowmem.tiles.rounding import noise_key
 from lowmem.tiles.storage import Float, Held
@@ -92,8 +92,8 @@ class Updates:
         self.state, self.changes = parameters.states, Changes(parameters.records, parameters.device)
         self._compiled, self._batching = compiled, parameters.config.batching
         self._warns = parameters.config.compile is True  # of updates that are not compiled, once
-        self._numbers: dict[int, Mapping[str, float]] = {}  # of this step, by the id of a group
-        self._scalars: dict[tuple[int, torch.device], Scalars] = {}  # the same, by device too
+        self._numbers: dict[AddedGroup, Mapping[str, float]] = {}  # of this step
+        self._scalars: dict[tuple[AddedGroup, torch.device], Scalars] = {}  # the same, by device too
         self._stacks: dict[tuple[Program, torch.dtype], Stack | None] = {}  # by the dtype of gradients
         self._shards: deque[tuple[ParamRecord, Tensor]] = deque()  # that wait to be measured
 
@@ -105,14 +105,13 @@ class Updates:
 
     def begin(self, step: int) -> None:
         """Begins a step: every rule computes the numbers of its groups, or raises."""
-        groups = self._parameters.groups
-        self._numbers = {id(group.live): group.rule.scalars(group.live, step) for group in groups}
+        self._numbers = {group: group.rule.scalars(group.live, step) for group in self._parameters.groups}
         self._scalars.clear()
         for record in self._parameters.records.values():
             record.size = None
 
     def _scalars_of(self, record: ParamRecord) -> Scalars:
-        where = id(record.group), record.param.device
+        where = record.group, record.param.device
         if where not in self._scalars:
             self._scalars[where] = Scalars.of(self._numbers[where[0]], where[1])
         return self._scalars[where]
@@ -143,11 +142,11 @@ class Updates:
     def _update(self, record: ParamRecord, grad: Gradient, decision: Decision | None) -> None:
         """Updates a parameter alone, or puts it into a stack and updates the stack if it is full."""
         program = record.program
-        stack = None if isinstance(grad, ComputedGradient) else self._stack_of(program, grad.dtype)
+        stack = self._stack_of(program, grad.dtype)
         if stack is None:
             self._update_one(record, grad, decision)
             return
-        assert isinstance(grad, Tensor)
+        assert isinstance(grad, Tensor)  # no gradient of a small parameter is computed as it is read
         stack.records.append(record)
         # a gradient of FSDP2 is a view of its module's gradients, which would stay in memory while it waits
         stack.grads.append(grad.clone() if grad.untyped_storage().nbytes() > grad.nbytes else grad)
@@ -191,8 +190,8 @@ class Updates:
     def begin_state(self, record: ParamRecord) -> None:
         """Creates the missing states of a parameter, before its first update or after a reset."""
         program, state = record.program, self.state[record.param]
-        there = {*state, *(program.extra_names if record.extra or program.weight.is_quantized else ())}
-        if not (missing := [name for name in program.kept if name not in there]):
+        there = {*state, *(program.extra_names if record.extra else ())}
+        if not (missing := [name for name in program.created if name not in there]):
             return
         new = initial_tensors(program, missing, self._shard.read(record.param))
         if extra := tuple(new.pop(name) for name in program.extra_names if name in missing):

@@ -146,3 +146,8 @@ def _in_blocks(rows: int, cols: int, view: View, block_rows: int) -> Layout:
 
 
 Gradient = Tensor | ComputedGradient
+
+
+def dense(grad: Gradient, dtype: torch.dtype) -> Tensor:
+    """Returns a gradient as a tensor: itself, or computed in a dtype."""
+    return grad if isinstance(grad, Tensor) else grad.dense(dtype)

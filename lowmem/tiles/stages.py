@@ -134,7 +134,7 @@ class Stage:
         self._pass: Pass | None = None  # set by the trace
         sums = (((each, (n, name)), torch.float32, ()) for n, keys in enumerate(earlier) for each, name in keys)
         code = Code(functools.partial(self._trace, kind, update, earlier), replace(kind, args=(*kind.args, *sums)))
-        self.tile = None if self._pass is None else TileCode(self._pass)
+        self.tile: TileCode | None = None if self._pass is None else TileCode(self._pass)
         self.is_last = self.tile is None or self.tile.writes
         self.before = code if code.results or self.is_last else None
 
@@ -184,7 +184,8 @@ class CompiledUpdate:
     def codes(self, forms: Iterable[Form]) -> list[Code]:
         """Returns the code of all stages for tiles of these forms. New forms are traced."""
         before = [stage.before for stage in self._stages if stage.before is not None]
-        return before + [stage.tile.of(form) for stage in self._stages if stage.tile is not None for form in forms]
+        tiles = [stage.tile for stage in self._stages if stage.tile is not None]
+        return before + [tile.of(form) for tile in tiles for form in forms]
 
     def run(
         self, tiles: StoredTiles, places: Sequence[Place], args: Arguments, held: Mapping[str, Held]

@@ -468,7 +468,7 @@ def test_many_columns_compiled():
     param = torch.nn.Parameter(torch.zeros(count, dtype=torch.bfloat16))
     opt = lowmem.FusedOptimizer([param], rule="lomo", lr=1.0, weight_decay=0.0, rounding="stochastic")
     record, weights = opt._records[param], torch.zeros(2, count, dtype=torch.bfloat16)
-    scalars = Scalars.of(record.rule.scalars(record.group, 1))
+    scalars = Scalars.of(record.rule.scalars(record.group.live, 1))
     tiles = [
         StoredTiles(layout, Held(record.program.weight, (w,)), grad, NO_READING, scalars, keys=lambda: [7])
         for w in weights

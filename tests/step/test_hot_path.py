@@ -15,9 +15,8 @@ from torch._subclasses.fake_tensor import (
 )
 
 import lowmem
-from lowmem.rules import Lomo
+from lowmem.placements.placed import Placed
 from lowmem.step.offload import GradientStore
-from lowmem.step.record import ParamRecord
 from lowmem.tiles.layout import Span
 
 ROUNDINGS = ("nearest", "stochastic", "compensated", "master")
@@ -142,7 +141,7 @@ def store():
 def records():
     params = [torch.nn.Parameter(torch.zeros(ELEMENTS, device="cuda")) for _ in range(6)]
     span = Span((ELEMENTS,), 0, ELEMENTS, ELEMENTS)
-    return [ParamRecord(f"p{n}", param, span, {}, Lomo()) for n, param in enumerate(params)]
+    return [Placed(f"p{n}", param, span) for n, param in enumerate(params)]
 
 
 def take_two_micro_batches(records, store):

@@ -11,10 +11,10 @@ from support.nets import give_gradients
 
 import lowmem
 from lowmem.options import FusedConfig
-from lowmem.rules import Lomo, ParamSpec, StateSpec, UpdateRule
+from lowmem.placements.placed import Placed
+from lowmem.rules import ParamSpec, StateSpec, UpdateRule
 from lowmem.step import policies
 from lowmem.step.offload import GradientStore, powers_of_two
-from lowmem.step.record import ParamRecord
 from lowmem.tiles.layout import Span, View
 
 # A store on the host is made for a device that is not the host; here it copies from memory to memory, without streams.
@@ -35,7 +35,7 @@ def store(request, monkeypatch):
 
 def records_of(*params):
     spans = [Span(tuple(param.shape), 0, param.numel(), param.numel()) for param in params]
-    return [ParamRecord(f"p{n}", p, span, {}, Lomo()) for n, (p, span) in enumerate(zip(params, spans, strict=True))]
+    return [Placed(f"p{n}", p, span) for n, (p, span) in enumerate(zip(params, spans, strict=True))]
 
 
 def same(one, other):

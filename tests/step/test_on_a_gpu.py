@@ -11,9 +11,8 @@ import pytest
 import torch
 
 import lowmem
-from lowmem.rules import Lomo
+from lowmem.placements.placed import Placed
 from lowmem.step.offload import GradientStore
-from lowmem.step.record import ParamRecord
 from lowmem.tiles.layout import Span
 from lowmem.tiles.transfers import Readback, to_device
 
@@ -110,7 +109,7 @@ def test_deleting_an_optimizer_during_its_last_copy():
 def test_a_gradient_that_another_stream_has_stored(first):
     """As FSDP2 runs hooks on its stream for reductions: the last gradient stored is read after it has been written."""
     params = [torch.nn.Parameter(torch.zeros(400, 300, device="cuda")) for _ in range(2)]
-    records = [ParamRecord(f"p{n}", p, Span((400, 300), 0, 120_000, 120_000), {}, Lomo()) for n, p in enumerate(params)]
+    records = [Placed(f"p{n}", p, Span((400, 300), 0, 120_000, 120_000)) for n, p in enumerate(params)]
     store, side = GradientStore(host=True), torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
