@@ -24,7 +24,6 @@ BLOCK = re.compile(
     r"(?P<body>.*?)(?P<end><!-- end -->)",
     re.DOTALL,
 )
-UNDATED = "date not recorded"
 
 Row = Mapping[str, str]  # text by column
 
@@ -63,16 +62,18 @@ def markdown(rows: Sequence[Row]) -> str:
 
 
 def about(report: Mapping[str, Any]) -> str:
-    """The machine, the versions, the date and the commit of a measurement. Older files have no date."""
+    """The machine, the versions, the date and the commit of a measurement; of an older one, when the file was added."""
+    added = f"recorded {report['recorded']}" if "recorded" in report else ""
     if "environment" in report:  # a GPU's
         known = {row["what"]: row["measured"] for row in report["environment"]["rows"]}
-        return f"*{known['device']}, torch {known['torch']}, {UNDATED}.*"
-    machine, settings = report["machine"], report["settings"]
-    threads = next((f"{machine[key]} {key}" for key in ("threads", "cores") if key in machine), "")
-    known = (machine.get("gpu") or machine.get("cpu"), not machine.get("gpu") and threads, f"torch {machine['torch']}")
-    commit = "commit" in machine and f"commit {machine['commit'][:9]}"
-    recorded = (settings.get("dtype"), machine.get("date", UNDATED), commit)
-    return f"*{', '.join(part for part in (*known, *recorded) if part)}.*".replace(" 1 threads", " 1 thread")
+        parts = known["device"], f"torch {known['torch']}", added
+    else:
+        machine, settings = report["machine"], report["settings"]
+        threads = next((f"{machine[key]} {key}" for key in ("threads", "cores") if key in machine), "")
+        device = machine.get("gpu") or machine.get("cpu"), not machine.get("gpu") and threads
+        commit = "commit" in machine and f"commit {machine['commit'][:9]}"
+        parts = *device, f"torch {machine['torch']}", settings.get("dtype"), machine.get("date", added), commit
+    return f"*{', '.join(part for part in parts if part)}.*".replace(" 1 threads", " 1 thread")
 
 
 def blocks(page: Path) -> Iterator[re.Match[str]]:
