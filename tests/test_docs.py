@@ -286,12 +286,20 @@ def test_tested_versions():
 # -- links -------------------------------------------------------------------------------------------------------------
 
 
+def headings(page):
+    """The headings of a page, as links name them."""
+    names = re.findall(r"(?m)^#+ (.+)$", page.read_text())
+    return {re.sub(r"[^\w -]", "", name).lower().replace(" ", "-") for name in names}
+
+
 @pytest.mark.parametrize(
     "page", [*PAGES, ROOT / "SECURITY.md", ROOT / "benchmarks" / "README.md"], ids=lambda page: page.name
 )
 def test_links(page):
-    """Links to files lead somewhere; the site's build checks those to headings."""
-    for target in re.findall(r"\]\((?![a-z]+:|#)([^)#\s]+)", page.read_text()):
-        assert (page.parent / target).exists(), target
+    """Links lead to files and headings that exist."""
+    for target, heading in re.findall(r"\]\((?![a-z]+:)([^)#\s]*)#?([^)\s]*)\)", page.read_text()):
+        linked = page.parent / target if target else page
+        assert linked.exists(), target
+        assert not heading or heading in headings(linked), f"{target}#{heading}"
     for name in re.findall(r"`((?:tests|scripts|benchmarks|configs|examples|docs)/[\w./-]+)`", page.read_text()):
         assert (ROOT / name).exists(), name
