@@ -183,7 +183,7 @@ class ForeignRule(UpdateRule):
 
     def _try_shards(self, hyper: Hyper, start: Tensor, grads: Sequence[Tensor]) -> None:
         """Raises if steps on two shards of a matrix differ from steps on the matrix."""
-        # some differ where a gradient is nearly at right angles to the rows
+        # SGDP of pytorch_optimizer differs where a gradient is nearly at right angles to the rows
         along = (grads[0] * start).sum(-1, keepdim=True) / start.square().sum(-1, keepdim=True) * start
         grads = [grads[0] - along + 0.004 * start * (grads[0].norm() / start.norm()), *grads]
         try:
