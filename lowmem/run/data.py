@@ -150,10 +150,7 @@ def stand_in(recipe: Recipe, train: Any) -> Any:
     with tempfile.TemporaryDirectory() as folder:  # a trainer creates its output folder, and loads a reference model
         model.config._name_or_path = folder
         model.save_pretrained(folder)
-        alone = {"deepspeed": None, "fsdp": type(recipe.training.fsdp)(), "report_to": [], "eval_strategy": "no"}
-        return build.trainer(
-            recipe.adjusted(**alone, output_dir=folder), first(train), None, model, processing_class=tokenizer
-        )
+        return build.trainer(recipe.alone(folder), first(train), None, model, processing_class=tokenizer)
 
 
 def check(trainer: Any, loaded: Any, evaluation: Any = None) -> str:

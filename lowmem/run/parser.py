@@ -16,7 +16,7 @@ from trl import TrlParser
 from lowmem.errors import ConfigError, did_you_mean
 from lowmem.rules import resolve
 from lowmem.run.boundary import reason
-from lowmem.run.yaml_file import SECTIONS, Entry, yaml_value
+from lowmem.run.yaml_file import SECTIONS, Setting, yaml_value
 
 # Arguments of earlier versions that no similar name replaces, and what to write today; None if nothing replaces them.
 FORMER = {
@@ -94,52 +94,52 @@ class Parser(TrlParser):
         """Returns the names of all arguments, as they are written in a YAML file."""
         return [option[2:] for option, action in self._option_string_actions.items() if action.nargs != 0]
 
-    def convert(self, name: str, entry: Entry) -> tuple[str, Any]:
-        """Returns the argument that a key of a YAML file sets, and its value as the command line would give it.
+    def convert(self, setting: Setting) -> Setting:
+        """Returns the setting of a YAML file with the name and the value that the command line would give.
 
         Raises:
             ConfigError: there is no such argument, or the value is not of its type.
         """
-        action = self._option_string_actions.get(f"--{name}")
-        if action is None or action.nargs == 0 or name == "config":
-            self.unknown(name, entry.place)
-        hint, value, takes_list = self.hints.get(action.dest, Any), entry.value, action.nargs == "+"
+        action = self._option_string_actions.get(f"--{setting.name}")
+        if action is None or action.nargs == 0 or setting.name == "config":
+            self.unknown(setting.name, setting.place)
+        hint, value, takes_list = self.hints.get(action.dest, Any), setting.value, action.nargs == "+"
         is_list = isinstance(value, list)
         plain = isinstance(value, bool | float | dict | NoneType) or (is_list and not takes_list)
-        if hint is Any or (plain and _accepts(hint, type(value))):
-            return action.dest, value
-        if name == "fsdp" and isinstance(value, bool):  # `--fsdp` since transformers 5.16, and text before
-            return action.dest, (action.const or "full_shard auto_wrap") if value else None
-        if is_list and takes_list and not entry.texts:  # empty, or with items that nest
-            return action.dest, value
-        if entry.texts is None or (is_list and not takes_list):
-            expected = "a list" if takes_list else "a single value"
-            raise ConfigError(f"{entry.place}{name}: expected {expected}, found {value!r}")
-        try:
-            return action.dest, self._get_values(action, entry.texts)
-        except ArgumentError as error:
-            raise ConfigError(f"{entry.place}{name}: {error.message}") from None
+        if hint is Any or (plain and _accepts(hint, type(value))) or (is_list and takes_list and not setting.texts):
+            pass  # the value itself. A list is empty, or has items that nest
+        elif setting.name == "fsdp" and isinstance(value, bool):  # `--fsdp` since transformers 5.16, and text before
+            value = (action.const or "full_shard auto_wrap") if value else None
+        elif setting.texts is None or (is_list and not takes_list):
+            raise ConfigError(f"{setting}: expected {'a list' if takes_list else 'a single value'}, found {value!r}")
+        else:
+            try:
+                value = self._get_values(action, setting.texts)
+            except ArgumentError as error:
+                raise ConfigError(f"{setting}: {error.message}") from None
+        return setting._replace(name=action.dest, value=value)
 
-    def nested(self, name: str, value: Any, place: str) -> Any:
-        """Returns the value of an argument that takes a mapping, or a list of them, which may be a text in YAML.
+    def nested(self, setting: Setting) -> Setting:
+        """Returns the setting of an argument that takes a mapping, or a list of them, which may be a text in YAML.
 
         Raises:
             ConfigError: it is something else, or a mapping has an unknown key.
         """
+        name, value, *_ = setting
         if isinstance(value, str) and _accepts(self.hints.get(name), dict) and not value.endswith(_FILES):
-            value = _yaml(value, place)
+            value = _yaml(value, setting)
             if not isinstance(value, dict):
                 raise ConfigError(
-                    f"{place}: expected a mapping, such as '{{\"a\": 1}}', and found {str(value)[:100]!r}"
+                    f"{setting}: expected a mapping, such as '{{\"a\": 1}}', and found {str(value)[:100]!r}"
                 )
         elif (kind := self.items.get(name)) is not None:
             if len(value) == 1 and str(value[0]).startswith("["):
-                value = _yaml(value[0], place)
+                value = _yaml(value[0], setting)
             value = [kind(item) if isinstance(item, str) else item for item in value]  # a name, as TRL takes it
             for item in value:
                 if not isinstance(item, kind):
-                    check_keys(item, kind, place)
-        return value
+                    check_keys(item, kind, setting)
+        return setting._replace(value=value)
 
     def unknown(self, name: str, place: str = "") -> NoReturn:
         """Raises `ConfigError`, with the nearest name, for an argument or key that the parser does not know."""
@@ -167,7 +167,7 @@ class Parser(TrlParser):
         )
 
 
-def check_keys(item: Any, kind: Any, place: str) -> None:
+def check_keys(item: Any, kind: Any, place: object) -> None:
     """Raises `ConfigError` unless a mapping has the keys of a dataclass."""
     if not isinstance(item, dict):
         raise ConfigError(f"{place}: expected a mapping such as {{path: json, data_files: a.jsonl}}, found {item!r}")
@@ -196,7 +196,7 @@ def _accepts(hint: Any, kind: Any) -> bool:
     return any(_accepts(member, kind) for member in members) if members else (get_origin(hint) or hint) is kind
 
 
-def _yaml(text: str, place: str) -> Any:
+def _yaml(text: str, place: object) -> Any:
     try:
         return yaml_value(text)
     except ArgumentTypeError as error:

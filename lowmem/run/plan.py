@@ -55,12 +55,13 @@ _UNSUPPORTED = {
     "use_liger_kernel": "its kernels need data. Omit it to plan PyTorch's code, which needs more memory",
     "precompute_ref_log_probs": "it needs data. Omit it to plan a step with the reference model in memory",
     "torch_compile": "a compiled model cannot run on fake tensors. Omit it to plan the eager model",
+    **dict.fromkeys(("use_peft", "load_in_4bit", "load_in_8bit"), "plans cover full training"),
 }
 
 # Arguments that are unset, because a plan creates its own rows.
 _OF_DATA: dict[str, Any] = {
-    "report_to": [], "eval_strategy": "no", "dataset_num_proc": None, "assistant_only_loss": False,
-    "completion_only_loss": None, "chat_template_path": None, "eos_token": None, "pad_token": None,
+    "dataset_num_proc": None, "assistant_only_loss": False, "completion_only_loss": None, "chat_template_path": None,
+    "eos_token": None, "pad_token": None,
 }  # fmt: skip
 
 # The options of activation checkpointing, before and since transformers 5.23.
@@ -126,17 +127,15 @@ def require_plannable(recipe: Recipe) -> None:
             "`lowmem plan sft` with the same model and max_length is a lower bound"
         )
     for name, instead in _UNSUPPORTED.items():
-        if getattr(recipe.training, name, None):
+        if any(getattr(part, name, None) for part in (recipe.training, recipe.model)):
             raise UnsupportedError(f"{name} cannot be planned: {instead}")
-    values, model = recipe.values, recipe.model
+    values = recipe.values
     autocast = values.get("fp16") or (recipe.dtype == torch.float32 and values.get("bf16") is not False)
     if recipe.device != "cpu" and autocast:
         raise UnsupportedError(
             "plans for a GPU do not support autocast. Set dtype: bfloat16, which also halves the memory, or bf16: "
             "false, or use --device cpu"
         )
-    if model.use_peft or model.load_in_4bit or model.load_in_8bit:
-        raise UnsupportedError("use_peft, load_in_4bit and load_in_8bit cannot be planned: plans cover full training")
 
 
 def _trainer(
@@ -153,13 +152,12 @@ def _trainer(
         raise ConfigError(f"max_length={length}: the model has {places:,} positions; set max_length: {places}")
     for item in (model, *others):
         item.hf_device_map = dict.fromkeys(("", "model"), device.type)  # keeps Accelerate from moving the model
-    created = recipe.adjusted(**_OF_DATA, output_dir=folder)
+    changed = dict(_OF_DATA)
     if device.type == "meta":  # a trainer on this device raises for offloading, which `_recomputed_and_offloaded` adds
         inside = {name: value for name, value in _kwargs(args).items() if name != "offload"} or None
-        created = created.adjusted(activation_offloading=False, **dict.fromkeys(_KWARGS, inside))
-    options = dict(zip(names, others, strict=True))
-    trainer = build.trainer(created, rows, None, model, processing_class=_tokenizer(), **options)
-    return trainer, others
+        changed |= {"activation_offloading": False, **dict.fromkeys(_KWARGS, inside)}
+    options = {"processing_class": _tokenizer(), **dict(zip(names, others, strict=True))}
+    return build.trainer(recipe.alone(folder, **changed), rows, None, model, **options), others
 
 
 @contextmanager

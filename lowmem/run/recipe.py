@@ -27,7 +27,7 @@ from lowmem.run.boundary import blaming
 from lowmem.run.environment import CONFIG, ENVIRONMENT
 from lowmem.run.parser import Parser, check_keys, dataclasses_of
 from lowmem.run.terminal import warn
-from lowmem.run.yaml_file import SECTIONS, configured
+from lowmem.run.yaml_file import SECTIONS, Setting, configured
 
 # The value of `resume_from_checkpoint` for the newest intact checkpoint in `output_dir`.
 LAST = "last"
@@ -41,7 +41,7 @@ _DEFAULT_RULE = "adamw"
 
 @dataclass(frozen=True)
 class Recipe:
-    """The arguments of a run. `replace(recipe, values=...)` is the recipe with other arguments.
+    """The arguments of a run. `recipe.having(max_length=1024)` is the recipe with another argument.
 
     Raises:
         ConfigError: a value is not allowed.
@@ -49,14 +49,12 @@ class Recipe:
 
     command: str
     """The training command, such as "sft"."""
-    values: Mapping[str, Any]
-    """Every argument that is set, by its name in a YAML file without sections."""
+    settings: Mapping[str, Setting] = field(repr=False)
+    """Every argument that is set, by its name. Options of a section are named `section.option`."""
     device: str | None = None
     """The device, "gpu" or "cpu", that the arguments are for. If None, the device of this machine."""
     file: Path | None = None
     """The YAML file."""
-    places: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """Where each argument was set: file and line, or `--`."""
     options: argparse.Namespace = field(default_factory=argparse.Namespace)
     """The options of `plan` and `inspect`."""
 
@@ -89,16 +87,27 @@ class Recipe:
 
     def having(self, **values: Any) -> "Recipe":
         """Returns the recipe with other values of some arguments."""
-        return replace(self, values={**self.values, **values})
+        settings = {name: Setting(name, value) for name, value in values.items()}
+        return replace(self, settings={**self.settings, **settings})
 
-    def adjusted(self, **attributes: Any) -> "Recipe":
-        """Returns the recipe with other attributes of the trainer's arguments, which are not checked again. Attributes
-        that the command does not have are ignored.
+    def alone(self, folder: str, **attributes: Any) -> "Recipe":
+        """Returns the recipe of a trainer in another folder, on one device, which reports and evaluates nothing.
+
+        Args:
+            folder: its `output_dir`.
+            attributes: others of the trainer's arguments. They are not checked again, and ignored if it has none.
         """
         recipe, training = copy.copy(self), copy.copy(self.training)
+        attributes |= {"output_dir": folder, "report_to": [], "eval_strategy": "no"}
+        attributes |= {"deepspeed": None, "fsdp": type(training.fsdp)()}
         vars(training).update({name: value for name, value in attributes.items() if hasattr(training, name)})
         vars(recipe)["training"] = training  # the dataclass is frozen
         return recipe
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """The value of every argument that is set."""
+        return {name: setting.value for name, setting in self.settings.items()}
 
     def place_of(self, kind: type) -> str:
         """Returns what the messages of a dataclass of TRL are about: the file, or the command line."""
@@ -132,10 +141,10 @@ class Recipe:
 
     def _section(self, name: str) -> Any:
         """The options of a section, or None for `fused` where nothing is set."""
-        options = {key.partition(".")[2]: self.values[key] for key in self.values if key.startswith(f"{name}.")}
+        options = {key.partition(".")[2]: value for key, value in self.values.items() if key.startswith(f"{name}.")}
         if not options and name == "fused":
             return None
-        with _located(name, self.places):
+        with _located(name, self.settings):
             if isinstance(options.get("groups"), list):
                 options["groups"] = tuple(options["groups"])
             if isinstance(options.get("loss_scale"), dict):
@@ -166,35 +175,32 @@ def parse(
     Raises:
         ConfigError: an argument or a key is unknown or has an invalid value.
     """
-    file, rule, entries = configured(argv)
-    with _located("fused", {} if rule else {name: entry.place for name, entry in entries.items()}):
-        rule = rule or (entries["fused.rule"].value if "fused.rule" in entries else None) or _DEFAULT_RULE
+    file, rule, in_file = configured(argv)
+    with _located("fused", {} if rule else in_file):
+        rule = rule or (in_file["fused.rule"].value if "fused.rule" in in_file else None) or _DEFAULT_RULE
         parser = Parser(command, rule, more)
     options = _Set()
     _, unknown = parser.parse_known_args(list(argv), options)
-    values, places = {}, {}
-    for name, entry in entries.items():
-        argument, values[argument] = parser.convert(name, entry)
-        places[argument] = entry.place
+    settings = {setting.name: setting for setting in map(parser.convert, in_file.values())}
     if unknown:
         parser.unknown(unknown[0].lstrip("-").partition("=")[0].replace("-", "_"))
     if options.output_dir is None:
-        _stay_in_place(values, file)
-    for name in [name for name in vars(options) if name in parser.hints or "." in name]:
-        values[name], places[name] = vars(options).pop(name), "--"
-    for name in values:
-        values[name] = parser.nested(name, values[name], f"{places.get(name, '')}{name}")
-    _check_values(values, places)
-    return Recipe(command, values, options.device or device, file, places, options)
+        _stay_in_place(settings, file)
+    names = [name for name in vars(options) if name in parser.hints or "." in name]
+    settings |= {name: Setting(name, vars(options).pop(name)) for name in names}
+    settings = {name: parser.nested(setting) for name, setting in settings.items()}
+    _check(settings)
+    return Recipe(command, settings, options.device or device, file, options)
 
 
-def _stay_in_place(values: dict[str, Any], file: Path | None) -> None:
+def _stay_in_place(settings: dict[str, Setting], file: Path | None) -> None:
     """Sets `output_dir` to the folder of a run whose configuration is read, which may have been moved or copied."""
     if file is None or file.name != CONFIG or not (file.parent / ENVIRONMENT).exists():
         return
-    if Path(values.get("output_dir", "")).resolve() != file.parent.resolve():
-        warn(f"this run was started in {values.get('output_dir')}. It continues in the folder of its configuration")
-    values["output_dir"] = str(file.parent)
+    started = settings.get("output_dir", Setting("output_dir", ""))
+    if Path(started.value).resolve() != file.parent.resolve():
+        warn(f"this run was started in {started.value}. It continues in the folder of its configuration")
+    settings["output_dir"] = started._replace(value=str(file.parent))
 
 
 def _for_device(device: str | None, arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -219,32 +225,32 @@ def _for_device(device: str | None, arguments: Mapping[str, Any]) -> dict[str, A
 
 
 @contextmanager
-def _located(section: str, places: Mapping[str, str]) -> Iterator[None]:
+def _located(section: str, settings: Mapping[str, Setting]) -> Iterator[None]:
     """Begins an error about an option of a section, which begins with the option, with the file and line of it."""
     try:
         yield
     except LowmemError as error:
         option = re.split(r"\W", str(error), maxsplit=1)[0]
-        place = places.get(f"{section}.{option}", "").removeprefix("--")
+        setting = settings.get(f"{section}.{option}")
+        place = "" if setting is None else setting.place.removeprefix("--")
         raise type(error)(f"{place}{section}: {error}") from error
 
 
-def _check_values(values: Mapping[str, Any], places: Mapping[str, str]) -> None:
+def _check(settings: Mapping[str, Setting]) -> None:
     """Raises `ConfigError` for secrets, and for values that libraries accept although they make no sense."""
-    for key in secrets.find(_plain(dict(values))):
-        raise ConfigError(
-            f"{places[key[0]]}{key[0]} contains a password or token, and arguments are written into output_dir. Omit "
-            "it, and set the environment variable of the service, such as HF_TOKEN"
-        )
-    if values.get("datasets") and values.get("dataset_name"):
-        raise ConfigError(
-            f"{places['dataset_name']}dataset_name has no effect together with datasets. Omit one of them"
-        )
-    for name, value in values.items():
+    for name, setting in settings.items():
+        if secrets.contained(name, _plain(setting.value)):
+            raise ConfigError(
+                f"{setting} contains a password or token, and arguments are written into output_dir. Omit it, and set "
+                "the environment variable of the service, such as HF_TOKEN"
+            )
+    if all(name in settings and settings[name].value for name in ("datasets", "dataset_name")):
+        raise ConfigError(f"{settings['dataset_name']} has no effect together with datasets. Omit one of them")
+    for name, setting in settings.items():
         try:
-            check_number(name, value)
+            check_number(name, setting.value)
         except ConfigError as error:
-            raise ConfigError(f"{places.get(name, '')}{error}") from None
+            raise ConfigError(f"{setting.place}{error}") from None
 
 
 def _plain(value: Any) -> Any:

@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 _BLANK = "***"
@@ -19,9 +19,8 @@ _KEY = re.compile(_NAME, re.IGNORECASE)
 # Values that services give out, and the part of a URL before the host.
 _VALUE = re.compile(
     r"(?<![A-Za-z0-9])(?:hf_[A-Za-z0-9]{16,}|sk-[\w-]{16,}|gh[pousr]_[A-Za-z0-9]{20,}|xox[abprs]-[\w-]{10,}"
-    r"|AKIA[A-Z0-9]{16}|AIza[\w-]{30,})"
+    r"|AKIA[A-Z0-9]{16}|AIza[\w-]{30,})|(?<=\w://)[^/\s@'\"]+(?=@)"
 )
-_URL = re.compile(r"(\w+://)[^/\s@'\"]+@")
 _SHORTEST = 8  # characters of an environment variable that is blanked; shorter words occur by themselves
 _ASSIGNED = re.compile(rf"({_NAME}[\"']?\s*[=:]\s*)(\"[^\"]*\"|'[^']*'|[^\s,;}}\])\"']+)", re.IGNORECASE)
 
@@ -42,22 +41,20 @@ def redacted(text: str) -> str:
     """
     for value in (*_environment(), *_HIDDEN):
         text = text.replace(value, _BLANK)
-    text = _URL.sub(rf"\1{_BLANK}@", _VALUE.sub(_BLANK, text))
-    return _ASSIGNED.sub(lambda match: match[1] + _BLANK, text)
+    return _ASSIGNED.sub(lambda match: match[1] + _BLANK, _VALUE.sub(_BLANK, text))
 
 
-def find(value: Any, key: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """The keys of all credentials in a configuration."""
-    if isinstance(value, dict):
-        for name, item in value.items():
-            yield from find(item, (*key, str(name)))
-    elif isinstance(value, list):
-        for index, item in enumerate(value):
-            yield from find(item, (*key, str(index)))
-    elif isinstance(value, str):
-        named = value and any(_KEY.fullmatch(part[-100:]) for part in key)
-        if named or _VALUE.search(value) or _URL.search(value) or any(known in value for known in _environment()):
-            yield key
+def contained(name: str, value: Any) -> bool:
+    """Returns whether a value of a configuration, or an item of it, is a credential by its name or by itself."""
+    if isinstance(value, dict):  # an item is named by its key, and by the keys around it
+        secret = _KEY.fullmatch(name[-100:])
+        return any(contained(name if secret else str(key), item) for key, item in value.items())
+    if isinstance(value, list):
+        return any(contained(name, item) for item in value)
+    if not isinstance(value, str) or not value:
+        return False
+    known = any(part in value for part in _environment())
+    return known or bool(_VALUE.search(value) or _KEY.fullmatch(name[-100:]))
 
 
 def _environment() -> list[str]:

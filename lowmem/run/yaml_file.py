@@ -3,7 +3,7 @@
 import argparse
 import os
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,12 +21,17 @@ SECTIONS: dict[str, Any] = {"fused": FusedConfig, "layers": LayersConfig}
 _LONGEST = 100_000
 
 
-class Entry(NamedTuple):
-    """One key of a YAML file: its value, the texts of its scalars (None if it is nested), and its file and line."""
+class Setting(NamedTuple):
+    """An argument that is set: its name, its value, and where: file and line, or "--". As a string, place and name."""
 
+    name: str
     value: Any
-    texts: list[str] | None
-    place: str
+    place: str = "--"
+    texts: list[str] | None = None
+    """The scalars of a value in a YAML file, as they are written; None if it is nested."""
+
+    def __str__(self) -> str:
+        return f"{self.place}{self.name}"
 
 
 class Loader(yaml.SafeLoader):
@@ -74,7 +79,7 @@ def yaml_value(text: str) -> Any:
         raise argparse.ArgumentTypeError(f"{text[:100]!r} is not YAML{_problem(error)}") from error
 
 
-def configured(argv: Sequence[str]) -> tuple[Path | None, Any, dict[str, Entry]]:
+def configured(argv: Sequence[str]) -> tuple[Path | None, Any, dict[str, Setting]]:
     """Returns the YAML file of a command line, the rule that the command line sets, and the keys of the file. Sets the
     environment variables of its section `env`, as TRL does. Libraries read some of them when they are imported.
 
@@ -85,20 +90,20 @@ def configured(argv: Sequence[str]) -> tuple[Path | None, Any, dict[str, Entry]]
     parser.add_argument("--config", type=Path, nargs="?")
     parser.add_argument("--fused.rule", dest="rule", nargs="?")
     options, _ = parser.parse_known_args(list(argv))
-    entries = {} if options.config is None else _read(options.config)
-    if (env := entries.pop("env", None)) is not None:
+    settings = {} if options.config is None else _read(options.config)
+    if (env := settings.pop("env", None)) is not None:
         if not isinstance(env.value, dict):
-            raise ConfigError(f"{env.place}env: expected names and values of environment variables")
+            raise ConfigError(f"{env}: expected names and values of environment variables")
         variables = {str(name): str(value) for name, value in env.value.items()}
         try:
             os.environ.update(variables)
         except (OSError, ValueError) as error:
-            raise ConfigError(f"{env.place}env: a variable cannot be set: {error}") from error
+            raise ConfigError(f"{env}: a variable cannot be set: {error}") from error
         secrets.hide(variables.values())  # no file has their values
-    return options.config, options.rule, entries
+    return options.config, options.rule, settings
 
 
-def _read(path: Path) -> dict[str, Entry]:
+def _read(path: Path) -> dict[str, Setting]:
     """Reads the keys of a YAML file. A key in one of the sections is named `section.key`.
 
     Raises:
@@ -110,26 +115,25 @@ def _read(path: Path) -> dict[str, Entry]:
         if not isinstance(node, yaml.MappingNode):
             raise ConfigError(f"{path}: expected keys and values, such as 'learning_rate: 1e-3'")
         loader.construct_mapping(node, deep=True)
-        return dict(_entries(node, loader, path, SECTIONS))
+        return {setting.name: setting for setting in _settings(node, loader, path)}
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
     except (yaml.YAMLError, RecursionError) as error:
         raise ConfigError(f"{path}{_problem(error)}") from error
 
 
-def _entries(node: Any, loader: Loader, path: Path, sections: Collection[str]) -> Iterator[tuple[str, Entry]]:
+def _settings(node: Any, loader: Loader, path: Path, section: str = "") -> Iterator[Setting]:
     for key, value in node.value:
-        place = f"{path}, line {key.start_mark.line + 1}: "
-        if key.value not in sections:
+        setting = Setting(f"{section}{key.value}", None, f"{path}, line {key.start_mark.line + 1}: ")
+        if setting.name not in SECTIONS:
             nodes = value.value if isinstance(value, yaml.SequenceNode) else [value]
             scalars = all(isinstance(item, yaml.ScalarNode) for item in nodes)
             texts = [item.value for item in nodes] if scalars else None
-            yield key.value, Entry(loader.construct_object(value, deep=True), texts, place)
+            yield setting._replace(value=loader.construct_object(value, deep=True), texts=texts)
         elif isinstance(value, yaml.MappingNode):
-            for name, entry in _entries(value, loader, path, ()):
-                yield f"{key.value}.{name}", entry
+            yield from _settings(value, loader, path, f"{key.value}.")
         else:
-            raise ConfigError(f"{place}{key.value} is a section. Write its options below it, indented")
+            raise ConfigError(f"{setting} is a section. Write its options below it, indented")
 
 
 def _problem(error: Any) -> str:
