@@ -30,7 +30,7 @@ from lowmem.run.boundary import is_out_of_memory, reason
 from lowmem.run.environment import versions
 from lowmem.run.memory import state_bytes
 from lowmem.run.secrets import redacted
-from lowmem.run.terminal import err, out, print_topics, rank, stage
+from lowmem.run.terminal import err, out, print_topics, rank, size, stage
 from lowmem.run.yaml_file import configured
 from lowmem.tiles import storage
 
@@ -136,12 +136,10 @@ def _parser() -> argparse.ArgumentParser:
 
 def train(command: argparse.Namespace, rest: Sequence[str]) -> int:
     """`lowmem sft` and the other training commands."""
-    with stage("starting"):
-        configured(rest)  # sets environment variables before libraries are imported
-        _quiet()
-        from lowmem.run import training
-        from lowmem.run.recipe import parse
-    stopped = training.train(parse(command.training, rest))
+    recipe = _recipe(command, rest)
+    from lowmem.run import training
+
+    stopped = training.train(recipe)
     return 0 if stopped is None else 128 + stopped
 
 
@@ -171,7 +169,6 @@ def plan(command: argparse.Namespace, rest: Sequence[str]) -> int:
     """`lowmem plan`."""
     recipe = _recipe(command, rest, _plan_options)
     from lowmem.run import plan as planning
-    from lowmem.run.pictures import size
 
     options, device = recipe.options, recipe.device or "gpu"
     memory = None if options.memory is None else parse_bytes(options.memory, "--memory")
@@ -194,13 +191,13 @@ def plan(command: argparse.Namespace, rest: Sequence[str]) -> int:
     return 0 if fits else 1
 
 
-def _recipe(command: argparse.Namespace, rest: Sequence[str], options: Callable[[Any], None]) -> "Recipe":
-    """The recipe of a training command for the device that `--device` names."""
+def _recipe(command: argparse.Namespace, rest: Sequence[str], options: Callable[[Any], None] | None = None) -> "Recipe":
+    """The recipe of a training command for this machine; with further options, for the device that `--device` names."""
     with stage("starting"):
-        configured(rest)
+        configured(rest)  # sets environment variables before libraries are imported
         _quiet()
         from lowmem.run.recipe import parse
-    return parse(command.training, rest, device="gpu", more=options)
+    return parse(command.training, rest, device=None if options is None else "gpu", more=options)
 
 
 def _inspect_options(parser: Any) -> None:
@@ -219,7 +216,6 @@ def _plan_options(parser: Any) -> None:
 def _ways(recipe: "Recipe", memory: int) -> dict[str, int]:
     """Plans arguments that reduce memory, one by one and, if none is enough, together: argument → bytes at the peak."""
     from lowmem.run import plan as planning
-    from lowmem.run.pictures import size
 
     peaks: dict[str, int] = {}
 
@@ -255,8 +251,6 @@ def _table(*headings: str, numbers: Sequence[str]) -> Table:
 
 
 def _step_table(step: "StepMemory") -> Table:
-    from lowmem.run.pictures import size
-
     table = _table(f"peak, in {step.during}", "memory", "", numbers=["memory"])
     for kind, nbytes in step.items.items():
         largest = (f"{tensor}: {size(part)}" for tensor, part in step.temporaries if part >= nbytes / 10)

@@ -38,11 +38,6 @@ def draw(folder: Path, records: list[Record]) -> None:
     write_file(folder / "loss.png", png.getvalue())
 
 
-def size(nbytes: float) -> str:
-    """Returns an amount of memory as text, such as 1.50 GiB."""
-    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.2f} MiB"
-
-
 def _smoothed(values: list[float]) -> np.ndarray[Any, Any]:
     """A centered Gaussian average, about a twentieth of the run wide, which leaves out NaN."""
     finite = np.isfinite(values)

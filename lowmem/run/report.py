@@ -19,7 +19,8 @@ from lowmem.errors import LowmemError
 from lowmem.files import writing
 from lowmem.placements import nbytes
 from lowmem.run.metrics import DOMINANT, METRICS, Record, json_line, main_metric, write_metrics
-from lowmem.run.pictures import draw, size
+from lowmem.run.pictures import draw
+from lowmem.run.terminal import size
 
 # Metrics of an evaluation that a log line leaves out.
 _TIMING = ("runtime", "samples_per_second", "steps_per_second", "num_tokens")

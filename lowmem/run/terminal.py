@@ -37,6 +37,11 @@ def stage(activity: str) -> Iterator[None]:
         yield
 
 
+def size(nbytes: float) -> str:
+    """Returns an amount of memory as text, such as 1.50 GiB."""
+    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.2f} MiB"
+
+
 def print_topics(topics: dict[str, str]) -> None:
     for topic, text in topics.items():
         out.print(f"{topic:10} {text}", soft_wrap=True)

@@ -3,7 +3,7 @@
 import shlex
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,7 @@ def train(recipe: Recipe) -> int | None:
         trainer.add_callback(beginning)
         trainer.add_callback(stop)
         with report.RunReport(folder.path, out).attached(trainer):
-            with stop.handling(), beginning.blamed():
+            with stop.handling(), beginning.blaming:
                 trainer.train(resume_from_checkpoint=checkpoint)
             beginning.on_step_end()  # also if no step was left to train
             if stop.number is None:
@@ -78,31 +78,22 @@ def _require_metric(trainer: Any) -> None:
 
 
 class _Beginning(TrainerCallback):  # type: ignore[misc]
-    """Writes the configuration when the first step is complete. Until the first step begins, what libraries raise is
-    about the arguments.
+    """Writes the configuration when the first step is complete. Until the first step begins, errors of libraries in
+    `blaming` are about the arguments.
     """
 
     def __init__(self, recipe: Recipe, folder: RunFolder) -> None:
-        self.recipe, self.folder = recipe, folder
-        self.training = self.written = False
+        self.recipe, self.folder, self.written = recipe, folder, False
+        self.blaming = ExitStack()
+        self.blaming.enter_context(blaming(recipe.place_of(type(recipe.training))))
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
-        self.training = True
+        self.blaming.pop_all()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         if not self.written:
             self.folder.write_config(self.recipe)
         self.written = True
-
-    @contextmanager
-    def blamed(self) -> Iterator[None]:
-        try:
-            yield
-        except Exception:
-            if self.training:
-                raise
-            with blaming(self.recipe.place_of(type(self.recipe.training))):
-                raise
 
 
 class _StopOnSignal(TrainerCallback):  # type: ignore[misc]
