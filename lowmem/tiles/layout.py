@@ -97,8 +97,8 @@ class Rect(NamedTuple):
     @property
     def size(self) -> tuple[int, int, int]:
         """The size [b, r, c]."""
-        batch, rows, cols = (side.stop - side.start for side in self)
-        return batch, rows, cols
+        batch, rows, cols = self
+        return batch.stop - batch.start, rows.stop - rows.start, cols.stop - cols.start
 
 
 def _cut(side: slice, length: int) -> Iterator[slice]:

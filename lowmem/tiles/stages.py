@@ -73,7 +73,7 @@ class Code:
 
     def __call__(self, args: Arguments) -> dict[Any, Tensor]:
         assert self._run is not None
-        return dict(zip(self.results, self._run(*(args[name] for name in self._example)), strict=True))
+        return dict(zip(self.results, self._run(*[args[name] for name in self._example]), strict=True))
 
 
 class TileCode:

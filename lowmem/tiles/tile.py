@@ -30,7 +30,7 @@ DIMS = {
 
 def extent(kind: str, shape: Sequence[Any]) -> tuple[Any, ...]:
     """Returns the shape of a vector of this kind for a parameter [B, R, C] or a tile [b, r, c]; () for other kinds."""
-    return tuple(shape[d] for d in DIMS.get(kind, ()))
+    return tuple([shape[d] for d in DIMS.get(kind, ())])
 
 
 @dataclass
