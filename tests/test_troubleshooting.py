@@ -17,7 +17,7 @@ from lowmem.errors import LowmemError
 from lowmem.hf import processes
 from lowmem.run.plan import NOT_COUNTED
 
-MARK = re.compile(r'mark\.troubleshooting\(\s*"(.*)"')
+MARK = re.compile(r'(?:mark\.troubleshooting|explained)\(\s*"(.*?)"')
 
 
 @pytest.fixture

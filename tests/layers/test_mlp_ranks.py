@@ -15,8 +15,8 @@ def mine(ids):
 
 
 def made_sharded(rank):
-    """What comes of whole and of tiled MLPs."""
-    return [train(zero3(rank, lambda tile=tile: make(mlp_tile=tile)), mine, {}, "as told") for tile in (None, 8)]
+    """Results of whole and of tiled MLPs."""
+    return [train(zero3(rank, lambda tile=tile: make(mlp_tile=tile)), mine, {}, "usual") for tile in (None, 8)]
 
 
 def test_zero3_from_the_start(two):
@@ -47,8 +47,8 @@ def sharded_mlps(rank):
     model = make(mlp_tile=8)
     for layer in model.model.layers:
         fully_shard(layer.mlp)
-    return train(fully_shard(model), mine, {"rule": "lomo"}, "as told")
+    return train(fully_shard(model), mine, {"rule": "lomo"}, "usual")
 
 
 def test_separately_sharded_mlps(two):
-    assert_as_one_device(two.run(sharded_mlps), train(make(), lambda ids: ids, {"rule": "lomo"}, "as told"))
+    assert_as_one_device(two.run(sharded_mlps), train(make(), lambda ids: ids, {"rule": "lomo"}, "usual"))

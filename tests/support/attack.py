@@ -6,7 +6,6 @@ and norms are compared, and at the end the states of the optimizer.
 """
 
 import copy
-import io
 import math
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from typing import Any
 
 import torch
 from support.devices import seeded
+from support.nets import through_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_, get_total_norm
@@ -93,7 +93,7 @@ class Settings:
     inputs: str = "all"  # of backward(inputs=...)
     by_step: bool = False  # step() ends a step
     scheduler: str | None = None
-    guard: bool = False  # parameters lie between memory that nobody may write to
+    guard: bool = False  # parameters lie between memory that must not be written to
     events: tuple[tuple[int, str], ...] = ()  # before which step
 
     @property
@@ -114,7 +114,7 @@ class Settings:
 
     @property
     def hyper(self) -> dict[str, Any]:
-        """Hyperparameters of the rule, made at each call."""
+        """Hyperparameters of the rule, new objects at each call."""
         hyper = dict(HYPER[self.rule])
         if self.as_list and "betas" in hyper:
             hyper["betas"] = list(hyper["betas"])
@@ -230,13 +230,13 @@ class Batch:
 
 
 def batches(s: Settings, step: int, factor: float = 1.0) -> list[Batch]:
-    source, size, made = seeded(step), (2, s.tokens), []
+    source, size, micro_batches = seeded(step), (2, s.tokens), []
     for n in range(s.accumulation):
         ids, labels = (torch.randint(s.vocabulary, size, generator=source) for _ in range(2))
         labels[1, -1] = -100
         seldom = bool(torch.randint(2, (), generator=source))
-        made.append(Batch(ids, labels, seldom, 10 * step + n, factor / s.accumulation))
-    return made
+        micro_batches.append(Batch(ids, labels, seldom, 10 * step + n, factor / s.accumulation))
+    return micro_batches
 
 
 def guard(net: nn.Module) -> list[Tensor]:
@@ -453,12 +453,11 @@ class Fused(Loop):
 
     def save(self) -> None:
         """Continues with another optimizer, whose constructor got another seed."""
-        file = io.BytesIO()
-        torch.save(self.optimizer.state_dict(), file)
+        saved = through_file(self.optimizer.state_dict())
         self.optimizer.remove()
         self.optimizer = self.make(seed=9)
         scheduler, self.scheduler = self.scheduler, self.schedule()
-        self.optimizer.load_state_dict(torch.load(io.BytesIO(file.getvalue())))
+        self.optimizer.load_state_dict(saved)
         self.scheduler.load_state_dict(scheduler.state_dict())
 
     def backward(self, batch: Batch, number: int) -> Tensor:

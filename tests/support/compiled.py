@@ -2,6 +2,7 @@
 
 import os
 
+import pytest
 import torch
 
 FORCED = bool(os.environ.get("LOWMEM_COMPILED"))
@@ -15,6 +16,14 @@ def force() -> None:
 
     compiled.COMPILE_FROM = 0
     updates.SMALL = 0
+
+
+def compiles(test):
+    """Mark of tests that compile."""
+    from lowmem.step.compiled import has_compiler
+
+    test = pytest.mark.skipif(not has_compiler("cpu"), reason="no C++ compiler")(test)
+    return pytest.mark.cpu_only("the simulated GPU has no compiler")(test)
 
 
 def equal(one: torch.Tensor, other: torch.Tensor) -> bool:

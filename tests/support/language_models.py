@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.devices import seeded
-from support.shards import SHARDS, by_layer, whole_first
+from support.nets import assert_same
+from support.shards import KINDS, by_layer, whole_first
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
@@ -57,11 +58,7 @@ def mixed(rank, make):
     return by_layer(rank, make, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
 
 
-def replicated(rank, make):
-    return make()
-
-
-SHARED = {**SHARDS, "replicated": replicated, "zero3": whole_first,
+SHARED = {**KINDS, "zero3": whole_first,
           "by layer": by_layer, "root": at_the_root, "hybrid": hybrid,
           "kept after backward": kept_after_backward, "mixed": mixed}  # fmt: skip
 LITTLE = {"stage3_max_live_parameters": 2000, "stage3_max_reuse_distance": 1000, "stage3_prefetch_bucket_size": 3000,
@@ -89,7 +86,7 @@ def plain(net, opt, rows_of, step):
     loss_of(net, rows_of(batch(step))).backward()
 
 
-def as_told(net, opt, rows_of, step):
+def usual(net, opt, rows_of, step):
     opt.backward(loss_of(net, rows_of(batch(step))))
 
 
@@ -114,16 +111,16 @@ def in_parts(net, opt, rows_of, step):
 def part_frozen(net, opt, rows_of, step):
     net.model.layers[1].requires_grad_(step not in (2, 3))
     net.model.embed_tokens.requires_grad_(step >= 1)
-    as_told(net, opt, rows_of, step)
+    usual(net, opt, rows_of, step)
 
 
 def part_skipped(net, opt, rows_of, step):
     net.model.config.num_hidden_layers = 2 if step in (3, 4) else 3
-    as_told(net, opt, rows_of, step)
+    usual(net, opt, rows_of, step)
     net.model.config.num_hidden_layers = 3
 
 
-LOOPS = {"plain": plain, "as told": as_told, "with scores": with_scores, "in parts": in_parts,
+LOOPS = {"plain": plain, "usual": usual, "with scores": with_scores, "in parts": in_parts,
          "part frozen": part_frozen, "part skipped": part_skipped}  # fmt: skip
 
 
@@ -151,15 +148,16 @@ def on_one_device(case):
     return train(make(**{**model, "mlp_tile": None}), lambda ids: ids, settings, loop)
 
 
-def both(ranks, kind, model, settings, loop="as told", options=None):
+def both(ranks, kind, model, settings, loop="usual", options=None):
     results = ranks.run(shared, kind, model, settings, loop, options or {})
     return results, on_one_device(pickle.dumps((model, settings, loop)))
 
 
 def assert_as_one_device(results, alone, tolerance=1e-5):
     for weights, scores, norms in results:
-        for name, weight in weights.items():
-            assert torch.equal(weight, results[0][0][name]), name
-            torch.testing.assert_close(weight, alone[0][name], rtol=tolerance, atol=tolerance, msg=name)
-        assert scores == pytest.approx(alone[1], rel=tolerance)  # by what is computed with, not by what is stored
+        assert_same(weights, results[0][0])
+        torch.testing.assert_close(weights, alone[0], rtol=tolerance, atol=tolerance)
+        assert scores == pytest.approx(
+            alone[1], rel=tolerance
+        )  # of the weights that are computed with, not of the stored ones
         assert norms == pytest.approx(alone[2], rel=10 * tolerance)

@@ -1,9 +1,17 @@
-"""Models that several tests train, data for them, and what tests ask of any model: its weights, and its memory."""
+"""Models that several tests train, their data, weights, states and memory."""
+
+import io
 
 import torch
 from support.devices import seeded
 from torch.distributed._tools.mem_tracker import MemTracker
+from torch.nn.utils import clip_grad_norm_
 from torch.utils.checkpoint import checkpoint
+
+from lowmem import placements
+from lowmem.rules import Lomo
+from lowmem.step.record import ParamRecord
+from lowmem.tiles.layout import Span
 
 STEPS = 10
 ROWS = 6  # a step, over all ranks: 6, 3 or 2 each
@@ -35,6 +43,31 @@ class Net(torch.nn.Module):
         return torch.nn.functional.cross_entropy(logits, ids[:, -1])
 
 
+class TwoLayers(torch.nn.Module):
+    """TwoLayers layers, `first` and `last`, of these sizes."""
+
+    def __init__(self, *sizes):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = (torch.nn.Linear(*sizes[n : n + 2]) for n in range(2))
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.first(x))).square().mean()
+
+
+class Chain(torch.nn.Module):
+    """One layer after the other."""
+
+    def __init__(self, *layers):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(layers)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.square().sum()
+
+
 class Layers(torch.nn.Module):
     """Layers of one shape that are taken in any order, or not at all."""
 
@@ -61,12 +94,50 @@ def data():
 
 
 def give_gradients(opt, *pairs):
-    """`opt.backward` of a float32 loss whose gradients are just those given, as (parameter, gradient) pairs."""
-    return opt.backward(torch.stack([(param * grad).sum().float() for param, grad in pairs]).sum())
+    """`opt.backward` of a float32 loss with exactly these gradients, as (parameter, gradient or None) pairs."""
+    terms = [(param * grad).sum().float() for param, grad in pairs if grad is not None]
+    return opt.backward(torch.stack(terms).sum())
+
+
+def through_file(thing, **options):
+    """Saves with `torch.save`, and loads."""
+    file = io.BytesIO()
+    torch.save(thing, file)
+    return torch.load(io.BytesIO(file.getvalue()), **options)
+
+
+def plain_step(opt, *losses, clip_norm=None):
+    """A step of an ordinary optimizer on the gradients of all losses. Returns their norm if it clips them."""
+    for loss in losses:
+        loss.backward()
+    params = [param for group in opt.param_groups for param in group["params"]]
+    norm = None if clip_norm is None else clip_grad_norm_(params, clip_norm)
+    opt.step()
+    opt.zero_grad()
+    return norm
+
+
+def records_of(*params):
+    """Records of parameters, called p0, p1, ..., for parts of a step without an optimizer."""
+    spans = [Span(tuple(param.shape), 0, param.numel(), param.numel()) for param in params]
+    return [ParamRecord(f"p{n}", p, span, {}, Lomo()) for n, (p, span) in enumerate(zip(params, spans, strict=True))]
 
 
 def weights(*nets):
     return [param.detach().clone() for net in nets for param in net.parameters()]
+
+
+def full_weights(net):
+    """Copies of the weights by name, of all ranks if parameters are sharded."""
+    return {name: placements.full_tensor(param).clone() for name, param in net.named_parameters()}
+
+
+def states(opt):
+    """Copies of all states, by the name of their parameter and their own: "weight/exp_avg"."""
+    saved = opt.named_state_dict()["state"]
+    return {
+        f"{owner}/{name}": torch.as_tensor(state).clone() for owner, of in saved.items() for name, state in of.items()
+    }
 
 
 def same(one, other):

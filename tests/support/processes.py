@@ -37,7 +37,7 @@ CONTEXT.set_forkserver_preload(
 
 
 def sketch(figure: Figure, file: BinaryIO, **options: Any) -> None:
-    """For `Figure.savefig` where pictures are not the point: what is drawn takes longer than a small run."""
+    """For `Figure.savefig` where pictures are not the point: drawing takes longer than a small run."""
     file.write(b"\x89PNG\r\n\x1a\n")
 
 
@@ -48,7 +48,7 @@ def free_port() -> int:
 
 
 class Launched:
-    """Processes that each run `python -m` with words of their own, in an environment of their own, and draw nothing.
+    """Processes that each run `python -m` with their words and environment, and draw nothing.
 
     Standard output and standard error go to files.
     """
@@ -79,7 +79,7 @@ class Launched:
         return str(Path(self._folder.name) / f"{kind}{rank}")
 
     def output(self, kind: str = "out") -> str:
-        """What all processes have written so far; `kind` is out or err."""
+        """The output of all processes so far; `kind` is out or err."""
         files = (Path(self._file(kind, rank)) for rank in range(len(self.processes)))
         return "".join(file.read_text() for file in files if file.exists())
 
@@ -92,7 +92,7 @@ class Launched:
             time.sleep(0.05)
 
     def finish(self) -> subprocess.CompletedProcess[str]:
-        """Waits for all processes; the status is that of the first that failed."""
+        """Waits for all processes; the status is the status of the first that failed."""
         end, failed = time.monotonic() + PATIENCE, 0
         running = {process.sentinel: process for process in self.processes}
         while running and (left := end - time.monotonic()) > 0:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from support import compiled
 from support.processes import CONTEXT, PATIENCE
 
-# What DeepSpeed's zero.Init replaces for the rest of the process.
+# DeepSpeed's zero.Init replaces it for the rest of the process.
 LINEAR = torch.nn.functional.linear
 
 # Seconds that the other ranks have to answer after one has failed: they may wait for it.
@@ -41,7 +41,7 @@ class Ranks:
             child.close()  # so that a rank that dies closes its pipe
 
     def run(self, function, *args):
-        """What `function(rank, *args)` returns on each rank, in their order.
+        """Returns the results of `function(rank, *args)` in the order of the ranks.
 
         Raises:
             RankError: it raised on a rank, or hung.
@@ -90,5 +90,5 @@ def _serve(rank: int, count: int, store: str, end: Connection) -> None:
         torch.nn.functional.linear = LINEAR
         try:
             end.send((True, function(rank, *args)))
-        except BaseException:  # pytest.raises raises one that is no Exception
+        except BaseException:  # pytest.raises raises one that is not an Exception
             end.send((False, traceback.format_exc()))

@@ -58,7 +58,7 @@ DATA = {
 GENERATION = {"num_generations": 2, "max_completion_length": 4}
 
 
-# A data set with a configuration for each command, as those of the Hub have.
+# A data set with a configuration for each command, as data sets of the Hub have.
 ZEN: dict[str, list[dict[str, Any]]] = {
     "language_modeling": FILES["texts.jsonl"],
     "prompt_completion": [{"prompt": "the", "completion": text[3:]} for text in SENTENCES],
@@ -140,7 +140,7 @@ def write(folder: Path, command: str = "sft", **changes: Any) -> Path:
 
 
 def lowmem(*words: object) -> Ended:
-    """A command in this process. Raises what is no exit."""
+    """A command in this process. Raises its exceptions except SystemExit."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:

@@ -8,10 +8,9 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.distributed as dist
-from support.nets import Net, data
+from support.nets import Net, assert_same, data, full_weights
 
 import lowmem
-from lowmem import placements
 from lowmem.rules.rule import TABLE
 
 RULES = [*sorted(TABLE), "torch.optim.AdamW"]
@@ -95,7 +94,12 @@ def by_layer(rank, make, **options):
     return fully_shard(model, **options)
 
 
+def replicated(rank, make):
+    return make()
+
+
 SHARDS = {"zero3": zero3, "fsdp2": fsdp2}
+KINDS = {"replicated": replicated, **SHARDS}
 
 
 def make():
@@ -122,8 +126,8 @@ def train(net, rows_of, settings, micro_batches=1, batches=None):
                 opt.backward(loss())
     report = opt.last_step
     return {
-        "weights": {name: placements.full_tensor(param).clone() for name, param in net.named_parameters()},
-        "told": (report.step, report.names, report.grad_norm.item()),
+        "weights": full_weights(net),
+        "report": (report.step, report.names, report.grad_norm.item()),
         "factor": None if report.clip_coef is None else report.clip_coef.item(),
         "placement": opt.placement,
     }
@@ -147,12 +151,11 @@ def assert_as_one_device(results, kind, settings, micro_batches=1):
 def assert_alike(results, kind, alone):
     for rank in results:
         assert rank["placement"] == kind
-        for name, weight in rank["weights"].items():
-            assert torch.equal(weight, results[0]["weights"][name]), name
-            # sums over rows and elements are taken in another order
-            torch.testing.assert_close(weight, alone["weights"][name], rtol=1e-5, atol=1e-5, msg=name)
-        assert rank["told"][:2] == alone["told"][:2]
-        assert rank["told"][2] == pytest.approx(alone["told"][2], rel=1e-4)
+        assert_same(rank["weights"], results[0]["weights"])
+        # sums over rows and elements are taken in another order
+        torch.testing.assert_close(rank["weights"], alone["weights"], rtol=1e-5, atol=1e-5)
+        assert rank["report"][:2] == alone["report"][:2]
+        assert rank["report"][2] == pytest.approx(alone["report"][2], rel=1e-4)
         assert (rank["factor"] is None) == (alone["factor"] is None)
         assert alone["factor"] is None or rank["factor"] == pytest.approx(alone["factor"], rel=1e-4)
 

@@ -1,4 +1,4 @@
-"""Trainers of transformers and TRL, each with a tiny model and data that suit it: what a row of a table builds."""
+"""Trainers of transformers and TRL, each with a tiny model and data that suit it: one per row of a table."""
 
 import os
 from collections.abc import Callable

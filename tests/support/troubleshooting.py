@@ -9,7 +9,10 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 from unittest import mock
+
+import pytest
 
 from lowmem.errors import LowmemError
 
@@ -17,10 +20,15 @@ PAGE = (Path(__file__).parents[2] / "docs" / "how-to" / "troubleshooting.md").re
 HEADINGS = re.findall(r"^### (.+)$", PAGE, re.MULTILINE)
 
 
+def explained(words: str, *values: Any) -> Any:
+    """A row of a parametrized test that carries a heading, by its first words."""
+    return pytest.param(*values, marks=pytest.mark.troubleshooting(words))
+
+
 def heading(words: str) -> str:
     """The one heading that begins with these words."""
-    (found,) = (each for each in HEADINGS if each.strip("`").startswith(words))
-    return found
+    (match,) = (each for each in HEADINGS if each.strip("`").startswith(words))
+    return match
 
 
 def quotes(words: str, message: str) -> bool:

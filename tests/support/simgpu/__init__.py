@@ -121,25 +121,25 @@ events: list[Event] = []
 @contextmanager
 def watch(*kinds: str) -> Iterator[list[Event]]:
     """Yields a list, which has the events of these kinds (all by default) that happened inside once it is left."""
-    first, found = len(events), []
+    first, inside = len(events), []
     try:
-        yield found
+        yield inside
     finally:
-        found += [event for event in events[first:] if not kinds or event.kind in kinds]
+        inside += [event for event in events[first:] if not kinds or event.kind in kinds]
 
 
 @contextmanager
 def provoke(*kinds: str) -> Iterator[list[Event]]:
     """As `watch`, for faults on purpose: nobody else is told of these events."""
     first = len(events)
-    with watch(*kinds) as found:
-        yield found
+    with watch(*kinds) as inside:
+        yield inside
     events[first:] = [event for event in events[first:] if event.kind not in kinds]
 
 
-def summary(found: list[Event]) -> str:
+def summary(listed: list[Event]) -> str:
     """Returns a table of events with one row for each line of code and kind, the most frequent first."""
-    counts = Counter((event.kind, event.what, event.where) for event in found)
+    counts = Counter((event.kind, event.what, event.where) for event in listed)
     return "\n".join(f"{count:6d} {kind:9s} {what} @ {where}" for (kind, what, where), count in counts.most_common())
 
 
