@@ -2,15 +2,12 @@
 github.com/databricks/flashoptim), and what they do at the ends of their ranges.
 """
 
-import math
-
 import numpy as np
 import pytest
 import torch
 from support.devices import seeded
 from test_storage import LAST, MIDDLE, NUMBERS, decoded, store
 
-from lowmem.tiles import rounding
 from lowmem.tiles.storage import Compensated, Moment
 
 SIGNED = pytest.mark.parametrize("signed", [True, False], ids=["mean", "square"])
@@ -39,9 +36,6 @@ def dequantized(codes, scale, signed):
 
 def exact(tensor):
     return tensor.double().cpu().numpy()
-
-
-# -- moments -----------------------------------------------------------------------------------------------------------
 
 
 def groups_of_all_sizes(signed, count=2000):
@@ -146,34 +140,6 @@ def test_storing_a_square_again_changes_it_at_most_once():
     for _ in range(3):
         again = store(storage, storage.decode(again))
     assert all(map(torch.equal, store(storage, storage.decode(again)), again))
-
-
-@SIGNED
-def test_averages_over_many_steps(signed):
-    """3000 steps of a running mean with β = 0.999, of which one changes much less than a code: rounded at random it is
-    where float32 is, within 5 standard errors, and rounded to nearest it is not. The noise of the roundings that it
-    remembers is a sixth of the mean, at these sizes of a group.
-    """
-    source = seeded(0)
-    size = torch.rand(256, 32, generator=source) + 0.1
-    means = {"float32": torch.zeros(256, 32), "8bit": torch.zeros(256, 32), "8bit_nearest": torch.zeros(256, 32)}
-    for step in range(3000):
-        grad = size * (torch.rand(256, 32, generator=source) + 0.5)
-        word = rounding.mix(rounding.mix(torch.arange(grad.numel(), dtype=torch.int32) + step * 100_003))
-        for name, mean in means.items():
-            mean = mean * 0.999 + (grad if signed else grad**2) * 0.001
-            if name != "float32":
-                number = rounding.random_bits(word, 0, 23).view(mean.shape)
-                mean = decoded(Moment(signed, draws=name == "8bit"), mean, number)
-            means[name] = mean
-    wrong = {name: ((mean - means["float32"]) / means["float32"]) for name, mean in means.items()}
-    assert wrong["8bit"].square().mean().sqrt() < 0.2
-    for name, unbiased in (("8bit", True), ("8bit_nearest", False)):
-        limit = 5 * wrong[name].std() / math.sqrt(wrong[name].numel())
-        assert (abs(wrong[name].mean()) <= limit) == unbiased
-
-
-# -- weights with a residual -------------------------------------------------------------------------------------------
 
 
 def tails(exponent, sign, precision):

@@ -27,7 +27,7 @@ VIEWS = {
 
 @dataclass
 class InBlocks:
-    """Part of a stored gradient, so many rows at a time. It counts what is read."""
+    """A stored gradient that is read in blocks of rows, and counts its reads."""
 
     grad: Tensor
     block_rows: int
@@ -48,6 +48,7 @@ def param():
 def test_every_rectangle_equals_the_stored_gradient(view, rows, param):
     one, other = torch.randn(2, ROWS, COLS)
     computed = ComputedGradient((ROWS, COLS), param.device, [InBlocks(one, rows), InBlocks(other, ROWS)])
+    assert computed.block_rows == min(rows, ROWS)
     layout = computed.layout(view)
     full = Layout.of((ROWS, COLS), view)
     (whole,) = full.views(one + other) if len(full.rectangles) == 1 else (None,)
@@ -69,14 +70,8 @@ def test_ranges_of_elements(block, param):
     grad = torch.randn(ROWS, COLS)
     computed = ComputedGradient((ROWS, COLS), param.device, [InBlocks(grad, block)])
     padded = torch.cat([grad.view(-1), torch.zeros(100)])
-    for start, count in (
-        (0, 5),
-        (7, 30),
-        (COLS * 3, COLS),
-        (ROWS * COLS - 5, 20),
-        (ROWS * COLS + 1, 4),
-        (0, ROWS * COLS),
-    ):
+    size = ROWS * COLS
+    for start, count in ((0, 5), (7, 30), (COLS * 3, COLS), (size - 5, 20), (size + 1, 4), (0, size)):
         assert torch.equal(computed.elements(start, count), padded[start : start + count])
 
 
@@ -95,10 +90,9 @@ def test_a_sweep_can_read_a_gradient_repeatedly(view, tile, param):
     weights, sums = [param.clone(), param.clone()], []
     contribution = InBlocks(grad, block)
     computed = ComputedGradient((ROWS, COLS), param.device, [contribution])
-    for weight, read, layout in zip(
-        weights, (grad, computed), (Layout.of((ROWS, COLS), view), computed.layout(view)), strict=True
-    ):
-        sweep = Sweep(StoredTiles(layout, Held(FLOAT32, (weight,)), read, tile=tile))
+    layouts = Layout.of((ROWS, COLS), view), computed.layout(view)
+    for weight, gradient, layout in zip(weights, (grad, computed), layouts, strict=True):
+        sweep = Sweep(StoredTiles(layout, Held(FLOAT32, (weight,)), gradient, tile=tile))
         sums.append([sweep.reduce(squares) for _ in range(2)][-1])
         sweep.apply(moved)
         assert sweep.square_sums.isfinite()
@@ -123,10 +117,3 @@ def test_gradients_are_computed_where_that_saves_enough_memory(param):
     kept = torch.ones(ROWS, COLS), torch.ones(ROWS, COLS).bfloat16()
     assert saves_memory(kept, 4 * ROWS * COLS * 6)
     assert not saves_memory(kept, 4 * ROWS * COLS * 6 - 1)
-
-
-def test_a_sum_has_the_blocks_of_the_smallest(param):
-    parts = [InBlocks(torch.ones(ROWS, COLS), ROWS), InBlocks(torch.ones(ROWS, COLS), 8)]
-    both = ComputedGradient((ROWS, COLS), param.device, parts)
-    assert both.block_rows == 8
-    assert torch.equal(both.dense(torch.float32), torch.full((ROWS, COLS), 2.0))

@@ -28,7 +28,7 @@ PATIENCE = 300
 
 
 def run(script, *words, **environment):
-    """What a process prints, which must end by itself and in order."""
+    """Output of a process, which has to end by itself with status 0."""
     command = [sys.executable, "-c", script, *map(str, words)]
     environment = {**os.environ, **environment}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=PATIENCE)
@@ -252,7 +252,7 @@ def test_cuda_graphs_are_not_used(fresh):
     with config.patch({"triton.cudagraphs": True, "force_disable_caches": True}):
         opt = lowmem.FusedOptimizer(parameters(), rule="lomo", lr=1e-2, compile=True, batching=False)
         opt.backward(gradients(opt.param_groups[0]["params"], 1))
-    assert counters["inductor"]["cudagraph_skips"] == skipped  # counted where they are wanted, and there is no GPU
+    assert counters["inductor"]["cudagraph_skips"] == skipped  # counted where they are requested and there is no GPU
 
 
 def test_sizes_with_the_same_example_differ():

@@ -36,22 +36,7 @@ def test_shapes_of_states():
 def views(draw):
     shape = tuple(draw(st.lists(st.integers(1, 4), max_size=5)))
     roles = [draw(st.integers(0, 2)) for _ in shape]
-    return shape, View(*(tuple(d for d, role in enumerate(roles) if role == own) for own in range(3)))
-
-
-@given(views())
-@settings(max_examples=300)
-def test_whole_layout_covers_exactly_once(case):
-    """Its rectangles, put where they say, are the parameter with its dimensions in the view's order; none is a copy."""
-    shape, view = case
-    local = torch.arange(float(torch.Size(shape).numel())).view(shape)
-    layout = Layout.of(shape, view)
-    seen = torch.full(layout.shape, -1.0)
-    for rect, piece in zip((each.rect for each in layout.rectangles), layout.views(local), strict=True):
-        assert piece.untyped_storage().data_ptr() == local.untyped_storage().data_ptr()
-        assert (seen[rect.batch, rect.rows, rect.cols] == -1).all()
-        seen[rect.batch, rect.rows, rect.cols] = piece
-    assert torch.equal(seen, local.permute(view.batch + view.rows + view.cols).reshape(layout.shape))
+    return shape, View(*(tuple(d for d, role in enumerate(roles) if role == each) for each in range(3)))
 
 
 @pytest.mark.parametrize(
@@ -97,19 +82,20 @@ def test_large_parameter_has_tiles_of_about_the_size_asked_for():
     assert len(tiles) == 4096 * 2048 // CPU_TILE
 
 
-@given(views(), st.data())
-@settings(max_examples=500)
-def test_a_range_covers_its_elements_exactly_once(case, data):
-    """A flat piece of a parameter: its rectangles are just its elements, where they belong; none is a copy."""
+@given(views(), st.booleans(), st.data())
+@settings(max_examples=800)
+def test_a_layout_covers_its_elements_exactly_once(case, is_shard, data):
+    """Of a parameter, and of a flat shard of it: rectangles have its elements where they belong, and none is a copy."""
     shape, view = case
     whole = torch.arange(float(torch.Size(shape).numel())).view(shape)
-    start = data.draw(st.integers(0, whole.numel()))
-    stop = data.draw(st.integers(start, whole.numel()))
-    piece = whole.flatten()[start:stop].clone()
-    layout = Layout.of(shape, view, start, stop)
+    start, stop, local, layout = 0, whole.numel(), whole, Layout.of(shape, view)
+    if is_shard:
+        start = data.draw(st.integers(0, whole.numel()))
+        stop = data.draw(st.integers(start, whole.numel()))
+        local, layout = whole.flatten()[start:stop].clone(), Layout.of(shape, view, start, stop)
     seen = torch.full(layout.shape, -1.0)
-    for rect, block in zip((each.rect for each in layout.rectangles), layout.views(piece), strict=True):
-        assert block.numel() == 0 or block.untyped_storage().data_ptr() == piece.untyped_storage().data_ptr()
+    for rect, block in zip((each.rect for each in layout.rectangles), layout.views(local), strict=True):
+        assert block.numel() == 0 or block.untyped_storage().data_ptr() == local.untyped_storage().data_ptr()
         assert (seen[rect.batch, rect.rows, rect.cols] == -1).all()
         seen[rect.batch, rect.rows, rect.cols] = block
     want = whole.permute(view.batch + view.rows + view.cols).reshape(layout.shape)

@@ -46,7 +46,7 @@ FORMS = [
 
 
 def outcome(function, leaves, spec):
-    """What a function returns, what its arguments are then, and their gradients."""
+    """The results of a function, its arguments after the call, and their gradients."""
     torch.manual_seed(0)
     arguments, keywords = tree_unflatten(leaves, spec)
     result = function(*arguments, **keywords)

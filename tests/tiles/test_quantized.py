@@ -1,14 +1,15 @@
 """Quantized weights, as autograd and torch see them, compared with an ordinary matrix of their values."""
 
 import copy
-import io
 import os
 from itertools import product
 
 import pytest
 import torch
 from safetensors.torch import save_file
+from support.compiled import compiles
 from support.devices import seeded
+from support.nets import through_file
 from support.products import pairwise
 from torch import nn
 from torch.nn import functional as F
@@ -16,7 +17,6 @@ from torch.utils.checkpoint import checkpoint
 
 import lowmem
 from lowmem.layers.head import linear_cross_entropy
-from lowmem.step.compiled import has_compiler
 from lowmem.tiles.graph import Compiler
 from lowmem.tiles.quantized import QuantizedWeight, plain
 from lowmem.tiles.storage import Integer
@@ -120,9 +120,9 @@ def test_every_use_computes_the_bits_of_a_matrix(use, bits, dtype):
         for mode in (torch.no_grad, torch.inference_mode):
             with mode():
                 results[-1].append(function(x, weight))
-    for got, wanted in zip(*results, strict=True):
-        assert got.dtype == wanted.dtype
-        assert torch.equal(got, wanted)
+    for got, expected in zip(*results, strict=True):
+        assert got.dtype == expected.dtype
+        assert torch.equal(got, expected)
 
 
 @pytest.mark.parametrize("trained", [False, True])
@@ -170,11 +170,11 @@ COPIES = {
 def test_copies_keep_the_values_of_the_matrix(change, autocast, dtype):
     quantized, matrix = pair(12, dtype)
     with torch.autocast(torch.get_default_device().type, torch.bfloat16, enabled=autocast):
-        taken, wanted = (change(weight.detach()) for weight in (quantized, matrix))
+        taken, expected = (change(weight.detach()) for weight in (quantized, matrix))
     with torch.no_grad():
         quantized.copy_(torch.ones(96, 128))
-    assert taken.dtype == wanted.dtype
-    assert torch.equal(plain(taken), wanted)
+    assert taken.dtype == expected.dtype
+    assert torch.equal(plain(taken), expected)
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (128,), (96, 1), (1, 96, 128), (2, 96, 128), (128, 96), (96, 64)], ids=str)
@@ -214,8 +214,7 @@ def test_a_shard_without_rows_is_viewed_as_a_line():
     assert plain(quantized[:0]).shape == (0, 128)
 
 
-@pytest.mark.cpu_only("the simulated GPU has no compiler")
-@pytest.mark.skipif(not has_compiler("cpu"), reason="needs a C++ compiler")
+@compiles
 def test_a_strided_slice_is_decoded_by_compiled_code(monkeypatch):
     monkeypatch.setattr(QuantizedWeight, "compiled", True)
     monkeypatch.setattr(Compiler, "failure", None)
@@ -268,8 +267,8 @@ def test_a_compiled_model_computes_the_same(recwarn):
         out.square().sum().backward()
         outs.append((out, *(param.grad.clone() for param in model.parameters())))
         model.zero_grad()
-    for got, wanted in zip(*outs, strict=True):
-        torch.testing.assert_close(got, wanted)
+    for got, expected in zip(*outs, strict=True):
+        torch.testing.assert_close(got, expected)
     assert not any("trace" in str(each.message) for each in recwarn)
 
 
@@ -277,11 +276,8 @@ def test_moving_copying_and_saving_keep_every_bit(tmp_path):
     model = lowmem.quantize_(nn.Sequential(nn.Linear(128, 96), nn.Linear(96, 64)).bfloat16(), "int12", group=32)
     weight = model[0].weight
     assert model.to(weight.device)[0].weight is weight
-    buffer = io.BytesIO()
-    torch.save(model.state_dict(), buffer)
-    buffer.seek(0)
     other = lowmem.quantize_(nn.Sequential(nn.Linear(128, 96), nn.Linear(96, 64)).bfloat16(), "int12", group=32)
-    other.load_state_dict(torch.load(buffer, weights_only=True))
+    other.load_state_dict(through_file(model.state_dict()))
     for same in (copy.deepcopy(model), other):
         for mine, theirs in zip(weight.parts, same[0].weight.parts, strict=True):
             assert torch.equal(mine, theirs)

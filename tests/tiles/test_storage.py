@@ -1,4 +1,4 @@
-"""What every storage promises: one table of storages, and one test per property."""
+"""Properties of every storage: one table of storages, and one test per property."""
 
 import math
 from functools import partial

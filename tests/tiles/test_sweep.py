@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.devices import seeded
+from support.nets import Memory
 from support.products import pairwise
-from torch.distributed._tools.mem_tracker import MemTracker
 
 from lowmem.rules import resolve
 from lowmem.rules.rule import TABLE
@@ -32,8 +32,8 @@ def update(rule, shape, *, dtype=torch.bfloat16, rounding_name="nearest", steps=
     hyper = OPTIONS.get(rule, {})
     rule, source = resolve(rule), seeded(0)
     param = torch.randn(shape, generator=source).to(dtype)
-    own = rounding_name == "nearest" and rule.name == "adafactor_t2t"
-    hyper = {**rule.defaults, rule.decay: 0.01, "rounding": "auto" if own else rounding_name, **hyper}
+    rounds_itself = rounding_name == "nearest" and rule.name == "adafactor_t2t"
+    hyper = {**rule.defaults, rule.decay: 0.01, "rounding": "auto" if rounds_itself else rounding_name, **hyper}
     spec = rule.spec("w", shape, hyper)
     states = new_states(spec, shape, dtype)
     weight = storage.of_weight(rounding_name, dtype)
@@ -81,9 +81,6 @@ def assert_same_to_float32_rounding(got, want):
         torch.testing.assert_close(got_states[name], want_states[name], rtol=1e-6, atol=size)
 
 
-# -- tiles -------------------------------------------------------------------------------------------------------------
-
-
 SHAPES = [(), (1,), (300,), (7, 40), (1, 9), (9, 1), (3, 8, 10)]
 
 
@@ -122,9 +119,6 @@ def test_reduce_sums_over_tiles(shape, tile, clipped):
     close(one.square_sums, scaled.square().sum()[None])
 
 
-# -- memory and syncs --------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.cpu_only("a GPU has larger tiles")
 @pytest.mark.filterwarnings("ignore:Expected a tensor")
 @pytest.mark.parametrize("rounding_name", ROUNDINGS)
@@ -137,16 +131,13 @@ def test_temporaries_of_one_update(rule, rounding_name):
     states = new_states(spec, shape, torch.bfloat16)
     weight = storage.of_weight(rounding_name, torch.bfloat16)
     extra = [torch.zeros(shape, dtype=part.dtype) for part in weight.parts[1:]]
-    with MemTracker() as tracker:
+    with Memory() as memory:
         numbers = Scalars.of(rule.scalars(rule.defaults, 1))
         one = StoredTiles(Layout.of(shape, spec.view), Held(weight, (param, *extra)), grad, scalars=numbers)
         rule.update(Sweep(one), spec, with_storages(spec, states))
     kept = sum(tensor.untyped_storage().nbytes() for tensor in (param, grad, *extra, *states.values()))
-    peak = tracker.get_tracker_snapshot("peak")[param.device]["Total"]
-    assert kept <= peak <= kept + 8 * MIB
+    assert kept <= memory.most <= kept + 8 * MIB
 
-
-# -- more columns than int32 counts ------------------------------------------------------------------------------------
 
 MANY = 1 << 34
 
@@ -157,7 +148,7 @@ def halfway(t):
 
 
 def rounded_at(start, count=64, tile=None, key=7):
-    """What a shard that has the columns from `start` on makes of them."""
+    """The columns from `start` on, as a shard that has these columns rounds them."""
     shard = torch.zeros(count, dtype=torch.bfloat16)
     weight = Held(Float(torch.bfloat16, draws=True), (shard,))
     layout = Layout.of((MANY,), View.vector(1), start, start + count)
