@@ -15,9 +15,6 @@ from lowmem.errors import ConfigError
 make_optimizer = functools.partial(made_by, "adafactor")
 
 
-# -- options -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("kept_in", "beta1"), [("float32", 0.9), ("bfloat16", 0.8984375), ("float16", 0.89990234375)])
 @pytest.mark.parametrize("variant", ["jit", "op_by_op"])
 def test_momentum_in_16_bits(give_gradients, kept_in, beta1, variant):
@@ -58,9 +55,6 @@ def test_op_by_op_rounds_the_decayed_weight(give_gradients, dtype):
     assert not torch.equal(stored["jit"], stored["op_by_op"])
 
 
-# -- a run that goes on ------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("size", [3, 20_000])
 @pytest.mark.parametrize("plain", [False, True])
 def test_step_offset_of_a_new_run(give_gradients, size, plain):
@@ -73,9 +67,6 @@ def test_step_offset_of_a_new_run(give_gradients, size, plain):
         opt.zero_grad()
     assert (param == 1).all()
     assert opt.named_state_dict()["step"] == 0
-
-
-# -- what would become NaN ---------------------------------------------------------------------------------------------
 
 
 def clipped_as_the_source(grads, threshold):
@@ -137,8 +128,8 @@ def test_skip_nan_updates_element_by_element(give_gradients, case, batching, bad
     pairwise([None, 0.5], BAD, ["two_pass", "deferred"], [{}, {"clipping_threshold": None}, DECAYED]),
 )
 def test_skip_nan_updates_when_the_step_is_decided(give_gradients, options, threshold, bad, policy):
-    """The step counts, and its NaN or Inf does what it does in the source: with a threshold, NaN in one gradient makes
-    all of them NaN, and Inf makes the finite ones 0."""
+    """As in the source, the step counts. With a threshold, NaN in one gradient makes all of them NaN, and Inf makes the
+    finite ones 0."""
     options, shapes = {"min_dim_size_to_factor": 4, **options}, [(6,), (4, 5), (5, 4), (7,)]
     skips_as_the_source(give_gradients, shapes, bad, options, threshold, policy=policy)
 
@@ -158,7 +149,7 @@ def test_skip_nan_updates_and_a_dynamic_loss_scale(give_gradients, policy):
 
 
 def test_skip_nan_updates_in_one_group_of_two(give_gradients):
-    """The other rule does not say what a NaN does: the whole step is skipped."""
+    """The other group does not have the option: the whole step is skipped."""
     params = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
     groups = [{"params": params[:1], "skip_nan_updates": True}, {"params": params[1:]}]
     opt = lowmem.FusedOptimizer(groups, rule="adafactor", lr=0.1, clip_norm=1.0)

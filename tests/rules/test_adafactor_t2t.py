@@ -1,4 +1,4 @@
-"""Adafactor as Tensor2Tensor has it: its schedule, its noise and what is rounded with it, and what is left out."""
+"""Adafactor as in Tensor2Tensor: step sizes, noise, and simulated quantization."""
 
 from pathlib import Path
 
@@ -18,9 +18,6 @@ def make_optimizer(start, **options):
     """A parameter and its optimizer, in whose first step the change is the sign of the gradient."""
     param = torch.nn.Parameter(start.clone())
     return param, lowmem.FusedOptimizer([("w", param)], rule="adafactor_t2t", **options)
-
-
-# -- step sizes --------------------------------------------------------------------------------------------------------
 
 
 def test_small_weights_move_by_a_thousandth(give_gradients):
@@ -67,9 +64,6 @@ def test_the_size_of_16_bit_weights_is_computed_in_their_dtype(give_gradients, d
     assert rounded(-0.7 * least) != rounded(-0.7 * rounded(least))
 
 
-# -- noise -------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", ["t2t_o01_default", "t2t_o12_late_step"])
 def test_noise_equals_its_source_bit_for_bit(name):
     case = load_case(GOLDEN, name)
@@ -89,10 +83,7 @@ def test_other_roundings_draw_noise_per_element(give_gradients):
         assert param.unique().numel() == values
 
 
-# -- simulated quantisation --------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_quantisation_takes_float32_weights(dtype):
+def test_simulated_quantization_needs_float32_weights(dtype):
     with pytest.raises(UnsupportedError, match=rf"'w' of shape \[2, 3\] is {dtype}, but simulated_quantize_bits"):
         make_optimizer(torch.zeros(2, 3, dtype=dtype), simulated_quantize_bits=8)

@@ -1,4 +1,4 @@
-"""Which dimensions adafactor factors, by name, and every way of saying it that is refused."""
+"""Dimensions that adafactor factors, by name, and invalid factor rules."""
 
 import warnings
 
@@ -15,7 +15,7 @@ def make_optimizer(shape, **options):
 
 
 def state_shapes(give_gradients, shape, **options):
-    """The shapes of what a step leaves in the state."""
+    """Shapes of the states after a step."""
     param, opt = make_optimizer(shape, **options)
     give_gradients(opt, (param, torch.randn(shape)))
     return {name: tuple(state.shape) for name, state in opt.named_state_dict()["state"]["block/w"].items()}
@@ -27,9 +27,6 @@ def rule(*roles):
 
 def logical(*axes, rules="standard"):
     return {"logical_factor_rules": rules, "param_logical_axes": {"block/w": axes}}
-
-
-# -- what is factored --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -70,11 +67,7 @@ def logical(*axes, rules="standard"):
         ((4, 2, 3), logical("embed", "heads", "kv"), {"v_row": (4,), "v_col": (2, 3)}),
         ((3, 2, 4), logical("layers", "heads", "kv"), {"v": (3, 2, 4)}),  # half a rule factors nothing
         ((3, 4), logical("layers", "embed"), {"v": (3, 4)}),
-        (
-            (2, 3, 4),
-            logical("x", "y", "z", rules={"x": "Row", "y": "Batch", "z": "col"}),
-            {"v_row": (3, 2), "v_col": (3, 4)},
-        ),
+        ((2, 3, 4), logical(*"xyz", rules={"x": "Row", "y": "Batch", "z": "col"}), {"v_row": (3, 2), "v_col": (3, 4)}),
         ((3, 4, 6), {**logical("layers", "embed", "mlp"), "factor_map": [("w", None)]}, {"v_row": (3, 4)}),
     ],
 )
@@ -105,8 +98,6 @@ def test_an_ignored_rule_warns(give_gradients, shape, options, roles):
     assert shapes == ({"v": (6,)} if len(shape) == 1 else {"v_row": (4,), "v_col": (6,)})
 
 
-# -- what is refused ---------------------------------------------------------------------------------------------------
-
 WHERE = r"'block/w' of shape \[2, 3, 4\]"
 
 
@@ -127,10 +118,7 @@ WHERE = r"'block/w' of shape \[2, 3, 4\]"
         (rule("ROW", "COLUMN", "DIAGONAL"), "factor_map=.*'DIAGONAL'.*row, col, column, batch, none, unfactorized"),
         ({"factor_map": [("w", "ROW")]}, "factor_map='ROW'.*'HEURISTIC'"),
         ({"factor_map": [("never", "ROWS"), ("w", None)]}, "factor_map='ROWS'"),
-        (
-            {"multiply_by_parameter_scale": [("bias", True)]},
-            rf"{WHERE}: multiply_by_parameter_scale has no rule",
-        ),
+        ({"multiply_by_parameter_scale": [("bias", True)]}, rf"{WHERE}: multiply_by_parameter_scale has no rule"),
         ({"multiply_by_parameter_scale": [("w", 1.0)]}, "multiply_by_parameter_scale=1.0.*True or False"),
         ({"multiply_by_parameter_scale": [("[", True)]}, r"multiply_by_parameter_scale: '\[' is not a regular"),
         (logical("embed", "mlp", "relpos_buckets"), rf"{WHERE}: incomplete .*\['ROW', 'COLUMN', 'NONE'\].*embed"),

@@ -9,6 +9,7 @@ from collections import deque
 
 import pytest
 import torch
+from support.nets import plain_step, same, weights
 from torch.testing._internal.common_optimizers import optim_db
 from torch.testing._internal.two_tensor import TwoTensor
 
@@ -36,7 +37,7 @@ def small_model(cls):
 
 
 def single_tensor(cls):
-    """What makes a class step parameter by parameter, as fused training does."""
+    """Options with which a class steps parameter by parameter, as fused training does."""
     return {"foreach": False} if "foreach" in inspect.signature(cls).parameters else {}
 
 
@@ -49,11 +50,8 @@ def test_same_bits_as_step(cls, kwargs):
     for _ in range(3):
         x = torch.randn(4, 6)
         ours.backward(fused(x).square().mean())
-        plain(x).square().mean().backward()
-        theirs.step()
-        theirs.zero_grad()
-    for one, other in zip(fused.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(one, other)
+        plain_step(theirs, plain(x).square().mean())
+    assert same(weights(fused), weights(plain))
 
 
 class NeedsClosure(torch.optim.SGD):
@@ -71,7 +69,7 @@ class Drives(torch.optim.SGD):
 
 
 class Counting(torch.optim.Optimizer):
-    """Steps become smaller with what it counts."""
+    """Divides its steps by their number."""
 
     def __init__(self, params, lr=1e-3, **settings):
         super().__init__(params, {"lr": lr, **settings})
@@ -102,7 +100,7 @@ class CountsInTensor(Counting):
 
 
 class SumsRates(Counting):
-    """As schedule-free optimizers do: what it counts depends on the learning rate of each step."""
+    """As schedule-free optimizers do: counts by the learning rate of each step."""
 
     def count(self, group):
         group["sum"] = group.get("sum", 1.0) + group["lr"]
@@ -279,7 +277,7 @@ def largest_of_a_list(opt, group, used):
     return max(opt.norms)
 
 
-# What a class divides its steps by.
+# Divisors of steps.
 COMBINING = {
     "norm of all gradients": lambda opt, group, used: float(sum(param.grad.square().sum() for param in used).sqrt()),
     "number of gradients": lambda opt, group, used: len(used),
@@ -343,19 +341,15 @@ def test_a_model_converted_after_its_optimizer_was_created(cls, dtypes):
     models = [torch.nn.Linear(4, 4, dtype=dtypes[0]) for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
     options = {"lr": 0.1, "foreach": False}
-    opt, plain = (
-        lowmem.FusedOptimizer(models[0].named_parameters(), rule=cls, **options),
-        cls(models[1].parameters(), **options),
-    )
+    opt = lowmem.FusedOptimizer(models[0].named_parameters(), rule=cls, **options)
+    plain = cls(models[1].parameters(), **options)
     for model in models:
         model.to(dtypes[1])
     for _ in range(3):
         x = torch.randn(3, 4, dtype=dtypes[1])
         opt.backward(models[0](x).square().sum())
-        models[1](x).square().sum().backward()
-        plain.step()
-        plain.zero_grad()
-    assert all(map(torch.equal, models[0].parameters(), models[1].parameters()))
+        plain_step(plain, models[1](x).square().sum())
+    assert same(*map(weights, models))
 
 
 def test_a_class_that_evaluates_different_weights_warns(caplog):
@@ -452,7 +446,7 @@ def follow(rule, tmp_path, dtype=torch.float32, groups=({},), rounding="nearest"
 
     def split(model):
         named = list(model.named_parameters())
-        return [{"params": named[i :: len(groups)], **own} for i, own in enumerate(groups)]
+        return [{"params": named[i :: len(groups)], **each} for i, each in enumerate(groups)]
 
     def fuse(model, lr):
         return lowmem.FusedOptimizer(split(model), rule=rule, rounding=rounding, **{**settings, "lr": lr})
@@ -492,11 +486,9 @@ def follow(rule, tmp_path, dtype=torch.float32, groups=({},), rounding="nearest"
         if i >= 3:
             step(copied, copy_of_fused, lr, x)
             step(read, fused_of_file, lr, x)
-    for start, weight, own, *resumed in zip(
-        *(model.parameters() for model in (make(), ours, theirs, copied, read)), strict=True
-    ):
+    for start, weight, expected, *resumed in zip(*map(weights, (make(), ours, theirs, copied, read)), strict=True):
         assert not torch.equal(weight, start)
-        assert torch.equal(weight, own) or rounding != "nearest"
+        assert torch.equal(weight, expected) or rounding != "nearest"
         assert all(torch.equal(weight, again) for again in resumed)
 
 
@@ -507,7 +499,7 @@ def test_an_unusual_third_party_class(dtype, rounding, tmp_path):
     follow(Unusual, tmp_path, dtype, groups, rounding)
 
 
-# --- What is refused ------------------------------------------------------------------------------------------------
+# --- Unsupported classes --------------------------------------------------------------------------------------------
 
 IN_THE_HOOK = {"loss_scale": 1024, "policy": "immediate"}
 
@@ -557,16 +549,10 @@ def test_a_loss_scale_chooses_a_policy_that_can_skip_the_step():
     assert lowmem.FusedOptimizer([one_param()], rule="torch.optim.AdamW", loss_scale=1024).policy != "immediate"
 
 
-def importable(rule):
-    """Skips the test where the package of an import path is missing."""
-    pytest.importorskip(rule.rpartition(".")[0], exc_type=ImportError)
-    return rule
-
-
 def test_optimi_gradient_release_raises():
-    rule = importable("optimi.AdamW")
+    pytest.importorskip("optimi", exc_type=ImportError)
     with pytest.raises(UnsupportedError, match="gradient_release=True registers its own hooks"):
-        lowmem.FusedOptimizer([one_param()], rule=rule, lr=1e-3, gradient_release=True)
+        lowmem.FusedOptimizer([one_param()], rule="optimi.AdamW", lr=1e-3, gradient_release=True)
 
 
 @pytest.mark.cpu_only("bitsandbytes looks for the libraries of CUDA")

@@ -50,7 +50,7 @@ NORMED = [
 @pytest.mark.filterwarnings("ignore:.*the heuristic is used")
 @pytest.mark.parametrize("entry", NORMED)
 def test_replay_deferred(entry):
-    """What clips by a norm over all gradients, once more with the other policy that knows it."""
+    """Clipping by the norm of all gradients, also with the other policy that supports it."""
     result = replay(Case(FOLDER, entry), policy="deferred")
     assert result.ok, result
 

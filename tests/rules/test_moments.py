@@ -30,12 +30,10 @@ def test_equals_torch(give_gradients, options):
     plain = torch.optim.AdamW(theirs, foreach=False, **options)
     for step in range(20):
         opt.param_groups[0]["lr"] = plain.param_groups[0]["lr"] = 0.1 * (1 + step % 7) ** -0.5
-        pairs = []
-        for i, (param, their) in enumerate(zip(params, theirs, strict=True)):
+        for i, their in enumerate(theirs):
             absent = (i % 3 == 1 and step < 6) or (i % 4 == 2 and step % 5 == 4)
             their.grad = None if absent else torch.randn(their.shape) * 10.0 ** (step % 5 - 2)
-            pairs += [] if absent else [(param, their.grad.clone())]
-        give_gradients(opt, *pairs)
+        give_gradients(opt, *((param, their.grad) for param, their in zip(params, theirs, strict=True)))
         plain.step()
     kept = opt.named_state_dict()["state"]
     for i, (param, their) in enumerate(zip(params, theirs, strict=True)):
@@ -57,8 +55,6 @@ def test_every_step_has_the_size_of_the_learning_rate(give_gradients, size):
         give_gradients(opt, (param, grad))
         assert torch.equal((param - before).abs(), torch.tensor([0.0, lr]).repeat_interleave(torch.tensor([10, 40])))
 
-
-# -- moments in 16 bits ------------------------------------------------------------------------------------------------
 
 ELEMENTS, STEPS = 1 << 16, 60
 RULES = [

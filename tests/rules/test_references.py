@@ -112,8 +112,8 @@ OPTIONS = {
     "adamw": {"betas": BETAS, "eps": one_of(0.0, 0.1), "weight_decay": one_of(0.0, 0.5)},
     "lion": {"betas": BETAS, "weight_decay": DECAYS},
 }
-# What they have beyond these: which dimensions are factored is drawn below, clipping_scale is refused, and
-# show_dominant_parameters is about the log alone. States in 16 bits: test_moments.py.
+# Options of no transcription: which dimensions are factored is drawn below, clipping_scale is not supported here, and
+# show_dominant_parameters changes only the log. States in 16 bits: test_moments.py.
 ELSEWHERE = {
     "adafactor": {
         *("factored", "min_dim_size_to_factor", "factor_map", "logical_factor_rules", "param_logical_axes"),
@@ -126,12 +126,12 @@ SHAPES = st.lists(st.integers(1, 9), max_size=4).map(tuple)
 
 @dataclass(frozen=True)
 class Case:
-    """options, own: what the engine and the reference are given.  warning: what the engine has to say about it."""
+    """options, theirs: arguments of the rule and of its transcription.  warning: the expected warning."""
 
     rule: str
     shape: tuple
     options: dict
-    own: dict
+    theirs: dict
     lrs: list
     seed: int
     warning: str | None = None
@@ -141,8 +141,8 @@ ROLES = ["ROW", "COLUMN", "BATCH", "NONE"]
 
 
 def resolved(shape, rule, by_size):
-    """What a rule comes to: vectors and matrices without BATCH follow the heuristic, and a warning says so if that is
-    something else."""
+    """Options of the reference for a rule: vectors and matrices without BATCH follow the heuristic, with a warning if
+    the two differ."""
     if len(rule) > 2 or "BATCH" in rule:
         return {"rule": rule}, None
     return by_size, None if Adafactor(shape, lr=0.0, **by_size).rule == rule else "the heuristic is used"
@@ -150,7 +150,7 @@ def resolved(shape, rule, by_size):
 
 @st.composite
 def factoring(draw, shape):
-    """How adafactor is told which dimensions are factored, what that comes to for the reference, and a warning."""
+    """Options of adafactor that choose the factored dimensions, options of the reference, and a warning."""
     ndim, by_size = len(shape), {"min_dim_size_to_factor": draw(st.integers(0, 4))}
     way = draw(one_of("never", "unfactored", "rule", "rule", "logical", *(["heuristic", "named"] if ndim < 4 else [])))
     if way == "never":
@@ -179,30 +179,30 @@ def cases(draw, rule, dtype):
     options = draw(st.fixed_dictionaries({}, optional={**OPTIONS[rule], "clip_value": one_of(0.3, 2.0)}))
     lrs = draw(st.lists(LRS, min_size=4, max_size=4))
     if rule == "adafactor":
-        told, comes_to, warning = draw(factoring(shape))
-        options.update(told)
-        own = {**options, **comes_to}
+        ours, theirs, warning = draw(factoring(shape))
+        options.update(ours)
+        theirs = {**options, **theirs}
         for name in ("factor_map", "logical_factor_rules", "param_logical_axes", "global_norm_clip_threshold"):
-            own.pop(name, None)
+            theirs.pop(name, None)
         if isinstance(options.get("multiply_by_parameter_scale"), list):
-            own["multiply_by_parameter_scale"] = options["multiply_by_parameter_scale"][0] == ("w", True)
+            theirs["multiply_by_parameter_scale"] = options["multiply_by_parameter_scale"][0] == ("w", True)
         if dtype != torch.float32:
             options["variant"] = "jit"  # "op_by_op" rounds on the way
-        own.pop("variant", None)
+        theirs.pop("variant", None)
     elif rule == "adafactor_t2t":
         if dtype != torch.float32:
             options.pop("simulated_quantize_bits", None)
             # the others round on the way
             options |= {"multiply_by_parameter_scale": False, "dtype_momentum": "float32"}
-        own = {key: value for key, value in options.items() if key != "dtype_momentum"}
+        theirs = {key: value for key, value in options.items() if key != "dtype_momentum"}
         lrs = draw(one_of(lrs, [None] * 4))  # None: its own schedule
     elif rule == "lans":
-        own = {key: value.get("w", 1.0) if isinstance(value, dict) else value for key, value in options.items()}
-        own["multi_precision"] = options.get("multi_precision", False) and dtype != torch.float32
-        own.pop("aggregate_num", None)
+        theirs = {key: value.get("w", 1.0) if isinstance(value, dict) else value for key, value in options.items()}
+        theirs["multi_precision"] = options.get("multi_precision", False) and dtype != torch.float32
+        theirs.pop("aggregate_num", None)
     else:
-        own = {key: value for key, value in options.items() if key not in ("clip_update", "clipping_update_period")}
-    return Case(rule, shape, options, own, lrs, draw(st.integers(0, 2**32 - 1)), warning)
+        theirs = {key: value for key, value in options.items() if key not in ("clip_update", "clipping_update_period")}
+    return Case(rule, shape, options, theirs, lrs, draw(st.integers(0, 2**32 - 1)), warning)
 
 
 def test_every_option_is_drawn():
@@ -213,7 +213,7 @@ def test_every_option_is_drawn():
 
 @dataclass(frozen=True)
 class Step:
-    """An update: the weight before it and after it, and the reference's own answer to the weight before it."""
+    """An update: the weight before it and after it, and the reference's answer to the weight before it."""
 
     before: torch.Tensor
     after: torch.Tensor
@@ -236,13 +236,13 @@ def trajectory(give_gradients, case, dtype):
     def draw():
         return torch.tensor(rng.normal(size=case.shape), dtype=torch.float64).to(dtype)
 
-    reference = REFERENCES[case.rule](case.shape, lr=None, **case.own)
+    reference = REFERENCES[case.rule](case.shape, lr=None, **case.theirs)
     param = torch.nn.Parameter(draw())
     silent = warnings.catch_warnings()
     with silent if case.warning is None else pytest.warns(UserWarning, match=case.warning):
         if case.warning is None:
             warnings.simplefilter("error", UserWarning)
-        rounding = "auto" if case.own.get("multi_precision") else "nearest"
+        rounding = "auto" if case.theirs.get("multi_precision") else "nearest"
         opt = lowmem.FusedOptimizer([("w", param)], rule=case.rule, rounding=rounding, **case.options)
         if "step_offset" in case.options:  # a run that goes on
             reference.steps = case.options["step_offset"]
@@ -288,7 +288,7 @@ ROLES_OF_TILES = {"factor_map": [(".*", ("COLUMN", "BATCH", "ROW", "NONE"))]}
 
 
 @pytest.mark.parametrize(
-    ("rule", "shape", "options", "own"),
+    ("rule", "shape", "options", "theirs"),
     [
         *((rule, (300, 500), {}, {}) for rule in REFERENCES),
         ("adafactor", (500, 300), {"beta1": 0.9}, {"beta1": 0.9}),
@@ -299,9 +299,9 @@ ROLES_OF_TILES = {"factor_map": [(".*", ("COLUMN", "BATCH", "ROW", "NONE"))]}
         ("lans", (300, 500), {"variant": "step", "wd": 0.1}, {"variant": "step", "wd": 0.1}),
     ],
 )
-def test_several_tiles_follow_the_reference(give_gradients, rule, shape, options, own):
+def test_several_tiles_follow_the_reference(give_gradients, rule, shape, options, theirs):
     assert np.prod(shape) > CPU_TILE
-    follows(give_gradients, Case(rule, shape, options, own, [0.1, 0.03, 0.1], seed=0))
+    follows(give_gradients, Case(rule, shape, options, theirs, [0.1, 0.03, 0.1], seed=0))
 
 
 # adafactor_t2t rounds bfloat16 in its own way, which the golden trajectories show to the bit
@@ -325,15 +325,12 @@ def test_16_bit_weights_are_the_rounded_reference(give_gradients, rule, dtype, d
         assert (ordered(step.after) <= most + 1).all()
 
 
-# -- hyperparameters that are edited in place --------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("rule", REFERENCES)
 @given(st.data())
 @settings(max_examples=40)
 def test_editing_an_option_takes_effect_or_raises(give_gradients, rule, data):
-    """What a step does after hyperparameters are edited in place is what it does where they are so from the start, with
-    the same state; or it raises, and nothing has moved."""
+    """After hyperparameters are edited in place, a step equals a step with these hyperparameters from the start and the
+    same state; or it raises, and nothing has moved."""
     case = data.draw(cases(rule, torch.float32))
     edits = data.draw(st.fixed_dictionaries({"lr": LRS}, optional=OPTIONS[rule]))
     edits |= data.draw(factoring(case.shape))[0] if rule == "adafactor" else {}
@@ -342,14 +339,14 @@ def test_editing_an_option_takes_effect_or_raises(give_gradients, rule, data):
     generator = seeded(case.seed)
     start, *grads = (torch.randn(case.shape, generator=generator) for _ in range(3))
 
-    def made(**options):
+    def make_optimizer(**options):
         param = torch.nn.Parameter(start.clone())
         return param, lowmem.FusedOptimizer([("w", param)], rule=rule, rounding="nearest", **options)
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            (param, opt), (other, expected) = made(**before), made(**{**before, **edits})
+            (param, opt), (other, expected) = make_optimizer(**before), make_optimizer(**{**before, **edits})
         except ConfigError:
             reject()
         give_gradients(opt, (param, grads[0]))

@@ -1,4 +1,4 @@
-"""ScaledAdam: parameters without a gradient, of one element, and what it says of a step."""
+"""ScaledAdam: parameters without a gradient, its clipping period, and the statistics of a step."""
 
 import math
 
@@ -23,9 +23,6 @@ def test_the_period_of_clipping_cannot_change(give_gradients):
     assert torch.equal(before, param)
 
 
-# -- parameters without a gradient -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("batching", [False, True])
 @pytest.mark.parametrize("shape", [(), (1, 1), (3, 5), (130, 130)])
 def test_a_missing_gradient_is_zero(give_gradients, shape, batching):
@@ -40,7 +37,7 @@ def test_a_missing_gradient_is_zero(give_gradients, shape, batching):
     present = [range(8), range(2), (3, 6)]
     for step in range(8):
         grads = [torch.tensor(rng.normal(size=shape)).float() if step in steps else None for steps in present]
-        give_gradients(opt, *((p, g) for p, g in zip(params, grads, strict=True) if g is not None))
+        give_gradients(opt, *zip(params, grads, strict=True))
         gradients = [None if grad is None else grad.double().cpu().numpy() for grad in grads]
         want = [reference.step(*pair) for reference, *pair in zip(references, want, gradients, strict=True)]
         assert opt.last_step.names == tuple(f"param{i}" for i in range(3) if grads[i] is not None)
@@ -101,9 +98,6 @@ def test_a_parameter_that_never_had_a_gradient_stays(give_gradients):
     assert opt.named_state_dict()["state"].keys() == {"used", "unused"}
 
 
-# -- what it says of a step --------------------------------------------------------------------------------------------
-
-
 def test_statistics(give_gradients):
     """By hand. The norm is of gradients times the size of their weight, as it was last measured: in the first step, and
     then in every second, after its statistics. A single element counts as it is."""
@@ -129,22 +123,18 @@ def test_statistics(give_gradients):
     says(math.sqrt(5**2 * 6**2 + 1600), "s", 1600 / 2500, 1.0)
     give_gradients(opt, (matrix, grad))
     says(5 * 6, "m", 1.0, 6.0)
-    assert first.statistics["model_norm"] == pytest.approx(math.sqrt(125))  # a step's statistics stay its own
+    assert first.statistics["model_norm"] == pytest.approx(math.sqrt(125))  # the statistics of a step do not change
 
 
-def test_statistics_without_the_dominant_parameter(give_gradients):
+@pytest.mark.parametrize(
+    ("options", "grad", "norm"), [({"show_dominant_parameters": False}, [3.0, 4.0], 10.0), ({}, [0.0, 0.0], 0.0)]
+)
+def test_statistics_without_a_dominant_parameter(give_gradients, options, grad, norm):
+    """On request, and for a gradient of zeros."""
     param = torch.nn.Parameter(torch.full((2,), 2.0))
-    opt = lowmem.FusedOptimizer([param], rule="scaled_adam", show_dominant_parameters=False)
-    give_gradients(opt, (param, torch.tensor([3.0, 4.0])))
-    assert opt.last_step.statistics == {"model_norm": pytest.approx(10.0)}
-
-
-def test_statistics_of_a_gradient_of_zeros(give_gradients):
-    """Nothing dominates there."""
-    param = torch.nn.Parameter(torch.ones(2))
-    opt = lowmem.FusedOptimizer([param], rule="scaled_adam")
-    give_gradients(opt, (param, torch.zeros(2)))
-    assert opt.last_step.statistics == {"model_norm": 0.0}
+    opt = lowmem.FusedOptimizer([param], rule="scaled_adam", **options)
+    give_gradients(opt, (param, torch.tensor(grad)))
+    assert opt.last_step.statistics == {"model_norm": pytest.approx(norm)}
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])

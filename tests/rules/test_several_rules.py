@@ -1,25 +1,18 @@
 """Several rules in one optimizer: each group has its rule, and all are clipped, accumulated and scaled together."""
 
-from contextlib import nullcontext
+import functools
 
 import pytest
 import torch
+from support.attack import DYNAMIC, Settings, compare
 from support.devices import seeded
-from support.nets import same
+from support.nets import TwoLayers, plain_step, same, weights
 
 import lowmem
 from lowmem.errors import CheckpointError, ConfigError
 from lowmem.rules import Lomo
 
-
-class Net(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.one, self.two = torch.nn.Linear(9, 7), torch.nn.Linear(7, 5)
-
-    def forward(self, x):
-        return self.two(torch.tanh(self.one(x))).square().mean()
+Net = functools.partial(TwoLayers, 9, 7, 5)
 
 
 def split(net):
@@ -37,74 +30,39 @@ def batches():
     return [torch.randn(4, 9, generator=source) for _ in range(6)]
 
 
-def by_torch(micro_batches=1, clip_norm=None, scaler=None, for_vectors=torch.optim.SGD):
-    """Two torch optimizers, one `clip_grad_norm_` over all gradients."""
-    net = Net()
-    matrices = [p for p in net.parameters() if p.ndim == 2]
-    vectors = [p for p in net.parameters() if p.ndim == 1]
-    optimizers = [
-        torch.optim.AdamW(matrices, lr=3e-2, weight_decay=0.1, foreach=False),
-        for_vectors(vectors, lr=5e-2, foreach=False),
-    ]
-    for rows in batches():
-        for part in rows.tensor_split(micro_batches):
-            loss = net(part) / micro_batches
-            (loss if scaler is None else scaler.scale(loss)).backward()
-        if scaler is not None:
-            for optimizer in optimizers:
-                scaler.unscale_(optimizer)
-        if clip_norm is not None:
-            torch.nn.utils.clip_grad_norm_(net.parameters(), clip_norm, foreach=False)
-        for optimizer in optimizers:
-            optimizer.step() if scaler is None else scaler.step(optimizer)
-            optimizer.zero_grad()
-        if scaler is not None:
-            scaler.update()
-    return list(net.parameters())
+CLIPPED, ACCUMULATED, SCALED = {"clip_norm": 0.05}, {"accumulation": 2}, {"loss_scale": DYNAMIC}
+LOOPS = [
+    {},
+    {"policy": "two_pass", **CLIPPED},
+    {"policy": "deferred", **CLIPPED},
+    {"policy": "two_pass", **CLIPPED, **SCALED},
+    {"policy": "deferred", **CLIPPED, **SCALED, "events": ((1, "overflow"),)},
+    {**CLIPPED, **ACCUMULATED},
+]
 
 
-def fused(micro_batches=1, for_vectors=None, **options):
-    net = Net()
-    matrices, vectors = split(net)
-    groups = [matrices, {**vectors, **(for_vectors or {})}]
-    opt = lowmem.FusedOptimizer(groups, model=net, compile=False, **options)
-    for rows in batches():
-        parts = rows.tensor_split(micro_batches)
-        for n, part in enumerate(parts, start=1):
-            with opt.accumulate() if n < micro_batches else nullcontext():
-                opt.backward(net(part) / micro_batches)
-    return list(net.parameters()), opt
-
-
-@pytest.mark.parametrize(
-    ("options", "micro_batches", "scaled"),
-    [
-        ({}, 1, False),
-        ({"policy": "two_pass", "clip_norm": 0.05}, 1, False),
-        ({"policy": "deferred", "clip_norm": 0.05}, 1, False),
-        ({"clip_norm": 0.05}, 2, False),
-        ({"policy": "two_pass", "clip_norm": 0.05}, 1, True),
-        ({"policy": "deferred", "clip_norm": 0.05}, 1, True),
-    ],
-    ids=str,
-)
-def test_as_two_optimizers_of_torch(options, micro_batches, scaled):
-    """Bit for bit, clipped by one norm and scaled by one scale."""
-    scale = {"init_scale": 2.0**10, "growth_interval": 2}
-    scaler = torch.amp.GradScaler("cpu", **scale) if scaled else None
-    more = {"loss_scale": lowmem.DynamicScale(**scale)} if scaled else {}
-    weights, opt = fused(micro_batches, **options, **more)
-    assert same(weights, by_torch(micro_batches, options.get("clip_norm"), scaler))
-    assert opt.policy == options.get("policy", "deferred" if micro_batches > 1 else "immediate")
-    assert opt.last_step.clip_coef is None or opt.last_step.clip_coef < 1
-    assert opt.loss_scale == (scaler.get_scale() if scaled else None)
+@pytest.mark.parametrize("loop", LOOPS, ids=str)
+def test_two_rules_are_clipped_accumulated_and_scaled_as_in_plain_pytorch(loop):
+    compare(Settings(rule="adamw", group="rule", decay=0.1, steps=4, **loop))
 
 
 def test_a_third_party_optimizer_next_to_a_rule():
-    """To the bits of the class's own steps, clipped with the rest."""
-    options = {"clip_norm": 0.05, "policy": "deferred"}
-    weights, _ = fused(for_vectors={"rule": torch.optim.Adagrad, "foreach": False}, **options)
-    assert same(weights, by_torch(clip_norm=0.05, for_vectors=torch.optim.Adagrad))
+    """To the bits of two optimizers of torch whose gradients are clipped together."""
+    net, plain = Net(), Net()
+    matrices, vectors = split(net)
+    vectors = {**vectors, "rule": torch.optim.Adagrad, "foreach": False}
+    options = {"model": net, "clip_norm": 0.05, "policy": "deferred", "compile": False}
+    opt = lowmem.FusedOptimizer([matrices, vectors], **options)
+    of = {ndim: [param for param in plain.parameters() if param.ndim == ndim] for ndim in (1, 2)}
+    adamw = torch.optim.AdamW(of[2], lr=3e-2, weight_decay=0.1, foreach=False)
+    adagrad = torch.optim.Adagrad(of[1], lr=5e-2, foreach=False)
+    for rows in batches():
+        opt.backward(net(rows))
+        plain(rows).backward()
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.05, foreach=False)
+        plain_step(adamw)
+        plain_step(adagrad)
+    assert same(weights(net), weights(plain))
 
 
 def test_an_omitted_option_is_the_default_of_the_groups_rule():
@@ -135,7 +93,7 @@ def test_states_of_a_frozen_parameter_are_saved_again():
     net, other = Net().bfloat16(), Net().bfloat16()
     opt = lowmem.FusedOptimizer(split(net), rounding="compensated")
     opt.backward(net(batches()[0].bfloat16()))
-    other.one.requires_grad_(False)
+    other.first.requires_grad_(False)
     resumed = lowmem.FusedOptimizer(split(other), rounding="compensated")
     resumed.load_state_dict(opt.state_dict())
     state, expected = resumed.named_state_dict()["state"], opt.named_state_dict()["state"]
@@ -180,14 +138,14 @@ def test_a_wrong_group_is_named(change, message):
 @pytest.mark.troubleshooting("rule ... has no hyperparameter")
 def test_groups_by_name():
     """As trainers and YAML files give them: the first expression that is found in a name takes the parameter."""
-    groups = ({"match": r"bias$", "rule": "lomo", "lr": 5e-2}, {"match": "two", "weight_decay": 0.5})
+    groups = ({"match": r"bias$", "rule": "lomo", "lr": 5e-2}, {"match": "last", "weight_decay": 0.5})
     config = lowmem.FusedConfig(rule="adamw", lr=3e-2, groups=groups)
     net = Net()
     opt = lowmem.FusedOptimizer.from_config(net.named_parameters(), config, model=net)
     assert [(g["rule"], g["param_names"], g["lr"], g["weight_decay"]) for g in opt.param_groups] == [
-        ("adamw", ["one.weight"], 3e-2, 0.01),
-        ("lomo", ["one.bias", "two.bias"], 5e-2, 0.0),
-        ("adamw", ["two.weight"], 3e-2, 0.5),
+        ("adamw", ["first.weight"], 3e-2, 0.01),
+        ("lomo", ["first.bias", "last.bias"], 5e-2, 0.0),
+        ("adamw", ["last.weight"], 3e-2, 0.5),
     ]
     other = Net()
     same = lowmem.FusedOptimizer(other.named_parameters(), rule="adamw", lr=3e-2, groups=groups)
