@@ -87,7 +87,7 @@ class Zoo(torch.nn.Module):
 
 class Ordinary:
     """PyTorch's loop. Weights have float32 shadows that are stepped in their place, because `GradScaler` rejects
-    gradients in float16, and the shadow is what a rule makes of a stored weight.
+    gradients in float16, and a rule updates a float32 copy of each tile.
     """
 
     def __init__(self, zoo, rule, loss_scale):

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import attack
 from support.attack import DYNAMIC, HYPER, Settings
+from support.compiled import compiles
 from support.products import FULL
 
 from lowmem.step import clipping, offers, policies
-from lowmem.step.compiled import has_compiler
 from lowmem.tiles import quantized
 
 # The choices of each setting that has more than two; the first is the simplest, and one that occurs twice is twice as
@@ -51,7 +51,7 @@ CHOICES = {
 }
 EVENTS = ("lr", "betas", "betas in place", "decay", "freeze", "thaw", "add group", "save", "paused", "touch")
 
-# What does not go together (most of it raises, which other tests show), and what takes its place.
+# Settings that exclude each other (most raise, which other tests show), and their replacement.
 FITTING = (
     # rounds in its own way
     (lambda s: not s.ours or s.rule == "adafactor_t2t", {"rounding": "nearest", "state_storage": "float32"}),
@@ -118,15 +118,11 @@ def test_loops_train_as_in_plain_pytorch(rule):
 PLAIN = Settings(hidden=48, rounding="stochastic", batching=False, guard=True, as_list=True, bias=True)
 
 
-@pytest.mark.cpu_only("the simulated GPU has no compiler")
-@pytest.mark.skipif(not has_compiler("cpu"), reason="needs a C++ compiler")
+@compiles
 @pytest.mark.parametrize("event", ["save", "betas in place", "decay", "bfloat16"])
 def test_compiled_loops_train_as_in_plain_pytorch(event):
     """With another optimizer, hyperparameters that are edited, and another dtype."""
     attack.compare(replace(PLAIN, compile=True, events=((1, event),)))
-
-
-# -- the comparison finds defects --------------------------------------------------------------------------------------
 
 
 def lose_what_is_offered(monkeypatch):

@@ -70,12 +70,7 @@ def test_a_state_that_does_not_fit_any_more_raises(start, end, options):
     ("rule", "shape", "change", "message"),
     [
         ("adalomo", (64, 48), {"dtype": torch.float64}, "param0.*float64"),
-        (
-            "adamw",
-            (8, 4, 3, 3),
-            {"memory_format": torch.channels_last},
-            "'param0' of shape .* Make it contiguous first",
-        ),
+        ("adamw", (8, 4, 3, 3), {"memory_format": torch.channels_last}, "'param0' of .* Make it contiguous first"),
     ],
 )
 def test_a_format_that_no_rule_updates_raises(rule, shape, change, message):

@@ -4,12 +4,13 @@ as their source does.
 
 import copy
 import math
+from itertools import chain
 
 import numpy as np
 import pytest
 import torch
 from support.devices import seeded
-from support.nets import give_gradients
+from support.nets import give_gradients, plain_step
 
 import lowmem
 from lowmem.errors import CheckpointError, StepError, UnsupportedError
@@ -83,21 +84,7 @@ def test_narrow_gradients_are_measured_in_float32(dtype, loss_scale, clip_value,
         np.testing.assert_allclose(actual, -each / (total + 1e-6), rtol=spacing, atol=1e-7)
 
 
-@pytest.mark.parametrize("policy", ["two_pass", "deferred"])
-def test_narrow_gradients_keep_their_bits(policy):
-    """Measuring reads them; unscaling and clamping happen in float32, as they are read for the update."""
-    one, other = (torch.nn.Parameter(torch.zeros(1000, dtype=torch.bfloat16)) for _ in range(2))
-    grad = spread(1000, torch.bfloat16, 3.0)
-    for param, scale in ((one, None), (other, 1000.0)):  # scaled gradients are rounded once, by autograd
-        options = {"policy": policy, "loss_scale": scale, "clip_norm": 1e9, "rounding": "nearest"}
-        opt = lowmem.FusedOptimizer([param], rule="lomo", lr=1.0, **options)
-        give_gradients(opt, (param, grad))
-    scaled = (grad * 1000).float() * (torch.tensor(1000.0).double().reciprocal().float())
-    assert torch.equal(one, -grad)
-    assert torch.equal(other, -scaled.to(torch.bfloat16))
-
-
-# -- where gradients lie -----------------------------------------------------------------------------------------------
+# -- strides -----------------------------------------------------------------------------------------------------------
 
 
 LAYOUTS = {
@@ -128,7 +115,7 @@ def test_parameters_that_are_not_contiguous(policy, dtype, layout):
     torch.testing.assert_close(param, plain, rtol=1e-6 if dtype == torch.float32 else torch.finfo(dtype).eps, atol=1e-6)
 
 
-# -- what each rule counts ---------------------------------------------------------------------------------------------
+# -- norms of clamped gradients ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("policy", ["two_pass", "deferred"])
@@ -147,7 +134,7 @@ def test_norms_are_measured_after_clamping_except_in_adalomo(rule, norm_type, po
     assert opt.last_step.grad_norm.item() == pytest.approx(norm_of(grads), rel=1e-6)
 
 
-# -- Adafactor's own (T5X) ---------------------------------------------------------------------------------------------
+# -- the clipping of Adafactor -----------------------------------------------------------------------------------------
 
 
 def adafactor(params, **options):
@@ -200,7 +187,7 @@ def test_t5x_threshold_comes_after_clip_norm():
 @pytest.mark.parametrize("policy", ["two_pass", "deferred"])
 @pytest.mark.parametrize("size", [200, 300_000])
 def test_t5x_threshold_comes_after_clip_value(size, policy):
-    """Of a gradient in bfloat16 too, in one tile and in several. The momentum, float32, is half of what a step is."""
+    """Of a gradient in bfloat16 too, in one tile and in several. The momentum, float32, is half of a step."""
     grad = torch.where(torch.arange(size) % 7 == 0, 40.0, 0.5).bfloat16()
     clamped = grad.double().cpu().numpy().clip(-1, 1)
     norm = np.linalg.norm(clamped)
@@ -215,7 +202,7 @@ def test_t5x_threshold_comes_after_clip_value(size, policy):
     np.testing.assert_allclose(opt.state[param]["m"].cpu().numpy(), 0.5 * np.sqrt(square / (square + 1e-3)), rtol=3e-5)
 
 
-# -- ScaledAdam's own (icefall), beyond the trajectories of rules/test_golden.py ---------------------------------------
+# -- the clipping of ScaledAdam, beyond the trajectories of rules/test_golden.py ---------------------------------------
 
 PERIOD = 6
 
@@ -238,7 +225,7 @@ def scaled_adam(start, **options):
 
 
 def give(opt, params, grads):
-    give_gradients(opt, *((param, grad) for param, grad in zip(params, grads, strict=True) if grad is not None))
+    give_gradients(opt, *zip(params, grads, strict=True))
 
 
 def group_state(opt, group=0):
@@ -253,8 +240,8 @@ def equal(one, other):
 @pytest.mark.parametrize(("policy", "batching"), [("two_pass", True), ("deferred", True), ("deferred", False)])
 @pytest.mark.parametrize(("clipping_scale", "period"), [(2.0, PERIOD), (0.6, PERIOD), (0.9, 8)])
 def test_scaled_adam_clips_whole_gradients(clipping_scale, period, policy, batching):
-    """As `clip_update` documents it: weights are those of gradients that were made smaller beforehand. Statistics are
-    of the norms of a period, whose quarters lie where different roundings would not all put them."""
+    """As `clip_update` documents it: clipping equals smaller gradients. Statistics are of the norms of a period, whose
+    quartiles are where different roundings would not all put them."""
     options = {"clipping_scale": clipping_scale, "clipping_update_period": period, "batching": batching}
     params, opt = scaled_adam(values(0), policy=policy, **options)
     others, unclipped = scaled_adam(values(0), batching=batching)
@@ -284,20 +271,17 @@ def test_scaled_adam_clips_whole_gradients(clipping_scale, period, policy, batch
 
 
 def test_scaled_adam_groups_clip_by_their_own_norms():
-    """Each with its own settings, one without clipping: as in an optimizer of its own, to the bit."""
+    """Each with other settings, one without clipping: as in separate optimizers, to the bit."""
     settings = [{"clipping_scale": 0.7}, {}, {"clipping_scale": 1.5, "clipping_update_period": 4, "clip_update": False}]
     apart = [scaled_adam(values(n), policy="deferred", **each) for n, each in enumerate(settings)]
     params = [[torch.nn.Parameter(value) for value in values(n)] for n in range(3)]
-    groups = [
-        {"params": each, "clipping_update_period": PERIOD, **of} for each, of in zip(params, settings, strict=True)
-    ]
-    opt = lowmem.FusedOptimizer(groups, rule="scaled_adam", policy="deferred", lr=0.02)
+    groups = [{"params": each, **of} for each, of in zip(params, settings, strict=True)]
+    options = {"policy": "deferred", "lr": 0.02, "clipping_update_period": PERIOD}
+    opt = lowmem.FusedOptimizer(groups, rule="scaled_adam", **options)
     for step in range(25):
         sizes = [1.0, 100.0, 40.0 if step % 6 == 5 else 1.0]
         grads = [[size * grad for grad in values(7 * step + n)] for n, size in enumerate(sizes)]
-        give_gradients(
-            opt, *(pair for of_group in zip(params, grads, strict=True) for pair in zip(*of_group, strict=True))
-        )
+        give(opt, chain(*params), chain(*grads))
         for (others, alone), each in zip(apart, grads, strict=True):
             give(alone, others, each)
     for n, (others, alone) in enumerate(apart):
@@ -468,6 +452,5 @@ def test_unfreezing_a_parameter_that_was_not_passed(policy, plain):
             sgd.add_param_group({"params": expected[0].parameters()})
         expected(x).square().mean().backward()
         torch.nn.utils.clip_grad_norm_(expected.parameters(), 0.1)
-        sgd.step()
-        sgd.zero_grad()
+        plain_step(sgd)
     assert all(map(torch.equal, net.parameters(), expected.parameters()))

@@ -45,7 +45,7 @@ READINGS = {
 
 @pytest.fixture
 def graphs(monkeypatch):
-    """What was traced, which is run as it is: kernels of torch fuse multiply-adds by themselves."""
+    """The traced graphs, which are run as they are: kernels of torch fuse multiply-adds by themselves."""
     traced = []
     monkeypatch.setattr("lowmem.tiles.graph.fused_operations", dict)
     monkeypatch.setattr(compiled, "_TRACED", {})
@@ -96,7 +96,7 @@ def assert_same(got, want, bits=False):
 
 def traced_updates(opt):
     """How many parameters were updated by traced code."""
-    return sum(any(found is not None for found in r.program.compiled.values()) for r in opt._records.values())
+    return sum(any(code is not None for code in r.program.compiled.values()) for r in opt._records.values())
 
 
 def assert_as_by_tiles(rule, shapes, bits=False, **arguments):
@@ -294,7 +294,7 @@ def test_gradients_of_several_lengths_compiled(cut_runs, dtype):
 
 
 def test_foreign_classes_are_not_traced(graphs, monkeypatch, caplog):
-    """A trace would be in vain, and what it has seen of a parameter group would outlive the optimizer."""
+    """A trace would fail, and its references to a parameter group would outlive the optimizer."""
     monkeypatch.setattr(compiled, "traced", None)
     params, opt = trained("torch.optim.SGD", [MATRIX, CUT[0]], compile=True)
     assert traced_updates(opt) == 0 and not compiled._TRACED and Compiler.failure is None and not opt.compiled
@@ -462,7 +462,7 @@ def test_compiled_in_8_bits(rule):
 
 @needs_compiler
 def test_many_columns_compiled():
-    """More than int32 counts: their random bits are those of tiles."""
+    """More than int32 counts: their random bits equal the bits of tiles."""
     start, count = (1 << 31) - 2500, 5000
     layout, grad = Layout.of((1 << 34,), View.vector(1), start, start + count), torch.full((count,), -1 - 2.0**-8)
     param = torch.nn.Parameter(torch.zeros(count, dtype=torch.bfloat16))

@@ -7,17 +7,12 @@ from contextlib import nullcontext
 import pytest
 import torch
 from support import simgpu
+from support.nets import records_of
 from support.products import FULL, pairwise
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-)
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
 import lowmem
-from lowmem.placements.placed import Placed
 from lowmem.step.offload import GradientStore
-from lowmem.tiles.layout import Span
 
 ROUNDINGS = ("nearest", "stochastic", "compensated", "master")
 RULES = [row.name for row in lowmem.rules.table()]
@@ -28,15 +23,15 @@ POLICIES = {
     "device": {"policy": "deferred", "store": "device"},
 }
 DYNAMIC, NORM, ACCUMULATE = {"loss_scale": "dynamic"}, {"clip_value": 1.0, "clip_norm": 1.0}, {"accumulate": True}
-# What can be asked for under each, one by one, and then all of it.
+# Options that each policy supports, one by one, and then all of them.
 ASKED = {
     "immediate": [{}, DYNAMIC],
     "two_pass": [{}, DYNAMIC, NORM, DYNAMIC | NORM],
     "host": [{}, DYNAMIC, NORM, ACCUMULATE, ACCUMULATE | DYNAMIC | NORM],
     "device": [{}, ACCUMULATE | DYNAMIC | NORM],
 }
-# What a rule clips by norms by itself.
-OWN = {"adafactor": {"global_norm_clip_threshold": 1.0}, "scaled_adam": {"clipping_scale": 2.0}}
+# Clipping by norms of the rules themselves.
+CLIPPING = {"adafactor": {"global_norm_clip_threshold": 1.0}, "scaled_adam": {"clipping_scale": 2.0}}
 
 Case = namedtuple("Case", "rule rounding policy asked")
 
@@ -60,7 +55,7 @@ def take_steps(case, device, count=2):
     loss scale the second step overflows."""
     settings = {**case.asked, **POLICIES[case.policy]}
     accumulate = settings.pop("accumulate", False)
-    defaults = OWN.get(case.rule, {}) if "clip_norm" in settings else {}
+    defaults = CLIPPING.get(case.rule, {}) if "clip_norm" in settings else {}
     matrix, *others = (torch.randn(size, device=device).bfloat16() for size in ((160, 160), (64,), (64,)))
     params = [torch.nn.Parameter(value) for value in (matrix, *others, torch.randn(3, 4, device=device))]
     opt = lowmem.FusedOptimizer(params, case.rule, rounding=case.rounding, compile=False, **defaults, **settings)
@@ -73,9 +68,6 @@ def take_steps(case, device, count=2):
     assert opt.last_step.norms.shape == (4,)
     assert opt.last_step.grad_norm.shape == ()
     opt.remove()
-
-
-# -- nothing is read back ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("case", cases(), ids=case_id)
@@ -118,8 +110,6 @@ def test_a_step_waits_only_for_the_previous_step(case):
     assert all("transfers.py" in event.where for event in events)
 
 
-# -- copies beside what the device computes ----------------------------------------------------------------------------
-
 ELEMENTS = 10_240
 
 
@@ -139,9 +129,7 @@ def store():
 
 @pytest.fixture
 def records():
-    params = [torch.nn.Parameter(torch.zeros(ELEMENTS, device="cuda")) for _ in range(6)]
-    span = Span((ELEMENTS,), 0, ELEMENTS, ELEMENTS)
-    return [Placed(f"p{n}", param, span) for n, param in enumerate(params)]
+    return records_of(*(torch.nn.Parameter(torch.zeros(ELEMENTS, device="cuda")) for _ in range(6)))
 
 
 def take_two_micro_batches(records, store):
@@ -194,12 +182,3 @@ def test_a_missing_wait_is_reported(forgets, records, store, monkeypatch):
     with simgpu.provoke("race", "unwritten") as events:
         take_two_micro_batches(records, store)
     assert events
-
-
-@on_simgpu
-def test_memory_freed_too_early_is_reported(records, store):
-    with simgpu.provoke("race") as events:
-        store.keep(records[0], gradient())
-        store._leaving = None  # the copy has not ended
-        gradient()
-    assert "given back" in events[0].what

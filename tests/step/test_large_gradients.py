@@ -9,12 +9,12 @@ from reference.adafactor import Adafactor
 from reference.adalomo import AdaLomo
 from reference.lans import Lans
 from reference.lion import Lion
+from support.compiled import compiles
 from support.devices import seeded
+from support.nets import full_weights
 from support.shards import SHARDS
 
 import lowmem
-from lowmem import placements
-from lowmem.step.compiled import has_compiler
 
 POLICIES = ["immediate", "two_pass", "deferred"]
 SHAPES = [(7,), (40, 30), (200, 100)]  # the last one is updated by itself
@@ -36,9 +36,6 @@ def make_optimizer(values, rule, dtype=torch.float32, **options):
 
 def norm(grads):
     return math.sqrt(sum(grad.double().square().sum().item() for grad in grads))
-
-
-# -- updates -----------------------------------------------------------------------------------------------------------
 
 
 REFERENCES = {"lion": Lion, "lans": Lans, "adalomo": AdaLomo, "adafactor": Adafactor}
@@ -111,9 +108,6 @@ def test_a_non_finite_element_among_large_ones(give_gradients, policy, bad):
     assert stayed == ([False, False, True] if policy == "immediate" else [True] * 3)
 
 
-# -- clipped by norm ---------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("policy", POLICIES[1:])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", [1e18, 1e20, 1e35])
@@ -131,7 +125,7 @@ def test_gradients_are_clipped_by_their_norm(give_gradients, size, dtype, policy
 
 
 def test_a_norm_beyond_float32(give_gradients):
-    """Every element is finite, and so is what is left of it once clipped."""
+    """Every element is finite, and its clipped value is."""
     (param,), opt = make_optimizer([torch.zeros(40, 30)], "lomo", lr=1.0, clip_norm=1.0, policy="two_pass")
     grad = torch.full((40, 30), 3e38)
     give_gradients(opt, (param, grad))
@@ -140,11 +134,7 @@ def test_a_norm_beyond_float32(give_gradients):
     torch.testing.assert_close(param.detach(), torch.full((40, 30), -1.0 / math.sqrt(1200)), rtol=1e-4, atol=0)
 
 
-# -- compiled, sharded -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.cpu_only("the simulated GPU has no compiler")
-@pytest.mark.skipif(not has_compiler("cpu"), reason="no C++ compiler")
+@compiles
 @pytest.mark.parametrize("rule", ["adamw", "adalomo"])
 def test_compiled(give_gradients, rule):
     shape = (200, 130)
@@ -174,8 +164,7 @@ class Large(torch.nn.Module):
 def train(net, settings):
     opt = lowmem.FusedOptimizer(net.named_parameters(), model=net, lr=1e-2, **settings)
     opt.backward(net(torch.linspace(-1e20, 3e20, 12).view(2, 6)))
-    weights = {name: placements.full_tensor(param).clone() for name, param in net.named_parameters()}
-    return weights, opt.last_step.norms.tolist(), opt.last_step.nonfinite, opt.last_step.overflowed
+    return full_weights(net), opt.last_step.norms.tolist(), opt.last_step.nonfinite, opt.last_step.overflowed
 
 
 def on_rank(rank, kind, settings):

@@ -10,7 +10,8 @@ from collections import defaultdict
 
 import pytest
 import torch
-from support.nets import assert_same, same, weights
+from support.nets import assert_same, plain_step, same, weights
+from support.troubleshooting import explained
 from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_
 from torch.optim.lr_scheduler import LambdaLR
@@ -31,23 +32,12 @@ def loss_of(net, n=0):
     return net(DATA + n).square().mean()
 
 
-def ordinary(net, windows, discard=(), cls=torch.optim.SGD, **options):
-    """Each window is the numbers of its micro-batches. Gradients of `discard` are dropped after their backward."""
-    opt = cls(net.parameters(), **{"lr": 0.1, "foreach": False, **options})
-    for window in windows:
-        for n in window:
-            loss_of(net, n).backward()
-            if n in discard:
-                opt.zero_grad()
-        opt.step()
-        opt.zero_grad()
+def ordinary(net, steps):
+    """Each step is the numbers of its micro-batches."""
+    opt = torch.optim.SGD(net.parameters(), lr=0.1, foreach=False)
+    for micro_batches in steps:
+        plain_step(opt, *(loss_of(net, n) for n in micro_batches))
     return weights(net)
-
-
-def ordinary_backward(opt, loss):
-    loss.backward()
-    opt.step()
-    opt.zero_grad()
 
 
 def lomo(net, **options):
@@ -122,7 +112,7 @@ def test_everything_frozen_at_first():
 
 @pytest.mark.troubleshooting("this backward reaches parameter")
 def test_two_optimizers_and_one_backward():
-    """A plain backward updates the parameters of both; that of one optimizer has to leave the other alone."""
+    """A plain backward updates the parameters of both; opt.backward must not reach a parameter of the other one."""
     net = make_net()
     before = weights(net)
     one = lowmem.FusedOptimizer(net[0].named_parameters(), rule="lomo", lr=0.1)
@@ -155,9 +145,7 @@ def test_a_generator_and_a_discriminator():
 
     def ordinary_step(opt, other, loss):
         opt.zero_grad()
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
+        plain_step(opt, loss)
         other.zero_grad()
 
     def fused_step(opt, other, loss):
@@ -222,7 +210,7 @@ def test_sparse_gradients_are_converted_to_dense(cls):
             backward(opt, net(torch.tensor([1, 2, 2, n])).square().mean())
         return weights(net)
 
-    want = run(lambda net: cls(net.parameters(), lr=0.1, foreach=False), ordinary_backward)
+    want = run(lambda net: cls(net.parameters(), lr=0.1, foreach=False), plain_step)
     got = run(lambda net: lomo(net, rule=cls, foreach=False), lambda opt, loss: opt.backward(loss))
     for one, other in zip(got, want, strict=True):  # torch adds duplicates of a sparse gradient in another order
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
@@ -254,30 +242,28 @@ def test_a_grad_scaler(how):
     assert same(weights(net), ordinary(make_net(), [[0]]))
 
 
-LOST = r"^{}\(\): parameter '0.weight' has no gradient.*{}"
+def lost(option, function=None):
+    return (
+        rf"^{function or option.replace('_', '_grad_') + '_'}\(\): parameter '0.weight' has no gradient.*{option}=0.05"
+    )
+
+
 CLIPPED = {
-    "a norm": pytest.param(
-        lambda params: clip_grad_norm_(params, 0.05),
-        LOST.format("clip_grad_norm_", "clip_norm=0.05"),
-        marks=pytest.mark.troubleshooting("clip_grad_norm_()"),
-    ),
+    "a norm": explained("clip_grad_norm_()", lambda params: clip_grad_norm_(params, 0.05), lost("clip_norm")),
     "by name": (lambda params: clip_grad_norm_(parameters=params, max_norm=0.05), "clip_norm=0.05"),
-    "to read the norm": (
-        lambda params: clip_grad_norm_(params, math.inf),
-        "Omit this call. opt.last_step.grad_norm is",
-    ),
+    "to read the norm": (lambda params: clip_grad_norm_(params, math.inf), "Omit this call. opt.last_step.grad_norm"),
     "a known norm": (
         lambda params: clip_grads_with_norm_(params, 0.05, torch.tensor(2.0)),
-        LOST.format("clip_grads_with_norm_", "clip_norm=0.05"),
+        lost("clip_norm", "clip_grads_with_norm_"),
     ),
-    "a value": (lambda params: clip_grad_value_(params, 0.05), LOST.format("clip_grad_value_", "clip_value=0.05")),
+    "a value": (lambda params: clip_grad_value_(params, 0.05), lost("clip_value")),
     "a value by name": (lambda params: clip_grad_value_(parameters=params, clip_value=0.05), "clip_value=0.05"),
 }
 
 
 @pytest.mark.parametrize(("clip", "message"), CLIPPED.values(), ids=CLIPPED)
 def test_clipping_after_backward(clip, message):
-    """Raises, and does what it did for parameters of others, and for none."""
+    """Raises, and works as before for other parameters, and for none."""
     net, other, plain = make_net(), make_net(1), make_net(1)
     opt = lomo(net)
     for model in (net, other, plain):
@@ -320,10 +306,7 @@ EDITS = {
     "extended": (lambda opt: opt.param_groups[0]["params"].append(nn.Parameter(torch.ones(2))), PARAMS),
     "another list": (lambda opt: opt.param_groups[0].update(params=list(opt.param_groups[0]["params"])), PARAMS),
     "another group": (lambda opt: opt.param_groups.insert(1, dict(opt.param_groups.pop(1))), "group 1 was changed"),
-    "other groups": (
-        lambda opt: setattr(opt, "param_groups", list(map(dict, opt.param_groups))),
-        "group 0 was changed",
-    ),
+    "new groups": (lambda opt: setattr(opt, "param_groups", list(map(dict, opt.param_groups))), "group 0 was changed"),
     "one more": (lambda opt: opt.param_groups.append({**opt.param_groups[0], "params": []}), COUNT),
     "one less": (lambda opt: opt.param_groups.pop(), COUNT),
     "rule": (setting("rule", "adamw"), "'rule' of parameter group 1 was"),
@@ -415,7 +398,7 @@ def test_states_that_the_loop_resets(reset, step, batching):
             reset(plain, expected)
             opt.named_state_dict()
         opt.backward(loss_of(net, n))
-        ordinary_backward(plain, loss_of(expected, n))
+        plain_step(plain, loss_of(expected, n))
     assert same(weights(net), weights(expected))
 
 
@@ -537,7 +520,7 @@ def test_hooks_on_several_threads(monkeypatch):
 
 
 def test_a_wrapper_that_imitates_the_class():
-    """Lightning's has the methods of the class of its optimizer, and attributes of its own."""
+    """As Lightning's, which has the methods of its optimizer's class, and more attributes."""
 
     class Wrapper:
         def __init__(self, optimizer):

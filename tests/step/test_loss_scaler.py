@@ -31,9 +31,6 @@ def pattern(steps, share):
     return [source.random() < share for _ in range(steps)]
 
 
-# -- the rule of a dynamic scale ---------------------------------------------------------------------------------------
-
-
 class Scaler:
     """`GradScaler` on an optimizer of one parameter, driven by whether its gradient is finite."""
 
@@ -170,9 +167,6 @@ def test_an_invalid_scale_raises(value):
         FusedConfig(loss_scale=value)
 
 
-# -- saving ------------------------------------------------------------------------------------------------------------
-
-
 def test_a_saved_scale_continues():
     """From every step of a pattern: its counts, too."""
     options = {"init_scale": 256.0, "growth_interval": 4, "hysteresis": 3, "min_scale": 2.0}
@@ -200,9 +194,6 @@ def test_a_fixed_scale_neither_saves_nor_loads():
     assert (float(dynamic.value), float(fixed.value)) == (64.0, 8.0)
 
 
-# -- training with overflows (also test_as_torch.py) -------------------------------------------------------------------
-
-
 def fused(loss_scale, **options):
     """A model whose gradients are given: `give` multiplies one of them."""
     net = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Linear(8, 5))
@@ -216,19 +207,10 @@ def fused(loss_scale, **options):
     return net, opt, give
 
 
-def test_gradients_and_steps_are_counted_apart(give_gradients):
-    params = [torch.nn.Parameter(torch.ones(2)) for _ in range(3)]
-    opt = lowmem.FusedOptimizer(params, rule="lomo", policy="deferred", loss_scale="dynamic")
-    for spoilt in (2, 0, 3):
-        grads = [torch.full((2,), math.inf if n < spoilt else 1.0) for n in range(3)]
-        give_gradients(opt, *zip(params, grads, strict=True))
-    assert (opt.nonfinite_steps, opt.nonfinite_gradients) == (2, 5)
-
-
 @pytest.mark.parametrize("policy", ["immediate", "two_pass", "deferred"])
 @pytest.mark.troubleshooting("the loss scale cannot back off")
 def test_an_overflow_at_the_minimum_raises_at_the_next_backward(policy):
-    """Once: whoever continues after the error may. A fixed scale could not have helped, and never raises."""
+    """Once: training may continue after the error. A fixed scale could not have helped, and never raises."""
     for loss_scale in (DynamicScale(init_scale=4.0, min_scale=2.0), 1024):
         net, _, give = fused(loss_scale, policy=policy)
         for factor in (1.0, math.inf, math.nan):  # the second one backs off to the minimum

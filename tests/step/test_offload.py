@@ -1,4 +1,4 @@
-"""The gradient store returns what it was given, and sums of micro-batches are those of `.grad`."""
+"""The gradient store returns gradients unchanged, and sums micro-batches as `.grad` does."""
 
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -7,15 +7,14 @@ import numpy as np
 import pytest
 import torch
 from support.devices import seeded
-from support.nets import give_gradients
+from support.nets import give_gradients, records_of
 
 import lowmem
 from lowmem.options import FusedConfig
-from lowmem.placements.placed import Placed
 from lowmem.rules import ParamSpec, StateSpec, UpdateRule
 from lowmem.step import policies
 from lowmem.step.offload import GradientStore, powers_of_two
-from lowmem.tiles.layout import Span, View
+from lowmem.tiles.layout import View
 
 # A store on the host is made for a device that is not the host; here it copies from memory to memory, without streams.
 KINDS = pytest.mark.parametrize("kind", ["resident", "host"])
@@ -33,17 +32,12 @@ def store(request, monkeypatch):
     return store
 
 
-def records_of(*params):
-    spans = [Span(tuple(param.shape), 0, param.numel(), param.numel()) for param in params]
-    return [Placed(f"p{n}", p, span) for n, (p, span) in enumerate(zip(params, spans, strict=True))]
-
-
 def same(one, other):
     """Bits, layout in memory and dtype."""
     return one.dtype == other.dtype and one.stride() == other.stride() and torch.equal(one, other)
 
 
-# -- what is stored ----------------------------------------------------------------------------------------------------
+# -- stored gradients --------------------------------------------------------------------------------------------------
 
 GRADIENTS = [
     lambda: torch.randn(()),
@@ -131,21 +125,18 @@ def micro_batches(count, dtype, seed=0):
     return drawn
 
 
-def pairs(params, grads):
-    return [(param, grad) for param, grad in zip(params, grads, strict=True) if grad is not None]
-
-
 def give_step(opt, params, steps):
     for n, grads in enumerate(steps, start=1):
         with opt.accumulate() if n < len(steps) else nullcontext():
-            give_gradients(opt, *pairs(params, grads))
+            give_gradients(opt, *zip(params, grads, strict=True))
 
 
 def as_torch_sums(params, steps):
     """`.grad` of parameters like these, after the backwards of all micro-batches."""
     copies = [torch.nn.Parameter(param.detach().clone()) for param in params]
     for grads in steps:
-        sum((param * grad).sum().float() for param, grad in pairs(copies, grads)).backward()
+        pairs = zip(copies, grads, strict=True)
+        sum((param * grad).sum().float() for param, grad in pairs if grad is not None).backward()
     return [param.grad for param in copies]
 
 
@@ -211,7 +202,7 @@ def test_a_failed_backward_leaves_no_gradients(kind, store):
     steps = micro_batches(3, torch.float32)
     give_step(opt, params, steps)  # the store has been used before
     with opt.accumulate():
-        give_gradients(opt, *pairs(params, steps[0]))
+        give_gradients(opt, *zip(params, steps[0], strict=True))
     handle = params[0].register_hook(lambda _: 1 / 0)
     with pytest.raises(ZeroDivisionError) as died:
         give_gradients(opt, (params[0], steps[1][0]), (params[4], steps[1][4]))

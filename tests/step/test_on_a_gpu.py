@@ -1,6 +1,6 @@
-"""What a GPU alone shows: the device that is current or the default, streams of the training loop, stores that copy.
+"""Tests that need a GPU: current and default device, streams of the training loop, stores that copy.
 
-A simulated GPU does, too, and reports races.
+A simulated GPU runs them too, and reports races.
 """
 
 import gc
@@ -9,11 +9,10 @@ from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
+from support.nets import records_of
 
 import lowmem
-from lowmem.placements.placed import Placed
 from lowmem.step.offload import GradientStore
-from lowmem.tiles.layout import Span
 from lowmem.tiles.transfers import Readback, to_device
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, or a simulated one")
@@ -58,39 +57,25 @@ SETTINGS = {
     "overflow": {"loss_scale": "dynamic", "overflow": 2},
     "ScaledAdam": {"rule": "scaled_adam", "clipping_scale": 2.0},
 }
-EACH = pytest.mark.parametrize("options", SETTINGS.values(), ids=SETTINGS)
 
 
-@EACH
-def test_as_on_a_cpu(options):
-    assert_trained_alike(trained("cuda", **options), trained("cpu", **options))
-
-
-@EACH
-def test_results_do_not_depend_on_the_default_device(options):
-    """Memory of the host is asked for on the host."""
-    before = torch.get_default_device()
-    torch.set_default_device("cuda")
-    try:
-        actual = trained("cuda", **options)
-    finally:
-        torch.set_default_device(before)
-    assert_trained_alike(actual, trained("cpu", **options))
-
-
-@EACH
-def test_steps_on_a_stream_of_the_loop(options):
-    """What a step replaces is not given back while that stream reads it."""
+@contextmanager
+def on_another_stream():
     side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        yield
+    torch.cuda.current_stream().wait_stream(side)
 
-    @contextmanager
-    def beside():
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            yield
-        torch.cuda.current_stream().wait_stream(side)
 
-    actual = trained("cuda", stream=beside, **options)
+@pytest.mark.parametrize("default", [None, "cuda"], ids=["", "default device"])
+@pytest.mark.parametrize("stream", [nullcontext, on_another_stream])
+@pytest.mark.parametrize("options", SETTINGS.values(), ids=SETTINGS)
+def test_as_on_a_cpu(options, stream, default):
+    """Memory of the host is allocated on the host, whatever the default device is. Memory that a step replaces is not
+    freed while the stream of the loop reads it."""
+    with nullcontext() if default is None else torch.device(default):
+        actual = trained("cuda", stream=stream, **options)
     assert_trained_alike(actual, trained("cpu", **options))
 
 
@@ -108,8 +93,7 @@ def test_deleting_an_optimizer_during_its_last_copy():
 @pytest.mark.parametrize("first", ["drained", "fetched"])
 def test_a_gradient_that_another_stream_has_stored(first):
     """As FSDP2 runs hooks on its stream for reductions: the last gradient stored is read after it has been written."""
-    params = [torch.nn.Parameter(torch.zeros(400, 300, device="cuda")) for _ in range(2)]
-    records = [Placed(f"p{n}", p, Span((400, 300), 0, 120_000, 120_000)) for n, p in enumerate(params)]
+    records = records_of(*(torch.nn.Parameter(torch.zeros(400, 300, device="cuda")) for _ in range(2)))
     store, side = GradientStore(host=True), torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):

@@ -6,7 +6,8 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from support.nets import same, weights
+from support.nets import plain_step, same, weights
+from support.troubleshooting import explained
 from torch.utils.checkpoint import checkpoint
 
 import lowmem
@@ -131,25 +132,11 @@ def leftover(net):
 
 
 UNUSABLE = [
-    pytest.param(
-        lambda net: net.late(torch.ones(2, 4)),
-        r"\[2, 4\]; it must be",
-        marks=pytest.mark.troubleshooting("the loss is of shape"),
-    ),
-    pytest.param(lambda net: lambda: 3.0, "the loss is a float; it must be"),
-    pytest.param(
-        lambda net: net().detach(), "the loss has", marks=pytest.mark.troubleshooting("the loss has no graph")
-    ),
-    pytest.param(
-        lambda net: torch.ones((), requires_grad=True) * 2,
-        "got a gradient",
-        marks=pytest.mark.troubleshooting("no parameter of this optimizer"),
-    ),
-    pytest.param(
-        leftover,
-        r"'middle\.weight' already has a gradient in",
-        marks=pytest.mark.troubleshooting("parameter ... already has"),
-    ),
+    explained("the loss is of shape", lambda net: net.late(torch.ones(2, 4)), r"\[2, 4\]; it must be"),
+    (lambda net: lambda: 3.0, "the loss is a float; it must be"),
+    explained("the loss has no graph", lambda net: net().detach(), "the loss has"),
+    explained("no parameter of this optimizer", lambda net: torch.ones((), requires_grad=True) * 2, "got a gradient"),
+    explained("parameter ... already has", leftover, r"'middle\.weight' already has a gradient in"),
 ]
 
 
@@ -168,16 +155,12 @@ def test_a_loss_without_a_graph_raises(net, opt, loss, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        pytest.param(
-            {"loss_scale": 1024, "policy": "auto"},
-            r"the loss must be scaled: call opt\.backward",
-            marks=pytest.mark.troubleshooting("with a loss scale"),
-        ),
+        explained("with a loss scale", {"loss_scale": 1024}, r"the loss must be scaled: call opt\.backward"),
         ({"clip_norm": 1.0, "policy": "two_pass"}, r"policy 'two_pass'.*no gradients have been measured.*opt\.backw"),
     ],
 )
 def test_a_plain_backward_that_the_policy_does_not_support_raises(net, options, message):
-    opt, before = make(net, **options), weights(net)
+    opt, before = make(net, **{"policy": "auto", **options}), weights(net)
     with pytest.raises(StepError, match=message):
         net().backward()
     assert not any(moved(net, before)) and opt.last_step is None
@@ -376,14 +359,14 @@ def test_reentrant_checkpointing_of_a_tied_weight():
 
 
 def test_reentrant_checkpointing_in_a_measuring_pass(net):
-    """torch's own message does not help: nobody wrote the backward with chosen leaves."""
+    """The message of torch does not help: the user has not called a backward with chosen leaves."""
     x, before = torch.ones(2, 4, requires_grad=True), weights(net)
     opt = make(net, "two_pass", clip_norm=1.0)
     with pytest.raises(UnsupportedError, match=r"use_reentrant=False\), or policy='deferred'"):
         opt.backward(net(x, reentrant=True))
     assert not any(moved(net, before))
     opt.backward(net(x))
-    with pytest.raises(RuntimeError, match="is incompatible with"):  # torch's message where it helps
+    with pytest.raises(RuntimeError, match="is incompatible with"):  # the message of torch where it helps
         torch.autograd.grad(net(x, reentrant=True), [x])
 
 
@@ -398,10 +381,7 @@ def test_auto_defers_where_reentrant_checkpointing_rules_out_two_passes(net, cal
     opt = make(net, "auto", rule=torch.optim.AdamW, clip_norm=0.5, model=net)
     for step in range(4):
         x, reentrant = torch.randn(2, 4, requires_grad=True), True if step else None
-        plain(x).backward()
-        norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
-        ordinary.step()
-        ordinary.zero_grad()
+        norm = plain_step(ordinary, plain(x), clip_norm=0.5)
 
         def loss(x=x, reentrant=reentrant):
             return net(x, reentrant=reentrant)

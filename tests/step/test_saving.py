@@ -1,15 +1,15 @@
-"""What is saved is loaded exactly; a state that does not fit raises when it is loaded, and changes nothing."""
+"""Saved states are loaded exactly; a state that does not fit raises when it is loaded, and changes nothing."""
 
 import copy
 import functools
-import io
 import json
 import math
 import operator
 
 import pytest
 import torch
-from support.nets import assert_same, give_gradients
+from support.nets import assert_same, give_gradients, plain_step, states, through_file
+from support.troubleshooting import explained
 from torch import nn
 
 import lowmem
@@ -59,26 +59,14 @@ def train(opt):
 
 def everything(opt):
     """Weights and states by name."""
-    states = {
-        f"{owner}/{key}": value for owner, of in opt.named_state_dict()["state"].items() for key, value in of.items()
-    }
-    values = {f"param{n}": param.detach() for n, param in enumerate(params_of(opt))} | states
-    return {name: torch.as_tensor(value).clone() for name, value in values.items()}
-
-
-def roundtrip(saved):
-    """Through a file."""
-    file = io.BytesIO()
-    torch.save(saved, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
+    return {f"param{n}": param.detach().clone() for n, param in enumerate(params_of(opt))} | states(opt)
 
 
 @pytest.mark.parametrize("rounding", ["stochastic", "compensated"])
 def test_loading_the_initial_state_is_exact(rounding):
-    """What a later step left, residuals included, does not outlive the loading of an earlier state."""
+    """Loading an earlier state replaces everything that later steps have stored, residuals included."""
     opt, results = make_optimizer(steps=0, rounding=rounding), []
-    beginning, weights = roundtrip(opt.state_dict()), [param.detach().clone() for param in params_of(opt)]
+    beginning, weights = through_file(opt.state_dict()), [param.detach().clone() for param in params_of(opt)]
     for _ in range(2):
         opt.load_state_dict(beginning)
         for param, value in zip(params_of(opt), weights, strict=True):
@@ -112,7 +100,7 @@ def test_torch_state_dict_shows_states_before_the_first_update(rounding):
             assert saved["param_groups"][0][key] == theirs["param_groups"][0][key]
         assert opt.state.keys() == ({params["used"]} if step else set())
         others, other = new()
-        other.load_state_dict(roundtrip(saved))
+        other.load_state_dict(through_file(saved))
         assert other.state.keys() == ({others["used"]} if step else set())
         with pytest.raises(CheckpointError, match=r"no step, .* with opt\.load_named_state_dict"):
             other.load_state_dict(opt.named_state_dict())
@@ -198,10 +186,8 @@ def test_a_torch_state_is_loaded(cls, named, seldom):
     theirs = cls(groups(plain), lr=0.01, betas=(0.8, 0.95), foreach=False, **decay)
     for step in range(6):
         if step == 3:
-            saved, weights_then = roundtrip([theirs.state_dict(), plain.state_dict()])
-        loss(plain, step).backward()
-        theirs.step()
-        theirs.zero_grad()
+            saved, weights_then = through_file([theirs.state_dict(), plain.state_dict()])
+        plain_step(theirs, loss(plain, step))
     opt = lowmem.FusedOptimizer(groups(net), rule="adamw", lr=0.5, seed=7)
     net.load_state_dict(weights_then)
     opt.load_state_dict(saved)
@@ -211,11 +197,11 @@ def test_a_torch_state_is_loaded(cls, named, seldom):
     assert_same(net.state_dict(), plain.state_dict())
     assert (opt.named_state_dict()["step"], opt.named_state_dict()["seed"]) == (6, 7)
     again = lowmem.FusedOptimizer(groups(new()), rule="adamw", lr=0.5)
-    again.load_state_dict(roundtrip(opt.state_dict()))  # and is saved as any other
+    again.load_state_dict(through_file(opt.state_dict()))  # and is saved as any other
 
 
 def test_a_torch_state_in_bfloat16():
-    """What torch held in the dtype of the weight is held in float32, with the same values."""
+    """States of torch have the dtype of the weight; loaded, they are float32 with the same values."""
     theirs, ours = (nn.Parameter(torch.ones(4).bfloat16()) for _ in range(2))
     plain = ADAMW([theirs])
     theirs.grad = torch.arange(4.0).bfloat16()
@@ -265,19 +251,13 @@ def assert_refuses(opt, message, *loads):
 
 
 OTHERS = [
-    pytest.param(
-        {"rule": "lomo"},
-        {"rule": "adalomo"},
-        "rule 'lomo', but this one has 'adalomo'",
-        marks=pytest.mark.troubleshooting("the saved optimizer has rule"),
+    explained(
+        "the saved optimizer has rule", {"rule": "lomo"}, {"rule": "adalomo"}, "rule 'lomo', but this one has 'adalomo'"
     ),
     ({}, {"rounding": "nearest"}, "rounding 'auto', but this one has 'nearest'"),
     ({"shapes": {"a": (64, 64), "c": (2,)}}, {}, r"differ in \['b', 'c'\]"),
-    pytest.param(
-        {"shapes": {"a": (64, 64)}},
-        {},
-        "of 1 parameters, but this one has 1 of 2",
-        marks=pytest.mark.troubleshooting("the saved optimizer has ... group"),
+    explained(
+        "the saved optimizer has ... group", {"shapes": {"a": (64, 64)}}, {}, "of 1 parameters, but this one has 1 of 2"
     ),
     ({"shapes": {"b": (2,), "a": (64, 64)}}, {}, "in another order"),
     ({"shapes": {"a": (64, 64), "b": (4,)}}, {}, "state of 'b' has "),
@@ -311,7 +291,7 @@ DTYPES = {
 for was, now, rule, options, state in DTYPES.values():
     message = rf"state '{state}' belongs to the weight 'a' in {was}, but .* is {now}\. .* model\.to\({was}\)"
     case = {"rule": rule, "dtype": was, **options}, {"rule": rule, "dtype": now, **options}, message
-    OTHERS.append(pytest.param(*case, marks=pytest.mark.troubleshooting("the saved state ... belongs")))
+    OTHERS.append(explained("the saved state ... belongs", *case))
 
 
 @pytest.mark.parametrize(("saved", "loading", "message"), OTHERS, ids=str)
@@ -322,7 +302,7 @@ def test_loading_the_state_of_a_different_optimizer_raises(saved, loading, messa
 
 
 @pytest.mark.parametrize(
-    ("cls", "options", "own", "message"),
+    ("cls", "options", "ours", "message"),
     [
         (ADAMW, {"amsgrad": True}, {}, "group 0 of the saved torch optimizer has amsgrad"),
         (ADAMW, {"maximize": True}, {}, "has maximize"),
@@ -330,24 +310,19 @@ def test_loading_the_state_of_a_different_optimizer_raises(saved, loading, messa
         (ADAMW, {}, {"rule": "adalomo"}, "rule 'adamw', but this one has 'adalomo'"),
         (ADAMW, {}, {"shapes": dict.fromkeys("cd", (64, 64))}, "has other parameters or a different order"),
         (ADAMW, {}, {"shapes": dict.fromkeys("ba", (64, 64))}, "has other parameters or a different order"),
-        (
-            ADAMW,
-            {},
-            {"shapes": dict.fromkeys("abc", (64, 64))},
-            r"of \[2\] parameters, but .* groups of \[3\]",
-        ),
+        (ADAMW, {}, {"shapes": dict.fromkeys("abc", (64, 64))}, r"of \[2\] parameters, but .* groups of \[3\]"),
         (ADAMW, {}, {"state_storage": "bfloat16"}, "state_storage 'float32', .* 'bfloat16'. convert_states=True"),
         (ADAMW, {}, {"state_storage": "8bit"}, "state_storage 'float32', .* '8bit'. convert_states=True"),
         (SGD, {}, {}, "has no step, seed and loss scale"),
     ],
 )
-def test_unsupported_torch_states_raise(cls, options, own, message):
+def test_unsupported_torch_states_raise(cls, options, ours, message):
     theirs = [(name, nn.Parameter(torch.ones(64, 64))) for name in "ab"]
     plain = cls(theirs, **options)
     for _, param in theirs:
         param.grad = torch.ones(64, 64)
     plain.step()
-    opt = make_optimizer(**{"shapes": dict.fromkeys("ab", (64, 64)), "dtype": F32, **own})
+    opt = make_optimizer(**{"shapes": dict.fromkeys("ab", (64, 64)), "dtype": F32, **ours})
     assert_refuses(opt, message, lambda: opt.load_state_dict(plain.state_dict()))
 
 
@@ -385,11 +360,7 @@ DAMAGED = {
     "a tensor of text": (["state", "b", "exp_avg"], "x", "state of 'b' has .*exp_avg"),
     "something else": (["state", "b", "other"], 5, "state of 'b' has .*other"),
     "a tensor too few": (["state", "b", "step"], del_, "state of 'b' has "),
-    "one that cannot be read": (
-        ["state", "b", "exp_avg_sq"],
-        TensorSource((2,), F32, lambda: int("x")),
-        "damaged: ValueError",
-    ),
+    "an unreadable tensor": (["state", "b", "exp_avg_sq"], TensorSource((2,), F32, lambda: int("x")), "ValueError"),
     "no scale of codes": (["state", "a", "exp_avg_sq.scale"], del_, CODES),
     "codes of another dtype": (["state", "a", "exp_avg"], torch.zeros(64, 64, dtype=torch.uint8), CODES),
     "scales of another shape": (["state", "a", "exp_avg.scale"], torch.zeros(64, 1, dtype=BF16), CODES),

@@ -9,8 +9,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.utils.checkpoint import checkpoint
 
 from lowmem import placements
-from lowmem.rules import Lomo
-from lowmem.step.record import ParamRecord
+from lowmem.placements.placed import Placed
 from lowmem.tiles.layout import Span
 
 STEPS = 10
@@ -118,9 +117,9 @@ def plain_step(opt, *losses, clip_norm=None):
 
 
 def records_of(*params):
-    """Records of parameters, called p0, p1, ..., for parts of a step without an optimizer."""
+    """Parameters called p0, p1, ..., as placements see them, for parts of a step without an optimizer."""
     spans = [Span(tuple(param.shape), 0, param.numel(), param.numel()) for param in params]
-    return [ParamRecord(f"p{n}", p, span, {}, Lomo()) for n, (p, span) in enumerate(zip(params, spans, strict=True))]
+    return [Placed(f"p{n}", p, span) for n, (p, span) in enumerate(zip(params, spans, strict=True))]
 
 
 def weights(*nets):
