@@ -2,15 +2,15 @@
 
 import copy
 import gc
-import io
 import pickle
 from collections import Counter
 from contextlib import nullcontext
 
 import pytest
 import torch
+from support.attack import Settings, compare
+from support.nets import Memory, plain_step, through_file
 from test_linear_cross_entropy import Largest
-from torch.distributed._tools.mem_tracker import MemTracker
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -99,15 +99,12 @@ def test_another_optimizers_rule_gets_tensors_and_the_same_bits(tied, model, bat
     train(nets[0], samples, rule=torch.optim.AdamW, foreach=False)
     adamw = torch.optim.AdamW(nets[1].parameters(), lr=1e-2, foreach=False)
     for ids in samples:
-        loss_of(nets[1], ids).backward()
-        adamw.step()
-        adamw.zero_grad()
+        plain_step(adamw, loss_of(nets[1], ids))
     assert all(map(torch.equal, *(net.parameters() for net in nets)))
     assert {takes for kinds in offers.values() for _, takes in kinds} == {False}
 
 
 def test_autograd_grad_returns_a_tensor(model, batches):
-    """`torch.autograd.grad`, and a backward that is to end in other parameters."""
     (ids,) = batches(1)
     net = model()
     opt = lowmem.FusedOptimizer(net.named_parameters(), lr=1e-2)
@@ -116,14 +113,10 @@ def test_autograd_grad_returns_a_tensor(model, batches):
     opt.remove()
     loss_of(net, ids).backward()
     assert all(map(torch.equal, grads, (weight.grad for weight in weights)))
-    before = [param.detach().clone() for param in net.parameters()]
-    net.zero_grad()
-    opt = lowmem.FusedOptimizer(net.named_parameters(), lr=1e-2)
-    with opt.paused():
-        opt_free = loss_of(net, ids)
-        opt_free.backward()
-    assert all(map(torch.equal, before, net.parameters()))
-    assert all(param.grad is None for param in net.parameters())
+
+
+def test_a_paused_backward_leaves_no_gradient():
+    compare(Settings(computed=True, events=((1, "paused"),)))
 
 
 def test_changing_a_weight_before_backward_raises(model, batches):
@@ -181,7 +174,7 @@ def test_nothing_is_read_back(options, model, batches):
 # --- memory -------------------------------------------------------------------------------------------------------
 
 
-class Tracker(MemTracker):
+class MemoryWithoutHooks(Memory):
     """Without hooks on parameters, which would have to see every gradient as a tensor."""
 
     def _track_module_params_and_buffers(self, module, install_grad_hooks=True):
@@ -200,21 +193,17 @@ def test_no_tensor_of_vocabulary_size_except_the_weights(tied, choice, model, ba
     net = model(vocab_size=vocabulary, memory=memory, hidden_size=64, num_hidden_layers=1, tie_word_embeddings=tied)
     assert net.lm_head.weight.nbytes == 32 * MIB
     opt = lowmem.FusedOptimizer(net.named_parameters(), lr=1e-3, compile=False, **CHOICES[choice])
-    tracker = Tracker()
     first, second = batches(2, (1, 16), vocabulary)
     opt.backward(loss_of(net, first, memory))
     gc.collect()
-    tracker.track_external(net, opt)
-    with Largest(net.parameters()) as largest, tracker:
+    with Largest(net.parameters()) as largest, MemoryWithoutHooks(net, opt) as memory_of_step:
         opt.backward(loss_of(net, second, memory))
-    peak = tracker.get_tracker_snapshot("peak")[net.lm_head.weight.device]
-    rest = tracker.get_tracker_snapshot("current")[net.lm_head.weight.device]
     assert largest.nbytes < 8 * MIB
-    assert peak["Total"] - rest["Total"] < 16 * MIB
+    assert memory_of_step.above < 16 * MIB
 
 
 def test_gradients_of_long_sequences_are_tensors(model, batches, offers):
-    """Keeping what it is computed from would save less than three quarters of it."""
+    """Storing the inputs of the computation would save less than three quarters of the gradient."""
     train(model(), batches(1, (1, 250)))
     assert offers["lm_head.weight"] == {("HeadGradient", True)}
     offers.clear()
@@ -290,11 +279,8 @@ def assert_equals_plain(loss, ids, options=None, policy="immediate", plain=False
     for batch in ids[:2]:
         value = loss(nets[0], batch)
         value.backward() if plain else opt.backward(value)
-        loss(nets[1], batch).backward()
-        sgd.step()
-        sgd.zero_grad()
-    for (name, one), other in zip(nets[0].named_parameters(), nets[1].parameters(), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=2e-6, msg=lambda text, name=name: f"{name}: {text}")
+        plain_step(sgd, loss(nets[1], batch))
+    torch.testing.assert_close(*(net.state_dict() for net in nets), rtol=1e-5, atol=2e-6)
 
 
 @pytest.mark.parametrize(("policy", "plain"), [
@@ -434,17 +420,17 @@ class Scaled(torch.nn.Embedding):
 
 def test_an_embedding_keeps_its_own_forward():
     torch.manual_seed(0)
-    own, computed = (Scaled(50, 400, padding_idx=7) for _ in range(2))
-    computed.load_state_dict(own.state_dict())
+    plain, computed = (Scaled(50, 400, padding_idx=7) for _ in range(2))
+    computed.load_state_dict(plain.state_dict())
     assert compute_gradient(computed)
     assert compute_gradient(computed, memory=10_000)  # again: another size
     assert (type(computed).__name__, computed.memory) == ("Scaled", 10_000)
     assert isinstance(computed, Scaled)
     assert isinstance(computed, ComputedEmbedding)
-    assert repr(computed) == repr(own)
+    assert repr(computed) == repr(plain)
     ids = torch.tensor([[1, 7, 1], [49, 0, 7]])
     grads = []
-    for embedding in (own, computed):
+    for embedding in (plain, computed):
         out = embedding(ids)
         out.backward(torch.arange(out.numel()).view(out.shape) / 100)
         grads.append(embedding.weight.grad)
@@ -452,7 +438,7 @@ def test_an_embedding_keeps_its_own_forward():
     assert torch.equal(*grads)
     opt = lowmem.FusedOptimizer(computed.named_parameters(), rule="lomo", lr=1.0)
     opt.backward((computed(ids) * torch.arange(400)).sum())
-    before = own.weight.detach()
+    before = plain.weight.detach()
     expected = torch.arange(400) * 3.0
     assert torch.equal(computed.weight[7], before[7])
     torch.testing.assert_close(computed.weight[49], before[49] - expected)
@@ -484,10 +470,7 @@ def test_the_gradient_of_an_embedding_allocates_nothing_per_row():
 
 
 def through_torch(module):
-    file = io.BytesIO()
-    torch.save(module, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
+    return through_file(module, weights_only=False)
 
 
 def through_another_process(module):

@@ -1,9 +1,10 @@
-"""The loss of the head and its gradients against float64, the memory that they need, and what is refused."""
+"""The loss of the head and its gradients against float64, their memory, and invalid arguments."""
 
 import itertools
 
 import pytest
 import torch
+from support.troubleshooting import explained
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -182,7 +183,7 @@ def test_on_a_cpu_a_block_is_cast_a_few_rows_at_a_time(monkeypatch):
 
 @pytest.mark.parametrize("memory", [1 << 20, 4 << 20])
 def test_tiles_stay_within_their_memory_limit(memory):
-    """A tile and what it is computed from: each of them is a part of it."""
+    """Each tensor of a tile is a part of it."""
     hidden, weight = torch.randn(1500, 64, requires_grad=True), torch.randn(20_000, 64)
     with Largest((hidden, weight)) as largest:
         linear_cross_entropy(hidden, weight, torch.zeros(1500, dtype=torch.int64), memory=memory).backward()
@@ -205,11 +206,7 @@ LEARNED = torch.tensor(0.5, requires_grad=True)
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        pytest.param(
-            {"memory": 700},
-            "head_memory=700 bytes",
-            marks=pytest.mark.troubleshooting("head_memory=... bytes"),
-        ),
+        explained("head_memory=... bytes", {"memory": 700}, "head_memory=700 bytes"),
         ({"softcap": 0.0}, "softcap=0.0 is out of range; allowed: a number > 0, or None"),
         ({"temperature": -1.0}, "temperature=-1.0"),
         ({"label_smoothing": 1.5}, "label_smoothing=1.5 is out of range; allowed: a number >= 0 and <= 1"),

@@ -1,6 +1,6 @@
-"""Logits that are computed where they are read: what losses, metrics and models do with them gives what a matrix gives.
+"""Logits that are computed where they are read: losses, metrics and models get the results that a matrix gives.
 
-The reference is the linear layer itself. Of what is computed in tiles no matrix may exist.
+The reference is the linear layer itself. Reads in tiles must not create the matrix.
 """
 
 from contextlib import nullcontext
@@ -109,7 +109,7 @@ class Same(torch.autograd.Function):
 
 
 def run(head, linear, read, dtype=torch.float32):
-    """What is read, and the gradients of hidden states, weight and bias."""
+    """The value that is read, and the gradients of hidden states, weight and bias."""
     hidden = torch.randn(BATCH, TOKENS, SIZE, generator=seeded(3)).to(dtype).requires_grad_()
     linear.zero_grad()
     value = read(head(hidden))
@@ -157,8 +157,8 @@ def test_autocast_applies_as_in_the_head(linear):
         logits, expected = head(torch.ones(2, SIZE)), linear(torch.ones(2, SIZE))
     assert logits.dtype == expected.dtype == torch.bfloat16
     torch.testing.assert_close(logits + 0, expected)
-    own, other = (F.cross_entropy(z.float(), IDS[0, :2]) for z in (logits, expected))
-    torch.testing.assert_close(own, other, rtol=1e-2, atol=1e-2)
+    ours, other = (F.cross_entropy(z.float(), IDS[0, :2]) for z in (logits, expected))
+    torch.testing.assert_close(ours, other, rtol=1e-2, atol=1e-2)
 
 
 def test_a_head_has_the_attributes_of_its_layer(linear):

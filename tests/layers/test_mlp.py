@@ -8,6 +8,7 @@ import pytest
 import torch
 from support.mlps import GPT2, GROUPS, MLP, MODELS, Net, assert_close, build, gradients, step
 from support.products import FULL, pairwise
+from support.troubleshooting import explained
 from torch._subclasses import FakeTensorMode
 
 import lowmem
@@ -58,7 +59,7 @@ A_MIXTURE = r"'model\.layers\.0\.mlp' is a mixture of experts.*Omit mlp_tile"
             pytest.param(lambda kind=kind: on_meta(kind), {}, A_MIXTURE, marks=experts_are_stacked, id=kind)
             for kind in ("Mixtral", "Qwen3Moe", "GptOss")
         ),
-        pytest.param(lambda: on_meta("OPT"), {}, "OPTForCausalLM", marks=pytest.mark.troubleshooting("has no MLP")),
+        explained("has no MLP", lambda: on_meta("OPT"), {}, "OPTForCausalLM"),
         (lambda: Net(MLP()), {"names": ["dense"]}, "a module named dense that is called"),
         (lambda: Net(Residual()), {}, "Net has no MLP"),  # it takes two tensors
         (lambda: Net(MLP()), {"tokens": 0}, "mlp_tile=0"),
@@ -139,15 +140,15 @@ class Part(MLP):
 def test_inputs_of_any_shape_and_stride(shape, cls, tokens):
     net = Net(cls(wide=32))
     for x in (torch.randn(shape), torch.randn(shape[::-1]).permute(*range(len(shape))[::-1])):
-        found = []
+        results = []
         for _ in range(2):
             leaf = x.clone(memory_format=torch.preserve_format).requires_grad_()
             out = net(leaf) + net.mlp(x=leaf)  # by position and by name
             out.square().sum().backward()
-            found.append(gradients(net) | {"in": leaf.grad, "out": out.detach()})
+            results.append(gradients(net) | {"in": leaf.grad, "out": out.detach()})
             tile_mlps(net, tokens)
         del net.mlp.forward, net.mlp._untiled_forward
-        assert_close(found[1], found[0])
+        assert_close(results[1], results[0])
 
 
 def test_evaluation(token_batches):
@@ -225,7 +226,7 @@ def test_a_second_derivative_raises():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_gradients_of_16_bits_are_as_accurate_as_of_whole_mlps(dtype):
     """The gradients of 64 tiles are rounded once each and once together, of whole MLPs once. Errors grow by √2 at most
-    where there is no other one, as in the last bias. Sums in the weights' dtype are several times worse there.
+    where there is no other error, as in the last bias. Sums in the weights' dtype are several times worse there.
     """
     exact = MLP()
     for param in exact.parameters():
@@ -240,9 +241,9 @@ def test_gradients_of_16_bits_are_as_accurate_as_of_whole_mlps(dtype):
             tile_mlps(net, tokens)
         for part in torch.stack([x, grad]).view(2, -1, 32).split(rows or 1024, dim=1):
             net.mlp(part[0]).backward(part[1])
-        own = gradients(net.mlp)
-        assert all(grad.dtype == dtype for grad in own.values())
-        return {name: (own[name] - grad).norm() / grad.norm() for name, grad in reference.items()}
+        grads = gradients(net.mlp)
+        assert all(grad.dtype == dtype for grad in grads.values())
+        return {name: (grads[name] - grad).norm() / grad.norm() for name, grad in reference.items()}
 
     whole, tiled, in_16_bits = errors(), errors(tokens=16), errors(rows=16)
     for name, error in tiled.items():
@@ -256,17 +257,17 @@ def test_autocast(checkpointing, token_batches):
     model = build("Llama", GROUPS, checkpointing)
     long, short = token_batches(2)
     short = {name: value[:, :4] for name, value in short.items()}
-    found, dtypes = [], set()
+    results, dtypes = [], set()
     model.model.layers[0].mlp.act_fn.register_forward_hook(lambda *args: dtypes.add(args[-1].dtype))
     for _ in range(2):
         with torch.autocast(torch.get_default_device().type, torch.bfloat16):
             loss = model(**long).loss + model(**short).loss
         loss.backward()
-        found.append(gradients(model))
+        results.append(gradients(model))
         tile_mlps(model, 8)  # the short batch is one tile
     assert dtypes == {torch.bfloat16}
-    assert_close(found[1], found[0], tolerance=1e-2)
-    assert all(grad.dtype == torch.float32 for grad in found[1].values())
+    assert_close(results[1], results[0], tolerance=1e-2)
+    assert all(grad.dtype == torch.float32 for grad in results[1].values())
 
 
 # -- dropout -----------------------------------------------------------------------------------------------------------
@@ -293,14 +294,14 @@ def test_dropout_is_drawn_per_tile():
 
 def test_dropout_with_activation_checkpointing(token_batches):
     (batch,) = token_batches(1)
-    found = []
+    results = []
     for checkpointing in (False, True):
         model = build("GPT2", GPT2, checkpointing)
         tile_mlps(model, 7)
         torch.manual_seed(1)
-        found.append(step(model, batch))
-    assert torch.equal(found[0][0], found[1][0])
-    assert_close(found[1][1], found[0][1])
+        results.append(step(model, batch))
+    assert torch.equal(results[0][0], results[1][0])
+    assert_close(results[1][1], results[0][1])
 
 
 # -- fused training ----------------------------------------------------------------------------------------------------

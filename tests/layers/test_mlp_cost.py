@@ -1,4 +1,4 @@
-"""What a tiled MLP computes and holds, counted."""
+"""Operations and memory of a tiled MLP, counted."""
 
 import pytest
 import torch
@@ -45,7 +45,7 @@ def test_activation_checkpointing_does_not_compute_tiles_once_more(token_batches
 
 
 def peak(net, x):
-    """Bytes at the peak of a forward and a backward, above what is there before them."""
+    """Peak bytes of a forward and a backward, above the bytes before them."""
     net(x)  # the first one also checks
     before = sum(tensor.nbytes for tensor in (x, *net.parameters()))
     with Memory(net, x) as memory:

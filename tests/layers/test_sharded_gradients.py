@@ -4,11 +4,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.devices import seeded
-from support.shards import SHARDS
+from support.nets import full_weights
+from support.shards import KINDS, whole_first
 from test_linear_cross_entropy import Largest
 
 import lowmem
-from lowmem import placements
 from lowmem.layers.embedding import ComputedEmbedding
 from lowmem.layers.head import linear_cross_entropy
 from lowmem.layers.head_gradient import HeadGradient
@@ -73,16 +73,11 @@ def trained(rank, kind, tied, settings):
         patch.setattr(Hooks, "_offer", offered)
         patch.setattr(_ReduceScatter, "_reduce_blocks", reduced)
         patch.setattr(zero3, "_BLOCK", 5000)
-        options = {"placement": "replicated"} if kind == "replicated" else {}
-        if kind == "replicated":
-            net = make(tied)
-        else:
-            net = SHARDS[kind](rank, lambda: make(tied), **({"built_whole": True} if kind == "zero3" else {}))
-        opt = lowmem.FusedOptimizer(net.named_parameters(), model=net, lr=1e-2, compile=False, **settings, **options)
+        net = {**KINDS, "zero3": whole_first}[kind](rank, lambda: make(tied))
+        opt = lowmem.FusedOptimizer(net.named_parameters(), model=net, lr=1e-2, compile=False, **settings)
         for step in range(3):
             opt.backward(lambda step=step: net(batches(rank, step)))
-    weights = {name: placements.full_tensor(param).clone() for name, param in net.named_parameters()}
-    return weights, taken, largest[0], dist.get_world_size()
+    return full_weights(net), taken, largest[0], dist.get_world_size()
 
 
 def alone(ranks, tied, settings):
@@ -91,7 +86,7 @@ def alone(ranks, tied, settings):
     opt = lowmem.FusedOptimizer(net.named_parameters(), lr=1e-2, compile=False, **settings)
     for step in range(3):
         opt.backward(lambda step=step: sum(net(batches(rank, step)) for rank in range(ranks)) / ranks)
-    return dict(net.named_parameters())
+    return full_weights(net)
 
 
 CASES = [
@@ -115,5 +110,4 @@ def test_ranks_get_the_weights_of_one_device(kind, tied, settings, ranks):
         if kind == "zero3":
             assert {name for name, _ in taken} == {"HeadGradient", "EmbeddingGradient"}
             assert largest <= -(-VOCABULARY // count) * SIZE * 4
-        for name, weight in weights.items():
-            torch.testing.assert_close(weight, expected[name].detach(), rtol=1e-4, atol=1e-5, msg=name)
+        torch.testing.assert_close(weights, expected, rtol=1e-4, atol=1e-5)
