@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from torch.distributed.fsdp import fully_shard
 
 import lowmem
 from lowmem.errors import ConfigError, UnsupportedError
@@ -29,7 +30,7 @@ def groups(net):
     return [{"params": list(layer.named_parameters(prefix=str(n)))} for n, layer in enumerate(net)]
 
 
-# What a rank optimizes, and what the error says.
+# The parameters of a rank, and the error.
 VALUES = "the values of the parameters differ between rank 0 and rank 1"
 NAMES = "the names, shapes or dtypes of the parameters differ"
 DIFFERENT = {
@@ -116,8 +117,6 @@ def test_a_trainer_broadcasts(two, tmp_path, monkeypatch):
     assert torch.equal(one, other)
 
 
-# -- the settings of optimizers ----------------------------------------------------------------------------------------
-
 SETTINGS = {
     "seed": ({"seed": 0}, {"seed": 1}, "seed is 0 on rank 0 and 1 on rank 1"),
     "clip_norm": ({"clip_norm": 1.0}, {}, "clip_norm is 1.0 on rank 0 and None on rank 1"),
@@ -130,18 +129,9 @@ SETTINGS = {
 }
 
 
-def sharded_or_not(rank, sharded):
-    net = layers(2)
-    if sharded:
-        from torch.distributed.fsdp import fully_shard
-
-        fully_shard(net)
-    return net
-
-
 def settings_that_differ(rank, name, plain, sharded):
     *options, message = SETTINGS[name]
-    net = sharded_or_not(rank, sharded)
+    net = fully_shard(layers(2)) if sharded else layers(2)
     opt = lowmem.FusedOptimizer(net.named_parameters(), model=net, **{"rule": "lomo", "lr": 0.1, **options[rank]})
     before = [param.detach().clone() for param in net.parameters()]
     with pytest.raises(ConfigError, match=message):

@@ -52,8 +52,7 @@ def as_one_device(rank, steps, settings, checkpointed):
         opt.backward(net(micro_batches[-1][rank]))
         arrived = [name for name, param in reference.named_parameters() if param.grad is not None]
         assert list(opt.last_step.names) == arrived
-        for (name, param), expected in zip(net.named_parameters(), reference.parameters(), strict=True):
-            torch.testing.assert_close(param, expected, rtol=1e-5, atol=1e-6, msg=name)
+        torch.testing.assert_close(net.state_dict(), reference.state_dict(), rtol=1e-5, atol=1e-6)
     return [param.detach() for param in net.parameters()]
 
 
@@ -101,9 +100,6 @@ def sums_in_float32(rank):
 def test_sums_have_one_dtype_on_all_ranks(two):
     one, other = two.run(sums_in_float32)
     assert all(torch.equal(one[name], other[name]) for name in one)
-
-
-# -- memory ------------------------------------------------------------------------------------------------------------
 
 
 def peaks(rank, steps, settings):
@@ -164,9 +160,6 @@ def test_a_changed_order_is_recorded_again(two):
 def test_parameters_without_a_gradient_keep_their_place_in_the_order():
     numbers = dict.fromkeys("xabcde", 0) | {"d": _ARRIVED + 1, "a": _ARRIVED + 2, "b": _ARRIVED}
     assert _by_arrival(numbers, "xabcde") == [*"xdeabc"]
-
-
-# -- what the graph does not show --------------------------------------------------------------------------------------
 
 
 class Silent(torch.autograd.Function):

@@ -46,31 +46,22 @@ def counted(rank, kind, settings, micro_batches):
     calls = Counter()
     folder = str(Path(lowmem.__file__).parent)
 
-    def counting(name, call):
+    def counting(call, name):
         def counted(*args, **kwargs):
-            calls[f"{name}, in flight" if kwargs.get("async_op") else name] += 1
+            if sys._getframe(1).f_code.co_filename.startswith(folder):
+                calls[f"{name}, in flight" if kwargs.get("async_op") else name] += 1
             return call(*args, **kwargs)
 
         return counted
 
     with pytest.MonkeyPatch.context() as patch:
         for name in ("all_reduce", SCATTER, GATHER):
-            patch.setattr(dist, name, _of(folder, getattr(dist, name), counting(name, getattr(dist, name))))
+            patch.setattr(dist, name, counting(getattr(dist, name), name))
         for param in net.parameters():
-            if kind == "zero3":  # by DeepSpeed's own method the device is waited for
-                patch.setattr(param, "all_gather", _of(folder, param.all_gather, counting("gather", param.all_gather)))
+            if kind == "zero3":  # the method of DeepSpeed waits for the device
+                patch.setattr(param, "all_gather", counting(param.all_gather, "gather"))
         step()
     return dict(calls)
-
-
-def _of(folder, call, counting):
-    """`counting` where a file of the folder calls, else `call`."""
-
-    def chosen(*args, **kwargs):
-        ours = sys._getframe(1).f_code.co_filename.startswith(folder)
-        return (counting if ours else call)(*args, **kwargs)
-
-    return chosen
 
 
 STACK = 1  # of norms

@@ -7,13 +7,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from support.nets import data
-from support.shards import everyones, fsdp2, make
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
+from support.nets import data, full_weights
+from support.shards import KINDS, everyones, make
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 
 import lowmem
 from lowmem import placements
@@ -28,13 +24,6 @@ SETTINGS = {
 }
 
 
-def local(rank, make):
-    return make()
-
-
-KINDS = {"replicated": local, "fsdp2": fsdp2}
-
-
 def optimizer(net, settings):
     return lowmem.FusedOptimizer(net.named_parameters(), model=net, **settings)
 
@@ -42,10 +31,6 @@ def optimizer(net, settings):
 def steps(net, opt, batches, rank=0, count=1):
     for ids in batches:
         opt.backward(net(ids.tensor_split(count)[rank]))
-
-
-def weights(net):
-    return {name: placements.full_tensor(param).clone() for name, param in net.named_parameters()}
 
 
 def assert_same(one, other):
@@ -59,13 +44,13 @@ def assert_same(one, other):
             assert json.dumps(value) == json.dumps(other[key]), key  # DCP makes lists of tuples
 
 
-def through_dcp(rank, count, place, settings, folder):
+def through_dcp(rank, count, kind, settings, folder):
     """Trains, saves, and goes on; another model and optimizer load, and go on to the same bits."""
     batches = list(map(everyones, data()))
-    net = place(rank, make)
+    net = KINDS[kind](rank, make)
     opt = optimizer(net, settings)
     steps(net, opt, batches[:4], rank, count)
-    saved, at_save = copy.deepcopy(opt.named_state_dict()), weights(net)
+    saved, at_save = copy.deepcopy(opt.named_state_dict()), full_weights(net)
     states = get_optimizer_state_dict(net, opt)
     trained = {name for name, param in net.named_parameters() if param.requires_grad}
     assert states["state"].keys() >= trained
@@ -73,7 +58,7 @@ def through_dcp(rank, count, place, settings, folder):
     assert_same(opt.named_state_dict(), saved)
     dcp.save({"optimizer": states}, checkpoint_id=folder)
 
-    other = place(rank, make)
+    other = KINDS[kind](rank, make)
     for name, param in other.named_parameters():
         placements.fill(param, at_save[name])
     resumed = optimizer(other, settings)
@@ -81,27 +66,27 @@ def through_dcp(rank, count, place, settings, folder):
     dcp.load(template, checkpoint_id=folder)
     set_optimizer_state_dict(other, resumed, template["optimizer"])
     assert all(param.grad is None for param in other.parameters())
-    assert_same(weights(other), at_save)
+    assert_same(full_weights(other), at_save)
     assert_same(resumed.named_state_dict(), saved)
     steps(net, opt, batches[4:7], rank, count)
     steps(other, resumed, batches[4:7], rank, count)
-    assert_same(weights(net), weights(other))
+    assert_same(full_weights(net), full_weights(other))
     return saved, at_save
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 def test_one_device(settings, tmp_path):
-    through_dcp(0, 1, local, settings, tmp_path / "saved")
+    through_dcp(0, 1, "replicated", settings, tmp_path / "saved")
 
 
 def on_ranks(rank, kind, settings, folder):
-    return through_dcp(rank, dist.get_world_size(), KINDS[kind], settings, folder)
+    return through_dcp(rank, dist.get_world_size(), kind, settings, folder)
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("settings", ["adamw", "scaled_adam"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["replicated", "fsdp2"])
 def test_ranks_and_another_number_of_them(two, kind, settings, tmp_path):
     results = two.run(on_ranks, kind, SETTINGS[settings], tmp_path / "saved")
     net = make()
@@ -116,13 +101,13 @@ def test_ranks_and_another_number_of_them(two, kind, settings, tmp_path):
 def test_reading_the_state_of_a_new_optimizer_changes_nothing():
     nets = [make(), make()]
     opts = [optimizer(net, SETTINGS["scaled_adam"]) for net in nets]
-    before = weights(nets[0])
+    before = full_weights(nets[0])
     get_optimizer_state_dict(nets[0], opts[0])
-    assert_same(weights(nets[0]), before)
+    assert_same(full_weights(nets[0]), before)
     assert not len(opts[0].state)
     for net, opt in zip(nets, opts, strict=True):
         steps(net, opt, list(data())[:4])  # without step(), which a loop may leave out
-    assert_same(weights(nets[0]), weights(nets[1]))
+    assert_same(full_weights(nets[0]), full_weights(nets[1]))
     assert_same(opts[0].named_state_dict(), opts[1].named_state_dict())
 
 
@@ -147,7 +132,7 @@ def test_states_that_cannot_be_loaded_raise(tmp_path):
     opts = [lowmem.FusedOptimizer(n.named_parameters(), rule="torch.optim.AdamW", lr=0.1) for n in (net, other)]
     steps(net, opts[0], list(data())[:1])
     dcp.save({"optimizer": get_optimizer_state_dict(net, opts[0])}, checkpoint_id=tmp_path / "saved")
-    template = {"optimizer": get_optimizer_state_dict(other, opts[1])}  # dcp.load loads only what is there
+    template = {"optimizer": get_optimizer_state_dict(other, opts[1])}  # dcp.load loads only the keys of the template
     dcp.load(template, checkpoint_id=tmp_path / "saved")
     with pytest.raises(
         CheckpointError, match=r"3 states of .* this optimizer has 0.* creates its states in its first step"

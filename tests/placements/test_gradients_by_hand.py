@@ -5,7 +5,8 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.distributed as dist
-from support.shards import SHARDS, make
+from support.nets import full_weights
+from support.shards import KINDS, SHARDS, make
 from torch.distributed.tensor import distribute_tensor
 
 import lowmem
@@ -22,11 +23,6 @@ def gradient(name, shape, rank, step):
 def has_gradient(name, rank, step):
     """Each rank leaves out others now and then."""
     return (len(name) + rank + step) % 3 > 0
-
-
-def finish(net, opt):
-    weights = {name: placements.full_tensor(param).clone() for name, param in net.named_parameters()}
-    return weights, opt.last_step.grad_norm.item()
 
 
 def optimizer(net, settings, **options):
@@ -46,14 +42,13 @@ def alone(count, settings, micro_batches=1, apart=True):
                 param.grad = micro_batches - 1 + (torch.zeros(param.shape) if param.grad is None else param.grad)
         opt.step()
         opt.zero_grad()
-    return finish(net, opt)
+    return full_weights(net), opt.last_step.grad_norm.item()
 
 
 def on_ranks(rank, kind, settings, micro_batches=1):
     """Sharded ranks leave out the same gradients. FSDP2 has shards of the average, as a backward leaves them."""
-    replicated, count = kind == "replicated", dist.get_world_size()
-    net = make() if replicated else SHARDS[kind](rank, make)
-    opt = optimizer(net, settings, **({"placement": "replicated"} if replicated else {}))
+    net, count = KINDS[kind](rank, make), dist.get_world_size()
+    opt = optimizer(net, settings)
     trained = {name: param for name, param in net.named_parameters() if param.requires_grad}
     for step in range(STEPS):
         for _ in range(micro_batches - 1):
@@ -61,7 +56,7 @@ def on_ranks(rank, kind, settings, micro_batches=1):
                 (net.one.sum() + net.embed.sum()).backward()
         with gathered(kind, trained.values()):
             for name, param in trained.items():
-                if not has_gradient(name, rank if replicated else 0, step):
+                if not has_gradient(name, rank if kind == "replicated" else 0, step):
                     continue
                 if kind == "fsdp2":
                     average = sum(gradient(name, param.shape, each, step) for each in range(count)) / count
@@ -70,7 +65,7 @@ def on_ranks(rank, kind, settings, micro_batches=1):
                     param.grad = gradient(name, param.shape, rank, step)
             opt.step()
         opt.zero_grad()
-    return finish(net, opt)
+    return full_weights(net), opt.last_step.grad_norm.item()
 
 
 def gathered(kind, params):

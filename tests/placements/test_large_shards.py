@@ -3,12 +3,11 @@
 import pytest
 import torch
 import torch.distributed as dist
-from support.nets import Memory
+from support.nets import Chain, Memory, full_weights
 from support.products import pairwise
 from support.shards import SHARDS
 
 import lowmem
-from lowmem import placements
 from lowmem.step.updates import SMALL
 
 
@@ -45,14 +44,12 @@ def train(net, rows_of, settings, spoil):
         opt.backward(net(x, spoiled))
         norms.append(opt.last_step.norms.clone())
         skipped.append(opt.last_step.skipped_params)
-    weights = {name: placements.full_tensor(param).clone() for name, param in net.named_parameters()}
-    return weights, torch.stack(norms), skipped
+    return full_weights(net), torch.stack(norms), skipped
 
 
 def shared(rank, kind, settings, spoil):
     net = SHARDS[kind](rank, make_large)
-    rows = lambda x: x.tensor_split(dist.get_world_size())[rank]  # noqa: E731
-    return train(net, rows, settings, spoil and rank == 0)
+    return train(net, lambda x: x.tensor_split(dist.get_world_size())[rank], settings, spoil and rank == 0)
 
 
 SETTINGS = {
@@ -77,31 +74,18 @@ def test_large_parameters_as_on_one_device(ranks_of, kind, settings, spoil):
     for weights, shared_norms, shared_skipped in ranks_of(3).run(shared, kind, settings, spoil):
         assert shared_skipped == skipped
         torch.testing.assert_close(shared_norms, norms, rtol=1e-4, atol=1e-6, equal_nan=True)
-        for name, weight in weights.items():
-            torch.testing.assert_close(weight, alone[name], rtol=1e-4, atol=1e-5, equal_nan=True, msg=name)
+        torch.testing.assert_close(weights, alone, rtol=1e-4, atol=1e-5, equal_nan=True)
 
 
-# -- memory ------------------------------------------------------------------------------------------------------------
-
-
-class Blocks(torch.nn.Module):
-    """Blocks of a matrix and a norm, whose gradients FSDP2 puts into one tensor."""
-
-    def __init__(self, depth):
-        super().__init__()
-        block = lambda: torch.nn.Sequential(torch.nn.Linear(512, 512, bias=False), torch.nn.RMSNorm(512))  # noqa: E731
-        self.layers = torch.nn.ModuleList(block() for _ in range(depth))
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return x.square().sum()
+def make_block():
+    """A matrix and a norm, whose gradients FSDP2 puts into one tensor."""
+    return torch.nn.Sequential(torch.nn.Linear(512, 512, bias=False), torch.nn.RMSNorm(512))
 
 
 def above_what_stays(rank, kind, depth, rule):
     options = {"stage3_param_persistence_threshold": 1000, "stage3_prefetch_bucket_size": 0}
     options = {**options, "stage3_max_reuse_distance": 0} if kind == "zero3" else {}
-    net = SHARDS[kind](rank, lambda: Blocks(depth), **options)
+    net = SHARDS[kind](rank, lambda: Chain(*(make_block() for _ in range(depth))), **options)
     opt = lowmem.FusedOptimizer(net.named_parameters(), model=net, lr=1e-3, rule=rule, compile=False)
     x = torch.ones(1, 512)
 

@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 import torch
 import torch.distributed as dist
-from support.nets import ROWS, Net, data
+from support.nets import ROWS, Net, data, full_weights
 from support.products import pairwise
 from support.shards import (
     ACCUMULATED,
@@ -72,9 +72,6 @@ def test_accumulation(ranks_of, count, kind, settings):
     as_one_device(ranks_of(count), kind, ACCUMULATED[settings], micro_batches=ROWS // count)
 
 
-# -- optimizers from elsewhere, states ---------------------------------------------------------------------------------
-
-
 def assert_raises(rank, kind, rule, hyper):
     net = SHARDS[kind](rank, make)
     with pytest.raises(UnsupportedError, match=r"needs full matrices.*'replicated'.*torch.optim.AdamW"):
@@ -98,21 +95,21 @@ def continued(rank, kinds, settings, before):
     net = SHARDS[kinds[0]](rank, make)
     opt = lowmem.FusedOptimizer(net.named_parameters(), model=net, **settings)
     if before is not None:
-        fill(net, opt, before["weights"])
+        fill(net, before["weights"])
         opt.load_state_dict(before["state"])
     else:
         steps(net, opt, batches[:5], rank, count)
     state = opt.state_dict()
-    weights = {name: placements.full_tensor(param).clone() for name, param in net.named_parameters()}
+    weights = full_weights(net)
     other = SHARDS[kinds[1]](rank, make)
     resumed = lowmem.FusedOptimizer(other.named_parameters(), model=other, **settings)
-    fill(other, resumed, weights)
+    fill(other, weights)
     resumed.load_state_dict(state)
     steps(other, resumed, batches[5:], rank, count)
-    return weights, state, {name: placements.full_tensor(param) for name, param in other.named_parameters()}
+    return weights, state, full_weights(other)
 
 
-def fill(net, opt, weights):
+def fill(net, weights):
     for name, param in net.named_parameters():
         placements.fill(param, weights[name])
 
@@ -127,8 +124,7 @@ CONTINUED = {
 
 
 @pytest.mark.parametrize(
-    ("count", "kinds", "settings"),
-    pairwise(COUNTS, ["zero3-fsdp2", "fsdp2-zero3", "zero3-zero3"], CONTINUED),
+    ("count", "kinds", "settings"), pairwise(COUNTS, ["zero3-fsdp2", "fsdp2-zero3", "zero3-zero3"], CONTINUED)
 )
 def test_saved_states_are_full_and_load_elsewhere(ranks_of, count, kinds, settings):
     """State of one placement continues in another, and on one device, as if nothing had happened."""
@@ -143,9 +139,8 @@ def test_saved_states_are_full_and_load_elsewhere(ranks_of, count, kinds, settin
     assert shapes == {
         name: {k: getattr(v, "shape", None) for k, v in kept.items()} for name, kept in reference["state"].items()
     }
-    fill(net, opt, weights)
+    fill(net, weights)
     opt.load_state_dict(state)
     steps(net, opt, batches[5:], 0, 1)
-    for name, param in net.named_parameters():
-        for rank in results:
-            torch.testing.assert_close(rank[2][name], param.detach(), rtol=1e-5, atol=1e-5, msg=name)
+    for *_, end in results:
+        torch.testing.assert_close(end, full_weights(net), rtol=1e-5, atol=1e-5)

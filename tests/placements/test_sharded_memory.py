@@ -5,7 +5,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from support.nets import Memory
+from support.nets import Chain, Memory
 from support.shards import SHARDS
 
 import lowmem
@@ -14,21 +14,13 @@ from lowmem.hf import checkpoint
 from lowmem.hf.weights import load_weights, save_weights
 
 
-class Deep(torch.nn.Module):
+def make_deep():
     """Eight layers of 4 MiB."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = torch.nn.ModuleList(torch.nn.Linear(1024, 1024, bias=False) for _ in range(8))
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return x.square().sum()
+    return Chain(*(torch.nn.Linear(1024, 1024, bias=False) for _ in range(8)))
 
 
 NOTHING_EARLY = ("stage3_prefetch_bucket_size", "stage3_param_persistence_threshold", "stage3_max_reuse_distance")
-BARE = {"zero3": dict.fromkeys(NOTHING_EARLY, 0), "fsdp2": {}}  # DeepSpeed holds what it computes with
+BARE = {"zero3": dict.fromkeys(NOTHING_EARLY, 0), "fsdp2": {}}  # DeepSpeed keeps gathered parameters
 
 
 IN_FLIGHT = {"zero3": 4 << 20, "fsdp2": 0}  # a full gradient while the backward goes on
@@ -47,7 +39,7 @@ def drop(param):
 
 def peaks(rank, kind, settings, folder):
     """Of a step above what stays, of one in which gradients are dropped in the hook; of saving and loading."""
-    net = SHARDS[kind](rank, Deep, **BARE[kind])
+    net = SHARDS[kind](rank, make_deep, **BARE[kind])
     pieces = [getattr(param, "ds_tensor", param) for param in net.parameters()]
     x = torch.ones(1, 1024)
 

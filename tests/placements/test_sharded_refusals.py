@@ -1,13 +1,13 @@
-"""Where parameters are shared: an overflow on one rank, and what cannot be right and says so."""
+"""Sharded parameters: unsupported setups raise, and a failed backward does not affect the next one."""
 
 from contextlib import nullcontext
 
 import pytest
 import torch
+from support.nets import Chain, full_weights, plain_step
 from support.shards import SHARDS, engine, make, make_wide
 
 import lowmem
-from lowmem import placements
 from lowmem.errors import StepError, UnsupportedError
 
 
@@ -73,22 +73,14 @@ def some_whole(rank):
 
 
 @pytest.mark.parametrize(
-    "case",
-    [engine_with_optimizer, mics, two_passes, still_gathered, in_another_dimension, some_whole],
+    "case", [engine_with_optimizer, mics, two_passes, still_gathered, in_another_dimension, some_whole]
 )
 def test_unsupported_setups_raise(two, case):
     two.run(case)
 
 
-class Chain(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(3))
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return x.square().sum()
+def make_chain():
+    return Chain(*(torch.nn.Linear(8, 8) for _ in range(3)))
 
 
 def fail(module, inputs, output):
@@ -96,7 +88,7 @@ def fail(module, inputs, output):
 
 
 def dies_and_goes_on(rank, kind, plain):
-    net = SHARDS[kind](rank, Chain)
+    net = SHARDS[kind](rank, make_chain)
     opt = lowmem.FusedOptimizer(net.named_parameters(), model=net, rule="lomo", lr=0.1, batching=False)
 
     def step():
@@ -112,15 +104,15 @@ def dies_and_goes_on(rank, kind, plain):
         with pytest.raises(StepError, match="torn"):
             step()
     opt.accept_torn_step()
-    before = {name: placements.full_tensor(param).clone() for name, param in net.named_parameters()}
+    before = full_weights(net)
     step()
-    return [name for name, param in net.named_parameters() if torch.equal(placements.full_tensor(param), before[name])]
+    return [name for name, weight in full_weights(net).items() if torch.equal(weight, before[name])]
 
 
 def dies_before_the_first_gradient(rank, kind, plain):
     """No hook of the optimizer has run, so nothing is torn."""
-    net, reference = SHARDS[kind](rank, Chain), Chain()
-    reference.load_state_dict({name: placements.full_tensor(param) for name, param in net.named_parameters()})
+    net, reference = SHARDS[kind](rank, make_chain), make_chain()
+    reference.load_state_dict(full_weights(net))
     opt = lowmem.FusedOptimizer(net.named_parameters(), model=net, rule="lomo", lr=0.1)
     sgd = torch.optim.SGD(reference.parameters(), lr=0.1)
     for fails in (False, True, False, False):
@@ -130,11 +122,8 @@ def dies_before_the_first_gradient(rank, kind, plain):
             loss.backward() if plain else opt.backward(loss)
         hook.remove()
         if not fails:
-            sgd.zero_grad()
-            reference(torch.ones(2, 8)).backward()
-            sgd.step()
-        for (name, param), expected in zip(net.named_parameters(), reference.parameters(), strict=True):
-            torch.testing.assert_close(placements.full_tensor(param), expected.detach(), msg=name)
+            plain_step(sgd, reference(torch.ones(2, 8)))
+        torch.testing.assert_close(full_weights(net), full_weights(reference))
 
 
 @pytest.mark.parametrize("plain", [False, True])

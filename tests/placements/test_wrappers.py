@@ -1,4 +1,4 @@
-"""A model that is wrapped or sharded after its optimizer was made is refused before the first update."""
+"""A model that is wrapped or sharded after its optimizer was created raises before the first update."""
 
 import inspect
 
@@ -27,7 +27,7 @@ def zero1(rank, net):
     return engine(rank, net, stage=1, optimizer=torch.optim.SGD(net.parameters(), lr=0.1))
 
 
-# What is done to a model after its optimizer was made, and what the error says.
+# Changes of a model after its optimizer was created, and the error.
 LATER = {
     "ddp": (ddp, "Remove the wrapper"),
     "replicate": (lambda rank, net: replicate(net), "Remove the wrapper"),

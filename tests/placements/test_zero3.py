@@ -4,10 +4,10 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from support.nets import assert_same, full_weights, plain_step
 from support.shards import SHARDS, assert_as_one_device, deepspeed_on, make_wide, shared
 
 import lowmem
-from lowmem import placements
 
 ZERO3_OPTIONS = {
     "nothing stays gathered": {"stage3_param_persistence_threshold": 0},
@@ -27,7 +27,7 @@ def test_zero3_configurations(two, options, settings):
 
 
 def shared_slowly(rank, settings):
-    """`shared` where what is gathered arrives when it is waited for, and is NaN until then."""
+    """`shared`, where gathered parameters are NaN until they are waited for."""
     comm = deepspeed_on(rank).comm
     gather = comm.all_gather_into_tensor
 
@@ -58,7 +58,7 @@ def three_steps(net, rows_of, settings):
     opt = lowmem.FusedOptimizer(net.named_parameters(), model=net, **settings)
     for step in range(3):
         opt.backward(net(rows_of(torch.arange(6) * 17 + step)))
-    return {name: placements.full_tensor(param).clone() for name, param in net.named_parameters()}
+    return full_weights(net)
 
 
 def in_files(rank, settings, folder):
@@ -96,7 +96,7 @@ class Embeddings(torch.nn.Module):
         self.body, self.head = torch.nn.Linear(8, 8), torch.nn.Linear(8, 16, bias=False)
         self.head.weight = self.embed.weight
         self.positions.weight.requires_grad_(False)
-        self.positions.register_forward_hook(lambda module, given, out: out.requires_grad_(True))  # as adapters want it
+        self.positions.register_forward_hook(lambda module, inputs, out: out.requires_grad_(True))  # as adapters do
 
     def forward(self, ids):
         hidden = torch.tanh(self.body(self.embed(ids) + self.positions(ids)))
@@ -109,7 +109,7 @@ def make_embeddings():
 
 
 def gathered(rank, plain, threshold):
-    """What is gathered after each of three micro-batches of two steps."""
+    """Names of the gathered parameters after each of three micro-batches of two steps, and the weights."""
     net = SHARDS["zero3"](rank, make_embeddings, stage3_param_persistence_threshold=threshold)
     opt = lowmem.FusedOptimizer(net.named_parameters(), model=net, rule="adamw", lr=1e-2)
     results = []
@@ -118,7 +118,7 @@ def gathered(rank, plain, threshold):
             loss = net(torch.arange(4) + n + rank) / 3
             loss.backward() if plain else opt.backward(loss)
         results.append({name for name, param in net.named_parameters() if param.ds_status.name != "NOT_AVAILABLE"})
-    return results, {name: placements.full_tensor(param).clone() for name, param in net.named_parameters()}
+    return results, full_weights(net)
 
 
 @pytest.mark.parametrize("threshold", [0, 10])
@@ -128,15 +128,8 @@ def test_nothing_stays_gathered_between_micro_batches(two, plain, threshold):
     kept = {"body.bias"} if threshold else set()  # by DeepSpeed, once it has been gathered
     assert all(each <= kept for each in first + second)
     net = make_embeddings()
-    opt = torch.optim.AdamW(
-        net.parameters(), lr=1e-2, weight_decay=lowmem.rules.resolve("adamw").defaults["weight_decay"]
-    )
+    opt = torch.optim.AdamW(net.parameters(), lr=1e-2, weight_decay=lowmem.rules.AdamW.defaults["weight_decay"])
     for step in range(2):
-        for n in range(3):
-            for rank in range(2):
-                (net(torch.arange(4) + 3 * step + n + rank) / 6).backward()
-        opt.step()
-        opt.zero_grad()
-    for name, param in net.named_parameters():
-        assert torch.equal(weights[name], others[name])
-        torch.testing.assert_close(weights[name], param.detach(), rtol=1e-5, atol=1e-5, msg=name)
+        plain_step(opt, *(net(torch.arange(4) + 3 * step + n + rank) / 6 for n in range(3) for rank in range(2)))
+    assert_same(weights, others)
+    torch.testing.assert_close(weights, full_weights(net), rtol=1e-5, atol=1e-5)
