@@ -120,10 +120,6 @@ def test_a_rank_exits_before_gloo_threads_meet_the_interpreter_shutdown(ranks, w
     assert "registered " in done.stdout and ("interpreter shut down " in done.stdout) == (ranks == 1)
 
 
-def test_two_processes_are_one_run(folder, one_process, tmp_path):
-    assert_one_run(run(folder, tmp_path / "run", ranks=2), tmp_path / "run", one_process)
-
-
 def test_a_run_resumes_with_the_same_number_of_processes_or_fewer(folder, one_process, tmp_path):
     """Bit for bit with as many, with the same losses in one."""
     run_dir = tmp_path / "run"

@@ -61,7 +61,10 @@ REFUSED = {
     "half of a batch": (PLAIN, {BATCH: 2}, f"was [4, 1, 1] and is now [2, 1, 1]. Write {BATCH}: 4, gradient"),
     "twice the batch": (PLAIN, {BATCH: 8}, f"was [4, 1, 1] and is now [8, 1, 1]. Write {BATCH}: 4"),
     "processes that would pad": (replace(PLAIN, rows=10), {"world_size": 2, BATCH: 2}, "steps: 1, processes: 1"),
-    "a seed": (PLAIN, {"seed": 1}, "seed was 42 and is now 1. Write seed: 42, or ignore_data_skip: true"),
+    "a seed": pytest.param(
+        PLAIN, {"seed": 1}, "seed was 42 and is now 1. Write seed: 42, or ignore_data_skip: true",
+        marks=pytest.mark.troubleshooting("cannot be continued with"),
+    ),
     "a seed of the data": (PLAIN, {"data_seed": 3}, "data_seed was None and is now 3. Write data_seed: null"),
     "a sampler": (PLAIN, {"train_sampling_strategy": "group_by_length"}, 'Write train_sampling_strategy: "random"'),
     "batches of lengths": (
@@ -72,7 +75,10 @@ REFUSED = {
         replace(PLAIN, data="stream"), {BATCH: 2, "gradient_accumulation_steps": 2}, f"Write {BATCH}: 4"
     ),
     "a last batch": (replace(PLAIN, rows=10), {"dataloader_drop_last": True}, "Write dataloader_drop_last: false"),
-    "packing": (PLAIN, {"data": "packed"}, "differs from the data of this checkpoint"),
+    "packing": pytest.param(
+        PLAIN, {"data": "packed"}, "differs from the data of this checkpoint",
+        marks=pytest.mark.troubleshooting("the tokenized data differs"),
+    ),
     "a token": (PLAIN, {"edit": "a token"}, "differs from the data of this checkpoint"),
     "a row of a list": (replace(PLAIN, data="list"), {"edit": "two swapped"}, "differs from the data of this"),
     "a row of a stream": (replace(PLAIN, data="stream"), {"edit": "a row less"}, "differs from the data of this"),

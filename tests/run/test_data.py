@@ -1,6 +1,4 @@
-"""The data of a run: loaded as TRL does, looked at before training, shown by `inspect`, recognized when resumed."""
-
-import json
+"""The data of a run: loaded as TRL does, inspected before training, shown by `inspect`."""
 
 import pytest
 from accelerate import logging
@@ -306,34 +304,6 @@ def test_inspect_of_packed_rows_and_of_preferences(tmp_path):
     assert "⟦chosen_ids: the old cat sat<|end|>\n⟧" in shown and "rejected_ids: the new dog hid too" in shown
     for command in ("kto", "reward", "grpo", "rloo"):
         assert "the old cat sat" in inspected(tmp_path, command, "--samples", 1)
-
-
-# --- Recognizing it ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.troubleshooting("the tokenized data differs")
-def test_resuming_with_different_data_raises(tmp_path):
-    path = runs.write_rows(tmp_path / "rows.jsonl", runs.FILES["chats.jsonl"])
-    changes = {"save_strategy": "steps", "save_steps": 1, "datasets": [{"path": "json", "data_files": str(path)}]}
-    assert runs.lowmem("sft", "--config", runs.write(tmp_path, **changes), "--max_steps", 1).status == 0
-    again = ("sft", "--config", tmp_path / "run" / "config.yaml", "--resume_from_checkpoint", "last", "--max_steps", 2)
-    runs.write_rows(path, runs.FILES["chats.jsonl"][1:])
-    other = runs.lowmem(*again)
-    assert other.status == 2 and "differs from the data of this checkpoint" in other.err
-    runs.write_rows(path, runs.FILES["chats.jsonl"])
-    assert runs.lowmem(*again).status == 0
-    assert len(json.loads((tmp_path / "run" / "checkpoint-2" / "data.json").read_text())["data"]) == 32
-
-
-@pytest.mark.troubleshooting("cannot be continued with")
-def test_a_run_is_not_continued_with_other_rows(tmp_path):
-    changes = {"save_strategy": "steps", "save_steps": 1}
-    assert runs.lowmem("sft", "--config", runs.write(tmp_path, **changes), "--max_steps", 1).status == 0
-    again = ("--config", tmp_path / "run" / "config.yaml", "--resume_from_checkpoint", "last", "--max_steps", 2)
-    ended = runs.lowmem("sft", *again, "--seed", 1)
-    assert ended.status == 2 and "seed was 42 and is now 1. Write seed: 42, or ignore_data_skip: true" in ended.err
-    batch = ("--per_device_train_batch_size", 1, "--gradient_accumulation_steps", 2)  # of the same rows
-    assert runs.lowmem("sft", *again, *batch).status == 0
 
 
 def test_segments_of_a_row():

@@ -65,6 +65,7 @@ EACH_POLICY = pytest.mark.parametrize("policy", POLICIES)
 
 @pytest.mark.parametrize("rule", ["adalomo", "adamw", "adafactor", "lans", "scaled_adam", "torch.optim.AdamW"])
 @EACH_POLICY
+@pytest.mark.troubleshooting("The loss is NaN from some step on")
 def test_a_non_finite_step_changes_no_state_and_is_not_counted(policy, rule, caplog):
     """It is reported with its cause, as a warning once."""
     net = Net()

@@ -7,16 +7,13 @@ import pytest
 import torch
 import trl
 from accelerate.utils.memory import release_memory
-from datasets import Dataset
-from support.trainers import quiet
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import HPSearchBackend
 
 import lowmem
-from lowmem import FusedConfig, LayersConfig
+from lowmem import FusedConfig
 from lowmem.errors import ConfigError
-from lowmem.trainer import FusedSFTTrainer, FusedTrainer, FusedTrainerMixin
-from scripts.make_model import train_tokenizer
+from lowmem.trainer import FusedTrainer, FusedTrainerMixin
 
 DEFAULT = TrainingArguments.learning_rate
 
@@ -24,14 +21,6 @@ DEFAULT = TrainingArguments.learning_rate
 def trained_weights(trainer):
     trainer.train()
     return [param.detach().clone() for param in trainer.model.parameters()]
-
-
-def sft(cls, tiny_llama, folder, optim, **keywords):
-    tokenizer = train_tokenizer(["some words to learn from, and some more of them"], 270)
-    rows = [{"prompt": f"question {i}", "completion": f" answer {i} of many"} for i in range(16)]
-    args = trl.SFTConfig(**quiet(folder, max_steps=4, per_device_train_batch_size=4, optim=optim))
-    model = tiny_llama(vocab_size=len(tokenizer))
-    return cls(model, args=args, train_dataset=Dataset.from_list(rows), processing_class=tokenizer, **keywords)
 
 
 # -- the optimizer -----------------------------------------------------------------------------------------------------
@@ -50,22 +39,6 @@ def test_without_fused_training_equals_the_plain_trainer_bit_for_bit(make, setti
     ours = make(fused=fused, optim="adamw_torch_fused", **settings)
     assert all(map(torch.equal, plain, trained_weights(ours)))
     assert {group["rule"] for group in ours.optimizer.param_groups} == {"adamw"}
-
-
-def test_sft_without_fused_equals_the_plain_trainer_bit_for_bit(tiny_llama, tmp_path):
-    plain = trained_weights(sft(trl.SFTTrainer, tiny_llama, tmp_path, "adamw_torch"))
-    layers = LayersConfig(computed_gradients=False)  # TRL's head
-    assert all(
-        map(
-            torch.equal,
-            plain,
-            trained_weights(sft(FusedSFTTrainer, tiny_llama, tmp_path, "adamw_torch", layers=layers)),
-        )
-    )
-    for one, other in zip(
-        plain, trained_weights(sft(FusedSFTTrainer, tiny_llama, tmp_path, "adamw_torch_fused")), strict=True
-    ):
-        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)  # AdamW divides small numbers by small ones
 
 
 def test_the_default_of_transformers_differs_in_last_bits(make):

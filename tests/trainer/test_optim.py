@@ -52,12 +52,6 @@ def test_rules_of_this_package_by_their_names_in_hugging_face(make, name):
     assert make(optim=name).create_optimizer().param_groups[0]["rule"] == name
 
 
-@pytest.mark.parametrize("fused", [None, lowmem.FusedConfig(), lowmem.FusedConfig(policy="deferred")])
-def test_the_default_optim_is_adamw_with_its_arguments(make, fused):
-    (group,) = make(fused=fused, optim="adamw_torch_fused", **ADAM).create_optimizer().param_groups[:1]
-    assert (group["rule"], group["betas"], group["eps"]) == ("adamw", (0.8, 0.95), 1e-6)
-
-
 class NeedsRate(torch.optim.SGD):
     """As StableAdamW of torch-optimi."""
 
