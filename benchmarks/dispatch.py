@@ -2,8 +2,8 @@
 
     python -m benchmarks.dispatch [--count 720 --repeats 15]
 
-A bare hook only drops the gradient. With 64 elements per tensor the update computes next to nothing, and the time is
-that of hooks; with 64 × 64 the update counts too. Small tensors are always updated eagerly. Times are medians of the
+A bare hook only drops the gradient. With 64 elements per tensor the update computes next to nothing, and hooks take
+the time; with 64 × 64 the update counts too. Small tensors are always updated eagerly. Times are medians of the
 backward alone.
 """
 

@@ -34,7 +34,7 @@ STARTING = 600  # seconds in which a process has to import the package
 
 @dataclass
 class Figures:
-    """How the inputs of one surface ended."""
+    """Counts of the outcomes of one surface."""
 
     inputs: int = 0
     accepted: int = 0
@@ -71,7 +71,7 @@ class Worker:
         self.connection.recv()  # EOFError: it can't be imported
 
     def run(self, seed: int, timeout: float) -> tuple[str, str | None]:
-        """How an input ended, and the error if that is a defect."""
+        """Returns the outcome of an input, and the error if it is a defect."""
         self.connection.send(seed)
         if not self.connection.poll(timeout):
             self.usable = False

@@ -9,6 +9,8 @@ vocabulary are planned, and the rest is added; `CHECKED` is planned in full, too
 """
 
 import itertools
+import json
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -17,7 +19,8 @@ from typing import Any
 from benchmarks import reports
 from benchmarks.pages import markdown
 from benchmarks.reports import command, picture
-from benchmarks.runs import configuration, planned
+from lowmem.run.plan import StepMemory, plan
+from lowmem.run.recipe import parse
 
 LLAMA = {"model_type": "llama", "vocab_size": 128256, "num_key_value_heads": 8, "max_position_embeddings": 131072}
 QWEN3 = {"model_type": "qwen3", "vocab_size": 151936, "num_key_value_heads": 8, "head_dim": 128}
@@ -37,7 +40,7 @@ SHORT = {
     "Llama-3.1-8B": MODELS["Llama-3.1-8B"],
 }  # fmt: skip
 
-# Arguments of `configuration` by setting. The first has none of the options.
+# Arguments of `planned` by setting. The first has none of the options.
 OFF, DEFAULTS, TILED, HOST, BOTH = "all off", "defaults", "tiled MLP", "offload to the host", "tiled MLP and offload"
 TILE = 4096
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -57,14 +60,38 @@ CHECKED = (("Llama-3.2-1B", 1024, OFF), ("Llama-3.1-8B", 2048, HOST), ("Qwen3-14
 SMALL_VOCABULARY = 8192
 
 
+def planned(
+    model: Mapping[str, Any], tokens: int, layers: Mapping[str, Any] | None = None, offload: bool = False
+) -> StepMemory:
+    """Plans a step of AdaLomo on a GPU with one sequence, bfloat16 weights and activation checkpointing.
+
+    Args:
+        layers: options of `LayersConfig`.
+        offload: checkpointed layers move their inputs to the host.
+    """
+    arguments = {
+        "dtype": "bfloat16", "max_length": tokens, "learning_rate": 1e-4, "max_grad_norm": 0, "max_steps": 1,
+        "per_device_train_batch_size": 1, "loss_type": "nll", "bf16": False, "report_to": "none",
+        "fused.rule": "adalomo", "fused.rounding": "stochastic",
+        **{f"layers.{name}": value for name, value in (layers or {}).items()},
+        **({"activation_checkpointing_kwargs": {"offload": True}} if offload else {}),
+    }  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(model))
+        words = [f"--output_dir={folder}", f"--model_name_or_path={folder}"]
+        for name, value in arguments.items():
+            words.append(f"--{name}={value if isinstance(value, str) else json.dumps(value)}")
+        return plan(parse("sft", words, device="gpu")).step
+
+
 def peak(model: Mapping[str, Any], tokens: int, setting: Mapping[str, Any], **changes: Any) -> int:
-    """Bytes of tensors at the peak of a planned step on a GPU; `changes` are of the model."""
-    return planned(configuration({**model, **changes}, tokens, **setting), "gpu").peak
+    """Bytes of tensors at the peak of a planned step; `changes` are of the model."""
+    return planned({**model, **changes}, tokens, **setting).peak
 
 
 @cache
 def bytes_per_row(name: str) -> int:
-    """What a row of the vocabulary adds to any peak, where the head's and the embedding's gradients are computed."""
+    """Bytes that a row of the vocabulary adds to a peak, where gradients of head and embedding are computed."""
     sizes = (SMALL_VOCABULARY, 2 * SMALL_VOCABULARY)
     few, many = (peak(MODELS[name], SHORTEST, {}, num_hidden_layers=1, vocab_size=size) for size in sizes)
     return (many - few) // SMALL_VOCABULARY
@@ -72,7 +99,7 @@ def bytes_per_row(name: str) -> int:
 
 @cache
 def bytes_per_layer(name: str, offload: bool) -> tuple[int, int]:
-    """What a layer adds to any peak: its weights and states, and per token its input, unless that is offloaded."""
+    """Bytes that a layer adds to any peak: weights and states, and per token its input, unless it is offloaded."""
 
     def layers(count: int, tokens: int) -> int:
         changes = {"num_hidden_layers": count, "vocab_size": SMALL_VOCABULARY}
@@ -169,7 +196,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         ]  # fmt: skip
         short = {}
         for name, model in SHORT.items():
-            weights = planned(configuration(model, 64), "gpu").items["weights"]
+            weights = planned(model, 64).items["weights"]
             settings = {setting: peak(model, SHORT_TOKENS, SETTINGS[setting]) for setting in (OFF, DEFAULTS, HOST)}
             short[name] = {"weights": weights, **settings}
         one_layer = {"num_hidden_layers": 1, "vocab_size": SMALL_VOCABULARY}

@@ -1,4 +1,4 @@
-"""Measures the time and memory of a training step in this process.
+"""Measures the time and memory of a training step of a Llama in this process.
 
 On a GPU tensor memory is the maximum that the allocator has handed out; on a CPU every allocation is counted.
 """
@@ -16,8 +16,34 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchmarks.methods import Method
-from benchmarks.models import llama, loss_of
 from benchmarks.processes import Figures
+
+
+def llama(
+    layers: int, hidden: int, intermediate: int, vocabulary: int, dtype: str, device: str | torch.device = "cpu",
+    *, checkpointing: bool = True, seed: int = 0, **config: Any,
+) -> Any:  # fmt: skip
+    """Returns a Llama in training mode, by default with activation checkpointing and attention heads of 64 elements.
+
+    Args:
+        config: further arguments of `LlamaConfig`.
+    """
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    sizes = {"vocab_size": vocabulary, "hidden_size": hidden, "intermediate_size": intermediate}
+    options = {"num_hidden_layers": layers, "num_attention_heads": hidden // 64, "use_cache": False, **config}
+    torch.manual_seed(seed)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(LlamaConfig(**sizes, **options), dtype=getattr(torch, dtype))
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model.train()
+
+
+def loss_of(model: Any, ids: Tensor) -> Callable[[], Tensor]:
+    """Returns a function that computes the language-model loss of token ids of shape [rows, tokens]."""
+    return lambda: model(input_ids=ids, labels=ids).loss
+
 
 # Layers, hidden size and vocabulary of a Llama of about that many parameters.
 SIZES = {"1M": (3, 128, 1024), "10M": (7, 256, 8192), "100M": (8, 768, 32000), "1B": (17, 2048, 32000)}
@@ -92,13 +118,13 @@ def measure(method: Method, workload: Workload) -> Figures:
 
 
 def peak_resident() -> int:
-    """The peak resident memory of this process in bytes. (`ru_maxrss` starts at that of the parent process.)"""
+    """The peak resident memory of this process in bytes. (`ru_maxrss` starts at the peak of the parent process.)"""
     (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
     return int(line.split()[1]) * 1024
 
 
 def _events(run: Callable[[], object]) -> list[Any]:
-    """What the profiler records during a call, in the order of time. A `[memory]` event that frees has `nbytes` < 0."""
+    """The events that the profiler records during a call, by time. A `[memory]` event that frees has `nbytes` < 0."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         run()
     assert profiled.profiler is not None

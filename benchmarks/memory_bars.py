@@ -4,7 +4,7 @@
 
 All figures of lowmem are `lowmem plan` of one step on a GPU: bfloat16 weights, 1 × 2,048 tokens, activation
 checkpointing. For AdamW without lowmem, weights, gradients and optimizer states are bytes per parameter times the
-number of parameters, and activations are assumed to be those of the plan.
+number of parameters, and activations are taken from the plan.
 """
 
 import json

@@ -1,7 +1,6 @@
 """Methods of taking a training step: lowmem, its peers, and the floor, which updates nothing."""
 
 import importlib.metadata
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ PACKAGES = ("flashoptim", "lomo-optim", "torch-optimi", "torchao")
 
 
 def installed(package: str) -> bool:
-    """Whether a package is installed, by the name that pip knows."""
+    """Returns whether a package is installed, by its name in pip."""
     return any(importlib.metadata.distributions(name=package))
 
 
@@ -49,7 +48,7 @@ class Method:
     micro_batches: int = 1
 
     def missing(self) -> str | None:
-        """What it needs and this machine does not have, or None."""
+        """Returns the requirement that this machine does not meet, or None."""
         if self.package is not None and not installed(self.package):
             return f"pip install {self.package}"
         if self.gpu and not torch.cuda.is_available():
@@ -85,12 +84,6 @@ def runnable(methods: Mapping[str, Method]) -> tuple[list[str], dict[str, str]]:
         needs = "; ".join(f"{name}: {why}" for name, why in left_out.items())
         raise ConfigError(f"none of the methods can run here. {needs}")
     return [name for name in methods if name not in left_out], left_out
-
-
-def exit_if_ours_failed(methods: Mapping[str, Method], failed: Iterable[str]) -> None:
-    """Exits with status 1 if the floor or lowmem failed; a peer may."""
-    if any(methods[name].kind != "peer" for name in failed):
-        sys.exit(1)
 
 
 # -- steps -------------------------------------------------------------------------------------------------------------
@@ -159,7 +152,7 @@ def hooked(model: nn.Module, cls: Callable[..., torch.optim.Optimizer], **option
 
 
 def import_lomo_optim() -> Any:
-    """LOMO's own package. lomo-optim 0.1.1 (adalomo.py, line 87) calls `.cuda()` on its states even without a GPU."""
+    """Imports lomo_optim. lomo-optim 0.1.1 (adalomo.py, line 87) calls `.cuda()` on its states even without a GPU."""
     if not torch.cuda.is_available():
         torch.Tensor.cuda = torch.Tensor.cpu  # type: ignore[method-assign, assignment]
     return importlib.import_module("lomo_optim")

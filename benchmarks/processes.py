@@ -92,7 +92,7 @@ def execute(
     threads: int = 1,
     seconds: float = 3600,
 ) -> None:
-    """Runs `python -m` with `words` in a forked process, or in as many ranks as given, which torchrun would start.
+    """Runs `python -m` with `words` in a forked process, or in `ranks` processes with the environment of torchrun.
 
     Args:
         log: gets the output of all of them.

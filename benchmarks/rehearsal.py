@@ -126,12 +126,12 @@ class Rehearsal:
 
     @property
     def refused(self) -> bool:
-        """Whether the run has to end before its first step."""
+        """True if the run has to raise before its first step."""
         return any(pair <= set(self.values) for pair in REFUSED)
 
     @property
     def compiled(self) -> bool:
-        """Whether its updates are compiled, which those of torch's classes are not."""
+        """True if its updates are compiled, unlike updates by torch's classes."""
         return not any("torch.optim" in word for word in self.words)
 
 
@@ -257,10 +257,10 @@ def rehearse(rehearsal: Rehearsal, steps: int, folder: Path, peak: bool = True) 
             outcome = _rehearse(rehearsal, steps, folder, Path(where), peak)
         except MeasurementError as error:
             # of the rank that was the first to end
-            said = re.fullmatch(r"(?s)error(?: on rank \d+)?: (.*)", str(error))
-            expected = rehearsal.refused and said is not None and "unexpected" not in said[1]
+            message = re.fullmatch(r"(?s)error(?: on rank \d+)?: (.*)", str(error))
+            expected = rehearsal.refused and message is not None and "unexpected" not in message[1]
             refused = expected and not Path(where, "run", "metrics.jsonl").exists()
-            outcome = Outcome("refused" if refused else "failed", said[1] if said else str(error))
+            outcome = Outcome("refused" if refused else "failed", message[1] if message else str(error))
     outcome.steps, outcome.seconds = steps, time.monotonic() - begin
     return outcome
 
@@ -282,7 +282,7 @@ def _rehearse(rehearsal: Rehearsal, steps: int, folder: Path, where: Path, peak:
 
     weights, losses = run("run")
     if rehearsal.refused:
-        raise MeasurementError("it was to be refused")
+        raise MeasurementError("it should have raised")
     shutil.rmtree(where / "run" / f"checkpoint-{steps}")
     resumed, same_losses = run("run", "--resume_from_checkpoint=last")
     if same_losses != losses or any(not torch.equal(resumed[name], weight) for name, weight in weights.items()):
@@ -344,8 +344,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             outcome = rehearse(rehearsal, options.steps, Path(folder))
             runs[name] = asdict(outcome)
             reports.save(path, settings, runs=runs)
-            said = f"{number} of {len(chosen)}: {name}: {', '.join(outcome.row().values())}"
-            print(said, file=sys.stderr, flush=True)
+            line = f"{number} of {len(chosen)}: {name}: {', '.join(outcome.row().values())}"
+            print(line, file=sys.stderr, flush=True)
         reports.publish(options.out, "rehearsal", settings, tables, runs=runs)
 
 

@@ -1,4 +1,4 @@
-"""What all commands share: options, the machine, and results as JSON, tables and pictures."""
+"""Shared by all commands: options, the machine, and results as JSON, tables and pictures."""
 
 import argparse
 import datetime
@@ -18,7 +18,8 @@ from typing import Any
 import torch
 
 from benchmarks import pages
-from benchmarks.methods import PACKAGES
+from benchmarks.methods import PACKAGES, Method, runnable, select
+from benchmarks.processes import Figures, in_rounds
 from lowmem.errors import LowmemError
 from lowmem.files import write_file, writing
 from lowmem.hf import version
@@ -133,13 +134,9 @@ def save(file: Path, settings: Mapping[str, Any], **parts: Any) -> None:
 
 
 def publish(
-    out: Path,
-    name: str,
-    settings: Mapping[str, Any],
-    tables: Callable[[Any], Mapping[str, str]],
-    draw: Callable[[Any, Path], None] | None = None,
-    **parts: Any,
-) -> None:
+    out: Path, name: str, settings: Mapping[str, Any], tables: Callable[[Any], Mapping[str, str]],
+    draw: Callable[[Any, Path], None] | None = None, **parts: Any,
+) -> None:  # fmt: skip
     """Saves results, prints their first table, draws their picture, and writes the pages that show them."""
     file = out / f"{name}.json"
     save(file, settings, **parts)
@@ -154,6 +151,21 @@ def publish(
     if out.resolve() == pages.RESULTS:
         pages.write(pages.RESULTS / file.name)
     print(f"\nwrote {file}{'' if draw is None else ' and its picture'}")
+
+
+def compare(
+    methods: Mapping[str, Method], options: argparse.Namespace, name: str, settings: Mapping[str, Any],
+    tables: Callable[[Any], Mapping[str, str]], measure: Callable[[str, Path], Figures], longest: str = "",
+) -> None:  # fmt: skip
+    """Measures the selected methods by `in_rounds` and publishes the results. Exits with status 1 if the floor or
+    lowmem failed; a peer may.
+    """
+    names, left_out = runnable(select(methods, options.only))
+    with output(options.out):
+        results, failed = in_rounds(names, options.rounds, measure, longest)
+        publish(options.out, name, settings, tables, results=results, failed=failed, left_out=left_out)
+    if any(methods[each].kind != "peer" for each in failed):
+        sys.exit(1)
 
 
 def formatted(value: float | None, form: str) -> str:

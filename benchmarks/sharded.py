@@ -37,21 +37,10 @@ from torch.utils._pytree import tree_leaves
 
 from benchmarks import reports
 from benchmarks.engine import reduce_scatter_as_nccl, release
-from benchmarks.measurement import peak_resident
-from benchmarks.methods import (
-    Loss,
-    Method,
-    Step,
-    drop_gradients,
-    exit_if_ours_failed,
-    fused,
-    ordinary,
-    runnable,
-    select,
-)
-from benchmarks.models import llama, loss_of
+from benchmarks.measurement import llama, loss_of, peak_resident
+from benchmarks.methods import Loss, Method, Step, drop_gradients, fused, ordinary
 from benchmarks.pages import markdown
-from benchmarks.processes import Figures, MeasurementError, in_rounds
+from benchmarks.processes import Figures, MeasurementError
 from benchmarks.reports import command, formatted
 
 Options = argparse.Namespace
@@ -187,7 +176,7 @@ def measure(name: str, options: Options, rank: int) -> Figures:
 
     for _ in range(3):
         step([loss])
-    Path("/proc/self/clear_refs").write_text("5")  # resets the peak, which was that of building the model
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak, which building the model has raised
     times = []
     for _ in range(options.steps):
         dist.barrier()
@@ -215,7 +204,7 @@ def measure(name: str, options: Options, rank: int) -> Figures:
 
 
 def serve(rank: int, name: str, options: Options, store: str, answers: Any) -> None:
-    """Runs a rank in its own process."""
+    """Runs a rank in a new process."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(options.ranks))
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="0")  # DeepSpeed reads them; the group uses the file store
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // options.ranks))
@@ -266,15 +255,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         "rounds": (1, "how often all methods are measured in turn"),
     }  # fmt: skip
     options = reports.make_parser(__doc__, counts, only="method").parse_args(argv)
-    names, left_out = runnable(select(METHODS, options.only))
     # imported once for all ranks; this module itself is imported again in every rank
     multiprocessing.set_forkserver_preload(["deepspeed", "benchmarks.reports", "benchmarks.measurement", LLAMA])
-    with reports.output(options.out):
-        results, failed = in_rounds(names, options.rounds, lambda name, _: on_ranks(name, options))
-        settings = {key: getattr(options, key) for key in (*counts, "dtype")}
-        parts = {"results": results, "failed": failed, "left_out": left_out}
-        reports.publish(options.out, "sharded", settings, tables, **parts)
-    exit_if_ours_failed(METHODS, failed)
+    settings = {key: getattr(options, key) for key in (*counts, "dtype")}
+    reports.compare(METHODS, options, "sharded", settings, tables, lambda name, _: on_ranks(name, options))
 
 
 if __name__ == "__main__":

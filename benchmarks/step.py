@@ -2,8 +2,8 @@
 
     python -m benchmarks.step [--size 100M --batch 1 --tokens 128] [--rule lion] [--only floor --only "AdamW, fused"]
 
-`benchmarks.policies` compares other methods in the same way. Times are to be read as ratios to those of one method,
-the base.
+`benchmarks.policies` compares other methods in the same way. Times are to be read as ratios to one method's, the
+base.
 """
 
 import argparse
@@ -14,9 +14,9 @@ from typing import Any
 
 from benchmarks import reports
 from benchmarks.measurement import SIZES, Workload, measure
-from benchmarks.methods import FLOOR, Method, all_methods, exit_if_ours_failed, runnable, select
+from benchmarks.methods import FLOOR, Method, all_methods
 from benchmarks.pages import markdown
-from benchmarks.processes import Figures, alone, in_rounds
+from benchmarks.processes import Figures, alone
 from benchmarks.reports import command, formatted
 
 
@@ -36,28 +36,16 @@ def make_parser(doc: str, batch: int, tokens: int, rounds: int) -> argparse.Argu
 def run(
     methods: Mapping[str, Method], options: argparse.Namespace, name: str, tables: Callable[[Any], dict[str, str]]
 ) -> None:
-    """Measures the methods and publishes the results. Exits with status 1 if the floor or lowmem failed."""
-    workload = Workload(options.size, options.batch, options.tokens, options.dtype, options.steps)
-    names, left_out = runnable(select(methods, options.only))
-    with reports.output(options.out):
-        results, failed = compare({each: methods[each] for each in names}, workload, options.rounds)
-        settings = {**workload.settings(), "rounds": options.rounds}
-        parts = {"results": results, "failed": failed, "left_out": left_out}
-        reports.publish(options.out, name, settings, tables, **parts)
-    exit_if_ours_failed(methods, failed)
-
-
-def compare(
-    methods: Mapping[str, Method], workload: Workload, rounds: int
-) -> tuple[dict[str, Figures], dict[str, str]]:
-    """Measures all methods in turn, `rounds` times. Figures are medians, except that the first step is the longest: a
-    method compiles its code in the first round and finds it again in later ones.
+    """Compares the methods. Figures are medians, except that the first step is the longest: a method compiles its code
+    in the first round and finds it again in later ones.
     """
+    workload = Workload(options.size, options.batch, options.tokens, options.dtype, options.steps)
+    settings = {**workload.settings(), "rounds": options.rounds}
 
-    def one(name: str, folder: Path) -> Figures:
-        return alone(measure, methods[name], workload, folder=folder)
+    def one(method: str, folder: Path) -> Figures:
+        return alone(measure, methods[method], workload, folder=folder)
 
-    return in_rounds(methods, rounds, one, longest="first_step")
+    reports.compare(methods, options, name, settings, tables, one, longest="first_step")
 
 
 def ratios(report: Any, base: str) -> dict[str, str]:

@@ -11,6 +11,7 @@ import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -21,9 +22,9 @@ import lowmem
 from benchmarks import reports
 from benchmarks.engine import update_one
 from benchmarks.measurement import peak_of_temporaries
-from benchmarks.methods import Method, exit_if_ours_failed, import_lomo_optim, runnable, select
+from benchmarks.methods import Method, import_lomo_optim
 from benchmarks.pages import markdown
-from benchmarks.processes import Figures, alone, in_rounds
+from benchmarks.processes import Figures, alone
 from benchmarks.reports import command, formatted
 
 BASE = "AdamW(fused=True)"
@@ -40,7 +41,7 @@ class UpdateMethod(Method):
 
     Attributes:
         nearest: the peer that computes the same, or else has a state of the same size.
-        dtype: of the weights: that of `--dtype`, or one in which alone it is measured.
+        dtype: of the weights, if the method is measured in this dtype alone; otherwise `--dtype`.
     """
 
     nearest: str | None = None
@@ -124,7 +125,7 @@ METHODS = {
 
 
 def methods(dtype: str) -> dict[str, UpdateMethod]:
-    """The methods to measure where weights are of this dtype. With float32 those of `WIDE` would be measured twice."""
+    """The methods to measure where weights are of this dtype. With float32, `WIDE` methods would be measured twice."""
     allowed = (None, "float32", "bfloat16") if dtype == "bfloat16" else (None,)
     return {name: method for name, method in METHODS.items() if method.dtype in allowed}
 
@@ -142,8 +143,8 @@ def measure(name: str, size: int, dtype: str) -> Figures:
         seconds = timer.blocked_autorange(min_run_time=0.5).median
         gc.collect()
         temporary = peak_of_temporaries(update)
-    kept = sum(tensor.nbytes for tensor in state())
-    return {"seconds": seconds, "temporary": temporary, "state": kept / param.numel()}
+    states = sum(tensor.nbytes for tensor in state())
+    return {"seconds": seconds, "temporary": temporary, "state": states / param.numel()}
 
 
 def tables(report: Any) -> dict[str, str]:
@@ -170,15 +171,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     what = "how often all methods are measured in turn"
     counts = {"size": (4096, "rows and columns of the parameter"), "rounds": (3, what)}
     options = reports.make_parser(__doc__, counts, only="method").parse_args(argv)
-    names, left_out = runnable(select(methods(options.dtype), options.only))
-    with reports.output(options.out):
-        results, failed = in_rounds(
-            names, options.rounds, lambda name, _: alone(measure, name, options.size, options.dtype)
-        )
-        settings = {key: getattr(options, key) for key in (*counts, "dtype")}
-        parts = {"results": results, "failed": failed, "left_out": left_out}
-        reports.publish(options.out, "update", settings, tables, **parts)
-    exit_if_ours_failed(METHODS, failed)
+    settings = {key: getattr(options, key) for key in (*counts, "dtype")}
+
+    def one(name: str, folder: Path) -> Figures:
+        return alone(measure, name, options.size, options.dtype)
+
+    reports.compare(methods(options.dtype), options, "update", settings, tables, one)
 
 
 if __name__ == "__main__":

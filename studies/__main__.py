@@ -2,8 +2,8 @@
 
     python -m studies finetune [--minutes 600] [--out benchmarks/results]
 
-A study is a module of this folder. Its `runs(done)` says what is to be run next, given what is done; `train(run, work)`
-returns what a run ended with; `tables(report)` shows the runs. Finished runs and pretrained models are stored in
+A study is a module of this folder. Its `runs(done)` yields the next runs, after the ones in `done`; `train(run, work)`
+returns the results of a run; `tables(report)` shows the runs. Finished runs and pretrained models are stored in
 `--work`, so that an interrupted study continues.
 """
 
@@ -24,7 +24,7 @@ STUDIES = ("convergence", "finetune", "states", "weights")
 
 
 def next_run(study: Any, done: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """The first run that is asked for and not done."""
+    """The first requested run that is not done."""
     known = [{key: row[key] for key in study.KEYS} for row in done]
     return next((run for run in study.runs(done) if run not in known), None)
 

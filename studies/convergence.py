@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 import lowmem
-from benchmarks.models import llama
+from benchmarks.measurement import llama
 from benchmarks.pages import markdown
 from scripts.make_docstrings import functions, signature
 from scripts.make_model import train_tokenizer

@@ -59,7 +59,7 @@ class Done:
         self.rows = pd.DataFrame(rows, columns=[*KEYS, "new", "old", "curve", "moved", "step"])
 
     def series(self, run: Run) -> pd.DataFrame:
-        """Those that differ from a run in the learning rate alone, in its order."""
+        """The runs that differ from a run in the learning rate alone, sorted by it."""
         found = self.rows
         for key in KEYS:
             found = found if key == "lr" else found[found[key] == run[key]]
@@ -78,7 +78,7 @@ class Done:
         return found.set_index("seed")
 
     def search(self, run: Run, lr: float, *, fine: bool = False, wide: bool = True) -> Iterator[Run]:
-        """What a search for the best learning rate asks for next.
+        """Yields the next runs of a search for the best learning rate.
 
         Args:
             lr: in the middle of the grid.
@@ -97,7 +97,7 @@ class Done:
 
 
 def runs(rows: Sequence[Run]) -> Iterator[Run]:
-    """What is to be run, in this order; searches and what depends on them ask for more as runs are finished."""
+    """Yields the runs to do, in order; searches, and runs that depend on them, add more as runs are finished."""
     done = Done(rows)
 
     def searches(names: Sequence[str], roundings: Sequence[str]) -> Iterator[Run]:
@@ -244,7 +244,7 @@ def kept_rows(done: Done) -> pd.DataFrame:
 
 
 def _kept(done: Done, rms: dict[str, float]) -> list[dict[str, str]]:
-    """What is left of float32's improvement at the same learning rate, and how many weights an update changes."""
+    """The share of float32's improvement at the same learning rate, and how many weights an update changes."""
     found = kept_rows(done)
     found = found[found.method.isin(MAIN) & (found.seed == 0) & (found.batch == 4)]
     rows = []

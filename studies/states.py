@@ -101,29 +101,29 @@ def bytes_per_parameter(weights: str, states: str) -> float:
 
 
 def tables(report: Any) -> dict[str, str]:
-    """The mean loss less that of float32 weights and states with the same seeds, and the spread of those."""
+    """Mean difference to the loss of float32 weights and states with the same seeds, and the spread of these losses."""
     losses: dict[tuple[str, str, str], dict[int, float]] = {}
     for run in report["runs"]:
         losses.setdefault((run["setting"], run["weights"], run["states"]), {})[run["seed"]] = run["new"]
     exact = {setting: losses[setting, "float32", "float32"] for setting in SETTINGS_OF}
 
     def cell(setting: str, pair: tuple[str, str]) -> str:
-        found = losses.get((setting, *pair), {})
-        if not found:
+        by_seed = losses.get((setting, *pair), {})
+        if not by_seed:
             return "–"
         if pair == ("float32", "float32"):
-            return f"0 ({mean(found.values()):.4f})"
-        above = mean(loss - exact[setting][seed] for seed, loss in found.items())
-        fewer = "" if len(found) == len(exact[setting]) else f" ({len(found)} seeds)"
+            return f"0 ({mean(by_seed.values()):.4f})"
+        above = mean(loss - exact[setting][seed] for seed, loss in by_seed.items())
+        fewer = "" if len(by_seed) == len(exact[setting]) else f" ({len(by_seed)} seeds)"
         return "diverged" if above == float("inf") else f"{above:+.4f}{fewer}"
 
     rows = []
     for weights, states in sorted(PAIRS, key=lambda pair: (WEIGHTS.index(pair[0]), -bytes_per_parameter(*pair))):
         name = weights if weights == "float32" else f"bfloat16, {weights}"
-        kept = "`float32`, not compiled" if states == EAGER else f"`{states}`"
-        row = {"weights": name, "states": kept, "bytes per parameter": f"{bytes_per_parameter(weights, states):.4g}"}
+        stored = "`float32`, not compiled" if states == EAGER else f"`{states}`"
+        row = {"weights": name, "states": stored, "bytes per parameter": f"{bytes_per_parameter(weights, states):.4g}"}
         rows.append({**row, **{setting: cell(setting, (weights, states)) for setting in SETTINGS_OF}})
-    spread = {setting: f"{stdev(found.values()):.4f}" for setting, found in exact.items()}
+    spread = {setting: f"{stdev(by_seed.values()):.4f}" for setting, by_seed in exact.items()}
     rows.append({"weights": "spread of float32", "states": "", "bytes per parameter": "", **spread})
     short = [row for row in rows if row["states"] == "`float32`" or row["weights"] != "float32"]
     return {"": markdown(rows), "short": markdown([row for row in short if "seeds" not in "".join(row.values())])}

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 import lowmem
-from benchmarks.models import llama
+from benchmarks.measurement import llama
 from lowmem.errors import StepError
 from scripts.make_docstrings import functions, module_name, source_files
 from scripts.make_model import train_tokenizer
@@ -35,7 +35,7 @@ WARMUP = 0.05  # of the updates; then the learning rate decays linearly to zero
 
 @dataclass(frozen=True)
 class Task:
-    """What the runs of a study share.
+    """Settings that the runs of a study share.
 
     Attributes:
         rows: of each text that are held out.
@@ -83,9 +83,9 @@ def modules() -> Iterator[tuple[str, str]]:
     """Each module in two texts: its code without docstrings and comments, and its docstrings."""
     for name, path, tree in parsed():
         if TABLES.isdisjoint(path.parts):
-            found = [ast.get_docstring(tree), *(ast.get_docstring(function) for _, function in functions(tree))]
+            docstrings = [ast.get_docstring(tree), *(ast.get_docstring(function) for _, function in functions(tree))]
             code = ast.unparse(_WithoutDocstrings().visit(tree))
-            yield f"# {name}\n{code}"[:LONGEST], "\n\n".join(text for text in found if text)
+            yield f"# {name}\n{code}"[:LONGEST], "\n\n".join(text for text in docstrings if text)
 
 
 @dataclass(frozen=True)
@@ -107,8 +107,8 @@ def texts(length: int, vocab: int, held_out_rows: int) -> Texts:
 
     def rows(some: list[str]) -> Tensor:
         ids = torch.tensor([token for ids in tokenizer([text for text in some if text])["input_ids"] for token in ids])
-        found = ids[: len(ids) // length * length].view(-1, length)
-        return found[torch.randperm(len(found), generator=torch.Generator().manual_seed(0))]
+        rows = ids[: len(ids) // length * length].view(-1, length)
+        return rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))]
 
     old, new = zip(*every, strict=True)
     some = (rows(old[:held_out])[:held_out_rows], rows(new[:held_out])[:held_out_rows])
@@ -193,7 +193,7 @@ def norm(tensors: Iterable[Tensor]) -> float:
 
 
 def distance(ours: list[Tensor], theirs: list[Tensor]) -> float:
-    """The norm of the difference over that of `theirs`."""
+    """The norm of the difference over the norm of `theirs`."""
     return norm(a.float() - b.float() for a, b in zip(ours, theirs, strict=True)) / norm(theirs)
 
 
@@ -224,14 +224,14 @@ def train(
         bfloat16: the weights are bfloat16.
         prepare: changes the model before its first update.
         parameters: returns a model's parameters as optimizers take them.
-        compile_model: train the model compiled; held-out losses are those of the model as it is.
+        compile_model: train the model compiled; held-out losses are computed by the uncompiled model.
 
     Returns:
         `new`, `old`: held-out losses in nats per token on both texts; infinite if the run diverged.
         `curve`: (share of the updates, loss on the new text, loss on the old one).
         `moved`: share of the elements of matrices that an update changes, at the highest learning rate.
-        `step`: norm of an update over that of the weights, there.
-        `change`: norm of all changes over that of the first weights, at the end.
+        `step`: norm of an update over the norm of the weights, there.
+        `change`: norm of all changes over the norm of the first weights, at the end.
     """
     text = texts(task.length, task.vocab, task.rows)
     model = model_of(size, task, 0 if task.pretrained else seed)
@@ -242,8 +242,8 @@ def train(
         model.load_state_dict(pretrained(size, task, work), strict=False)  # the head is the embedding
     prepare(model)
     first = [weight.clone() for weight in matrices(model)]
-    given = {"lr": lr, "rounding": rounding, "seed": seed, "compile": size != "1M", **options}
-    optimizer = lowmem.FusedOptimizer(parameters(model), rule, **given)
+    settings = {"lr": lr, "rounding": rounding, "seed": seed, "compile": size != "1M", **options}
+    optimizer = lowmem.FusedOptimizer(parameters(model), rule, **settings)
     trained = torch.compile(model) if compile_model else model
     updates = task.updates * task.batch // batch
     rates = schedule(optimizer, updates)

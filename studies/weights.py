@@ -138,7 +138,7 @@ class Setting(NamedTuple):
 NEW, OLD = training.Task(), training.Task(updates=5000, trained="old", looks=(0.1, 0.2, 0.3, 0.5, 1.0))
 SHORT, FLOAT32_PRODUCTS = replace(OLD, updates=1000), {"products": "float32"}
 EIGHT_BITS = {**NO_DECAY, "betas": (0.9, 0.95), "state_storage": "8bit"}
-# The best learning rate of AdaLomo, AdamW and LOMO on the new text is that of `studies.finetune`.
+# The best learning rate of AdaLomo, AdamW and LOMO on the new text comes from `studies.finetune`.
 SETTINGS_OF = {
     "old text": Setting(OLD, 1e-3, MAIN),
     "new text": Setting(NEW, 3.2e-2, MAIN),
@@ -208,14 +208,14 @@ class Losses:
         self.exact = self.curves.get("float32", {})
 
     def above(self, form: str, look: int = -1) -> list[float]:
-        """The loss less that of float32, by seed."""
-        found = {seed: losses for seed, losses in self.curves.get(form, {}).items() if seed in self.exact}
-        return [losses[look] - self.exact[seed][look] for seed, losses in found.items()]
+        """Difference to the loss of float32, by seed."""
+        curves = {seed: losses for seed, losses in self.curves.get(form, {}).items() if seed in self.exact}
+        return [losses[look] - self.exact[seed][look] for seed, losses in curves.items()]
 
     def kept(self, form: str) -> float:
         """The share of what float32 learns, the mean over the seeds."""
-        found = self.curves[form].items()
-        return mean((one[0] - one[-1]) / (self.exact[seed][0] - self.exact[seed][-1]) for seed, one in found)
+        curves = self.curves[form].items()
+        return mean((one[0] - one[-1]) / (self.exact[seed][0] - self.exact[seed][-1]) for seed, one in curves)
 
     @property
     def spread(self) -> float:
@@ -231,7 +231,7 @@ def _cell(losses: Losses, form: str) -> str:
 
 
 def tables(report: Any) -> dict[str, str]:
-    """What formats cost in each setting: in short; along the updates; variants; outliers; and sizes of groups."""
+    """The cost of formats in each setting: in short; along the updates; variants; outliers; and sizes of groups."""
     register()
     every = {setting: Losses(report, setting) for setting in SETTINGS_OF}
     old = every["old text"]
@@ -257,11 +257,11 @@ def tables(report: Any) -> dict[str, str]:
         | {"each seed": ", ".join(f"{above:+.4f}" for above in old.above(form))}
         for form in order[1:]
     ]
-    found = {"": short, "along": along}
+    tables = {"": short, "along": along}
     shown = {"variants": "old text, 1,000 updates", "outliers": "old text, outliers", "groups": "groups"}
     for name, setting in shown.items():
         losses = every[setting]
-        found[name] = [
+        tables[name] = [
             {**size(form), **learned(losses, form)} for form in FORMATS if form in losses.curves and form != "float32"
         ]
-    return {name: markdown(rows) for name, rows in found.items() if rows}
+    return {name: markdown(rows) for name, rows in tables.items() if rows}

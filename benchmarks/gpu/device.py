@@ -1,4 +1,4 @@
-"""What a call takes on the device, a GPU or, to try a script, the CPU: seconds, kernels, bytes."""
+"""Measures a call on the device, a GPU or, to try a script, the CPU: seconds, kernels, bytes."""
 
 import gc
 import math
@@ -87,7 +87,7 @@ def peak(run: Run) -> int | None:
 
 
 def pinned_bytes() -> int:
-    """What torch holds, in use or not: what earlier parts have returned is given back to the system."""
+    """Pinned bytes that torch has allocated, after unused blocks are returned to the system."""
     if not GPU:
         return 0
     gc.collect()

@@ -13,8 +13,6 @@ import torch
 
 from benchmarks.gpu.device import clear
 
-Goal = tuple[str, float]  # "<=" or ">=", and the number
-
 
 class Report:
     """Rows by part, written to `out` after every row; `budget` is in seconds from now.
@@ -29,12 +27,10 @@ class Report:
         self._out, self._began = out, time.perf_counter()
         self._end, self._rows = self._began + budget, []
 
-    def row(self, what: str, measured: Any, goal: Goal | None = None, **more: Any) -> None:
-        """Adds a measurement; `measured` is None where this machine cannot measure it."""
-        met = None
-        if goal is not None and measured is not None:
-            met = measured <= goal[1] if goal[0] == "<=" else measured >= goal[1]
-        text = None if goal is None else f"{goal[0]} {goal[1]:g}"
+    def row(self, what: str, measured: Any, goal: float | None = None, **more: Any) -> None:
+        """Adds a measurement that should be at most `goal`; `measured` is None where this machine cannot measure it."""
+        met = None if goal is None or measured is None else measured <= goal
+        text = None if goal is None else f"<= {goal:g}"
         self._add({"what": what, "measured": measured, "goal": text, "met": met, **more})
 
     @contextmanager

@@ -9,14 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import (
-    dispatch,
-    long_context,
-    measurement,
-    methods,
-    step,
-    update,
-)
+from benchmarks import dispatch, long_context, measurement, methods, step, update
 from benchmarks.measurement import SIZES, Workload
 from benchmarks.methods import FLOOR, drop_gradients, fused, hooked, ordinary
 from benchmarks.processes import MeasurementError, alone
@@ -53,12 +46,12 @@ COMMANDS = {  # arguments, and a line of what is printed
 
 @pytest.fixture
 def run(monkeypatch, nothing_installed, tmp_path, capsys):
-    """A function: what a command prints and writes, at a small size and without processes of its own."""
+    """A function: the output and the report of a command, at a small size and in this process."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     for module in (step, update):
         monkeypatch.setattr(module, "alone", lambda function, *args, folder=None: function(*args))
     monkeypatch.setattr(long_context, "peak", fake_peak)
-    monkeypatch.setattr(long_context, "planned", lambda config, device: SimpleNamespace(items={"weights": 2**20}))
+    monkeypatch.setattr(long_context, "planned", lambda model, tokens: SimpleNamespace(items={"weights": 2**20}))
 
     def of(module):
         words, _ = COMMANDS[module]

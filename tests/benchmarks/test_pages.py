@@ -59,9 +59,9 @@ def test_the_memory_of_rules_equals_the_plan():
     plans = json.loads((RESULTS / "memory_bars.json").read_text())["planned"]["llama-3.1-8b"]
     text = (ROOT / "README.md").read_text()
     rows = [[cell.strip() for cell in line.split("|")] for line in text.splitlines()]
-    found = {row[1]: row[3] for row in rows if len(row) > 4 and row[1] in PLANNED}
-    assert found.keys() == PLANNED.keys()
-    for name, text in found.items():
+    cells = {row[1]: row[3] for row in rows if len(row) > 4 and row[1] in PLANNED}
+    assert cells.keys() == PLANNED.keys()
+    for name, text in cells.items():
         assert int(re.match(r"(\d+) GiB", text)[1]) == round(sum(plans[PLANNED[name]].values()) / 2**30), name
 
 
