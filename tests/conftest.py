@@ -34,7 +34,8 @@ if SIMGPUS:
 import hypothesis
 import pytest
 import torch
-from support import compiled, nets, rounded, troubleshooting
+from matplotlib.figure import Figure
+from support import compiled, nets, processes, rounded, troubleshooting
 from support.devices import seeded
 from support.ranks import Ranks
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -173,7 +174,7 @@ def restore_storages():
 
 @pytest.fixture(scope="session")
 def ranks_of():
-    """A function: the ranks of a group of a given size, which are started once for all tests."""
+    """A function: the ranks of a group of `count` processes, which are started once for all tests."""
     groups = {}
 
     def of(count):
@@ -222,6 +223,16 @@ def token_batches():
         return [{"input_ids": ids, "labels": ids} for ids in drawn]
 
     return make
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def sketched_pictures(monkeypatch):
+    monkeypatch.setattr(Figure, "savefig", processes.sketch)
 
 
 @pytest.fixture(scope="session")

@@ -16,7 +16,7 @@ ROWS = [{"x": torch.tensor([n / 10, 1 - n / 9, 0.3]), "y": torch.tensor([0.1 * n
 
 @pytest.fixture(autouse=True)
 def fresh_state():
-    """Accelerate's state is of the process."""
+    """Accelerate's state is global."""
     yield
     reset()
 
@@ -141,7 +141,7 @@ def test_an_optimizer_that_is_not_prepared():
 
 @pytest.mark.parametrize("steps", [False, True])
 def test_a_later_loop_without_accelerate(steps):
-    """Accelerate's state is that of a loop that was left between micro-batches."""
+    """Accelerate's state is left over from a loop that ended between micro-batches."""
 
     def run(make):
         loop = Loop(make)

@@ -63,7 +63,7 @@ def inputs(folder):
 
 
 def results(run):
-    """What must not depend on crashes: the last checkpoint and the final model by content, and what was logged."""
+    """Results that must not depend on crashes: contents of the last checkpoint and the final model, and the log."""
     checkpoint = run / f"checkpoint-{STEPS}"
     lines = (checkpoint / "checksums.txt").read_text().splitlines()
     files = {name: checksum for checksum, name in (line.split("  ", 1) for line in lines)}
@@ -122,7 +122,7 @@ def test_killed_runs_end_like_an_uninterrupted_one(name, tmp_path):
 
 
 def test_results_do_not_depend_on_process_folder_or_workers(tmp_path):
-    """Files and losses of a run equal those of one with another hash seed, in another folder, with other workers."""
+    """Files and losses of a run equal another run's with another hash seed, in another folder, with other workers."""
     words = inputs(tmp_path)
     done = Launched.ranks(0, *words, f"--output_dir={tmp_path / 'run'}").finish()
     assert done.returncode == 0, done.stderr

@@ -1,7 +1,7 @@
 """README and docs: code blocks run, commands and YAML files parse, tables have the options that there are.
 
 A comment before a block says what is not here: `<!-- needs: GPU -->`. Such a block is parsed and not run. `<!-- setup:
-... -->` is Python that is run before a block, and blocks after `<!-- examples -->` are those of examples/.
+... -->` is Python that is run before a block, and blocks after `<!-- examples -->` include files of examples/.
 """
 
 import ast
@@ -19,6 +19,7 @@ import transformers
 import trl
 import yaml
 from datasets import Dataset
+from support.runs import assistant, user
 from torch import nn
 
 import lowmem
@@ -77,16 +78,8 @@ def model_folder(tmp_path_factory):
     return folder
 
 
-def user(text):
-    return [{"role": "user", "content": text}]
-
-
-def assistant(text):
-    return [{"role": "assistant", "content": text}]
-
-
 def names(folder):
-    """What the blocks of a page may use without making it."""
+    """Names that the blocks of a page may use without defining them."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     ids = torch.arange(24).view(2, 12) + 10
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
@@ -100,7 +93,7 @@ def names(folder):
 
 
 @pytest.fixture
-def own_names():
+def restore_registries():
     """Forgets the rules and storages that a page registers."""
     tables = [(table, dict(table)) for table in (RULES, storage.TABLE)]
     yield
@@ -111,7 +104,7 @@ def own_names():
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("page", "marker", "code"), blocks("python"))
-def test_python(page, marker, code, model_folder, tmp_path, monkeypatch, own_names):
+def test_python(page, marker, code, model_folder, tmp_path, monkeypatch, restore_registries):
     if marker == "examples":
         assert (ROOT / re.search(r'"(.*)"', code)[1]).exists()  # a snippet that MkDocs includes
         return
@@ -201,7 +194,7 @@ def rows():
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("command", "row"), rows())
 def test_rows(command, row, model_folder, tmp_path):
-    """TRL takes each row as it is; GRPO's need a reward function and are those of the example."""
+    """TRL takes each row as it is; GRPO's need a reward function and belong to the example."""
     if command == "rloo":
         assert row.keys() >= {"prompt"}
         return
@@ -221,7 +214,7 @@ def test_rows(command, row, model_folder, tmp_path):
 
 
 def table(text, heading):
-    """The cells of the first table after a heading, without the table's own head."""
+    """The cells of the first table after a heading, without its header."""
     part = text.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
     lines = [line for line in part.splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines[2:]]
@@ -269,7 +262,7 @@ def pins(stack):
 
 
 def test_tested_versions():
-    """The page has the recorded runs, whose versions are those of the stacks and the ones that lowmem knows."""
+    """The page has the recorded runs, whose versions are pinned by the stacks and known to lowmem."""
     runs = json.loads(stacks.RESULTS.read_text())
     written = re.search(f"(?s){stacks.MARKS[0]}(.*){stacks.MARKS[1]}", stacks.PAGE.read_text())[1]
     assert written.splitlines() == "\n".join(stacks.tables(runs)).splitlines()
@@ -278,9 +271,9 @@ def test_tested_versions():
         expected = {**pins("today"), **pins(run["stack"])} if run["stack"] != "newest" else run["versions"]
         assert run["versions"] == {package: expected[package] for package in TESTED}
     for package, (oldest, newest) in TESTED.items():
-        found = [tuple(map(int, run["versions"][package].split(".")[:2])) for run in runs]
-        assert ".".join(map(str, min(found))) == oldest
-        assert max(found) <= tuple(map(int, newest.split(".")))
+        versions = [tuple(map(int, run["versions"][package].split(".")[:2])) for run in runs]
+        assert ".".join(map(str, min(versions))) == oldest
+        assert max(versions) <= tuple(map(int, newest.split(".")))
 
 
 # -- links -------------------------------------------------------------------------------------------------------------

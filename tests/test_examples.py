@@ -1,8 +1,7 @@
-"""The examples train: those with a model of their own as the same loops do with torch's optimizers, to the bit, and
+"""The examples train: those that define a model as the same loops do with torch's optimizers, to the bit, and
 those that take a model directory on a small one."""
 
 import importlib.util
-import json
 import os
 import runpy
 import subprocess
@@ -14,6 +13,7 @@ import torch
 from accelerate.state import AcceleratorState, GradientState
 from support.nets import same, weights
 from support.processes import free_port
+from support.runs import assistant, user, write_rows
 from torch.nn.functional import binary_cross_entropy_with_logits as cross_entropy
 from torch.nn.utils import clip_grad_norm_
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -42,19 +42,11 @@ def test_every_example_has_a_test():
 # -- language models ---------------------------------------------------------------------------------------------------
 
 
-def user(text):
-    return {"role": "user", "content": text}
-
-
-def assistant(text):
-    return {"role": "assistant", "content": text}
-
-
 ROWS = {
-    "chats": [{"messages": [user(f"What is {n}?"), assistant(f"{n}.")]} for n in range(8)],
-    "pairs": [{"prompt": [user(f"What is {n}?")], "chosen": [assistant("A number.")], "rejected": [assistant("?")]}
+    "chats": [{"messages": user(f"What is {n}?") + assistant(f"{n}.")} for n in range(8)],
+    "pairs": [{"prompt": user(f"What is {n}?"), "chosen": assistant("A number."), "rejected": assistant("?")}
               for n in range(8)],
-    "questions": [{"prompt": [user(f"What is {n}?")], "answer": str(n)} for n in range(8)],
+    "questions": [{"prompt": user(f"What is {n}?"), "answer": str(n)} for n in range(8)],
 }  # fmt: skip
 
 
@@ -63,7 +55,7 @@ def folder(tmp_path_factory):
     """A small model with a tokenizer, a text, and data of each kind."""
     folder = tmp_path_factory.mktemp("examples")
     for name, rows in ROWS.items():
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_rows(folder / f"{name}.jsonl", rows)
     (folder / "text.txt").write_text((ROOT / "README.md").read_text()[:2000])
     script = runpy.run_path(str(ROOT / "scripts" / "make_model.py"))
     tokenizer = script["train_tokenizer"]([(folder / "text.txt").read_text()], 300)
@@ -156,7 +148,7 @@ def test_gan(capsys):
 
 
 def fit(module, cls, make=None, path=None, **options):
-    """A module of the example, fitted; with torch's optimizer and Lightning's own backward if `make` is given."""
+    """A module of the example, fitted; with `make`, by its torch optimizer and Lightning's backward."""
     ordinary = {}
     if make is not None:
         ordinary = {"make_optimizer": make, "backward": module.lightning.LightningModule.backward}

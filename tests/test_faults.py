@@ -20,7 +20,7 @@ def first_used(net):
 
 
 def test_offloaded_gradients_are_freed():
-    """Each gradient is given memory of NumPy, which tells when torch lets go of it."""
+    """Each gradient is in memory of NumPy, whose array is deleted when torch frees the gradient."""
     net = Net()
     opt = lowmem.FusedOptimizer(net.named_parameters(), "lomo", policy="deferred", store="device", batching=False)
     memory, waited = [], []

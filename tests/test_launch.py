@@ -46,7 +46,7 @@ def folder(tmp_path_factory):
 
 
 def launched(folder, *arguments, ranks=0):
-    """One process, or as many ranks as given, with the environment that a launcher sets."""
+    """Starts one process, or `ranks` of them with the environment that a launcher sets."""
     words = ("lowmem", "sft", "--config", str(folder / "config.yaml"), *arguments)
     return Launched.ranks(ranks, *words, environment=ENVIRONMENT)
 
@@ -111,7 +111,7 @@ atexit.register(print, "registered", end=" ")
 
 @pytest.mark.parametrize(("ranks", "word", "status"), [(1, "--version", 0), (2, "--version", 0), (2, "--nonsense", 2)])
 def test_a_rank_exits_before_gloo_threads_meet_the_interpreter_shutdown(ranks, word, status, tmp_path):
-    """What is registered for the exit runs, and the exit status is that of the command."""
+    """Exit handlers run, and the exit status is the command's."""
     (tmp_path / "sitecustomize.py").write_text(AT_EXIT)
     paths = os.pathsep.join((str(tmp_path), str(ROOT)))
     environment = {**ENVIRONMENT, "PYTHONPATH": paths, "WORLD_SIZE": str(ranks)}
@@ -157,7 +157,7 @@ def test_a_model_sharded_over_processes(folder, tmp_path, shards):
     assert scores[0] == pytest.approx(scores[1], rel=1e-3)  # a mean of means over other batches
 
 
-# Says what a rank has of the model when the trainer has loaded it, before its own sharding begins.
+# Prints how many elements of the model a rank has once it is loaded, before the trainer shards it.
 PROBE = """
 import sys
 from lowmem import cli
@@ -303,7 +303,7 @@ for task in 0 1; do SLURM_PROCID=$task SLURM_LOCALID=$task SLURM_NTASKS=2 "$@" &
 wait -n && wait
 """
 
-# Stands for the package: says with which words and in which environment it was started, and ends when it is told to.
+# Replaces the package: records its arguments and environment, and exits when the file `ended` exists.
 RECORDER = """
 import json, os, sys, time
 from pathlib import Path
@@ -334,7 +334,7 @@ def job(name, folder, here, *arguments):
     ("name", "shards"), [("torchrun", "fsdp2"), ("accelerate", None), ("slurm", None), ("deepspeed", "zero3")]
 )
 def test_job_scripts(folder, one_process, tmp_path, name, shards):
-    """What each starts is one run of two processes, with the losses and weights of one.
+    """Each starts one run of two processes, with the losses and weights of a single process.
 
     The launchers are the real ones. The processes that they start are forked here, with their words and environment:
     they need not import anything.
@@ -343,10 +343,10 @@ def test_job_scripts(folder, one_process, tmp_path, name, shards):
     (tmp_path / "lowmem" / "__init__.py").touch()
     (tmp_path / "lowmem" / "__main__.py").write_text(RECORDER)
     with job(name, folder, tmp_path, *SHARDED.get(shards, ())) as script:
-        while len(found := list(tmp_path.glob("start-*.json"))) < 2:
+        while len(records := list(tmp_path.glob("start-*.json"))) < 2:
             assert script.poll() is None, script.stderr.read()
             time.sleep(0.05)
-        done = Launched([tuple(json.loads(record.read_text())) for record in found]).finish()
+        done = Launched([tuple(json.loads(record.read_text())) for record in records]).finish()
         (tmp_path / "ended").touch()
         _, err = script.communicate(timeout=PATIENCE)
     assert script.returncode == 0, err

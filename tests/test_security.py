@@ -1,4 +1,4 @@
-"""What others have made is data: no file of a model, data set or run folder is executed, and none leads out of it.
+"""Files of others are data: no file of a model, data set or run folder is executed, and none leads out of it.
 
 Each attack would leave a marker. `SECURITY.md` says what is promised.
 """
@@ -61,7 +61,7 @@ def test_the_package_never_executes_data():
         assert options.get("shell", "False") == "False", f"{file} uses a shell"
         if name == "torch.load":
             assert options.get("weights_only") == "True", f"{file}: torch.load without weights_only=True"
-        if name.endswith(".from_pretrained"):  # transformers asks on the terminal where it is not given
+        if name.endswith(".from_pretrained"):  # transformers asks on the terminal if it is omitted
             trusted = options.get("trust_remote_code", options.get(None))
             assert trusted in ("False", "trusted", "recipe.source"), f"{file} may trust code"
 
@@ -110,11 +110,11 @@ def attempt(capsys, command, *arguments):
     words = ["generate", "model", "hello", "--max-new-tokens", "2"] if command == "generate" else [command, *training]
     with pytest.raises(SystemExit) as done:
         cli.main(training if command == "sft" else words)
-    said = capsys.readouterr()
+    output = capsys.readouterr()
     assert not Path("marker").exists(), f"{command} has executed a file of the model"
-    assert done.value.code in (0, 2), said.err
-    assert len(said.err) < 2000
-    return done.value.code, said.err
+    assert done.value.code in (0, 2), output.err
+    assert len(output.err) < 2000
+    return done.value.code, output.err
 
 
 def edit(path, **values):
@@ -130,8 +130,8 @@ def test_pickle_executes_the_test_payload(home):
 def test_pickled_weights_are_not_executed(home, save, capsys):
     (home / "model" / "model.safetensors").unlink()
     save({"weight": Bomb()}, home / "model" / "pytorch_model.bin")
-    status, said = attempt(capsys, "sft")
-    assert status == 2 and "safetensors" in said and "weights_only" not in said
+    status, error = attempt(capsys, "sft")
+    assert status == 2 and "safetensors" in error and "weights_only" not in error
     assert not (home / "run").exists()
     assert [attempt(capsys, command)[0] for command in COMMANDS[1:]] == [0, 0, 2]
 
@@ -144,8 +144,8 @@ def test_adapters_are_not_executed(home, capsys):
     (home / "evil.py").write_text(CODE)
     torch.save({"weight": Bomb()}, home / "model" / "adapter_model.bin")
     for command in ("sft", "generate"):
-        status, said = attempt(capsys, command)
-        assert status == 2 and "adapter" in said
+        status, error = attempt(capsys, command)
+        assert status == 2 and "adapter" in error
 
 
 def test_unneeded_files_of_a_known_model_are_not_read_or_run(home, capsys):
@@ -193,8 +193,8 @@ def test_a_model_does_not_choose_kernels_to_download(home, key):
 def test_invalid_generation_settings_raise(home, settings, capsys):
     """transformers has moved some ways to generate to code on the Hub."""
     (home / "model" / "generation_config.json").write_text(json.dumps(settings))
-    status, said = attempt(capsys, "generate")
-    assert status == 2 and "Correct or delete generation_config.json" in said
+    status, error = attempt(capsys, "generate")
+    assert status == 2 and "Correct or delete generation_config.json" in error
 
 
 TEMPLATES = {
@@ -222,8 +222,8 @@ def test_a_script_of_a_folder_of_data_is_not_run(home, capsys):
     (home / "data" / "data.py").write_text(CODE)
     config = (home / "run.yaml").read_text()
     (home / "run.yaml").write_text(config.replace("data_files: chats.jsonl", "split: train").replace("json", "data"))
-    status, said = attempt(capsys, "inspect")
-    assert status == 2 and "Dataset scripts are no longer supported" in said
+    status, error = attempt(capsys, "inspect")
+    assert status == 2 and "Dataset scripts are no longer supported" in error
 
 
 # --- Paths ------------------------------------------------------------------------------------------------------------
@@ -342,21 +342,21 @@ def written(run_dir):
 @pytest.fixture
 def visits():
     """The address of a server and what has connected to it."""
-    found = []
+    requests = []
 
     class Handler(socketserver.BaseRequestHandler):
         def handle(self):
-            found.append(self.request.recv(200))
+            requests.append(self.request.recv(200))
 
     with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_address[1]}", found
+        yield f"http://127.0.0.1:{server.server_address[1]}", requests
         server.shutdown()
 
 
 def test_a_run_writes_no_secrets_uses_no_network_and_writes_only_to_its_folder(home, visits):
     """With a network and all that a shell may have set; whatever leaves would go through the proxy."""
-    address, found = visits
+    address, requests = visits
     proxies = dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy"), address)
     unset = ("CI", "HF_HUB_OFFLINE", "NO_PROXY", "no_proxy", "HF_HOME", "XDG_CACHE_HOME")
     inherited = {name: value for name, value in os.environ.items() if name not in unset}
@@ -372,7 +372,7 @@ def test_a_run_writes_no_secrets_uses_no_network_and_writes_only_to_its_folder(h
     assert (home / "run" / "training_args.bin").exists()
     for path, text in {**written(home), "output": done.stdout + done.stderr}.items():
         assert_no_secret(text, path)
-    assert found == []
+    assert requests == []
     outside = {
         path.relative_to(home).parts[:2] for path in written(home).keys() - before - written(home / "run").keys()
     }

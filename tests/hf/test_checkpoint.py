@@ -1,4 +1,4 @@
-"""What is saved is complete, by parameter name, and loads to the same bits."""
+"""Saved optimizers are complete, by parameter name, and load to the same bits."""
 
 import json
 

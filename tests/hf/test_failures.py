@@ -47,7 +47,7 @@ def hang():
 
 
 FAULTS = {"fail": fail, "die": die, "hang": hang}
-SAID = {
+EXPECTED = {
     "fail": "another rank failed or exited. See the first error that the launcher shows",
     "die": "another rank failed or exited. See the first error that the launcher shows",
     "hang": "another rank did not answer in time (ddp_timeout of a trainer): it died, hangs, or is too slow.",
@@ -67,7 +67,8 @@ def test_other_ranks_exit_with_an_explanation(fault, tmp_path):
     for name, message, steps in answers:
         assert (name, steps) == ("RankError", 2), message
         assert len(message) < 300
-    assert any(message.startswith(SAID[fault]) for _, message, _ in answers)  # the second may see that the first ended
+    # the second may see that the first ended
+    assert any(message.startswith(EXPECTED[fault]) for _, message, _ in answers)
     if fault == "fail":
         assert pipes[1][0].recv()[:2] == ("DataError", "row 7 is broken")
     ranks[1].kill()

@@ -57,8 +57,8 @@ MODELS = [
 def test_embeddings_are_found_by_get_input_embeddings(make, source, target, changed):
     model = make()
     for side, kind in (("input", source), ("output", target)):
-        found = layers.embedding(model, side)
-        assert found is None if kind is None else isinstance(found, kind)
+        module = layers.embedding(model, side)
+        assert module is None if kind is None else isinstance(module, kind)
     layers.change(model, lowmem.LayersConfig())
     assert sum(isinstance(module, ComputedEmbedding) for module in model.modules()) == changed
 

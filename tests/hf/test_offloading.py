@@ -6,10 +6,11 @@ from unittest import mock
 
 import pytest
 import torch
+from support import language_models
+from support.nets import same
 from support.products import FULL
-from support.shards import SHARDS
-from torch.distributed.fsdp import fully_shard
-from transformers import LlamaConfig, LlamaForCausalLM
+from support.shards import SHARDS, by_layer
+from transformers import LlamaForCausalLM
 
 import lowmem
 from lowmem import placements
@@ -21,11 +22,8 @@ if not hasattr(LlamaForCausalLM, "activation_checkpointing_enable"):
 
 
 def llama(offload=False, **config):
-    """A small Llama with checkpointed layers, whose inputs transformers moves to the host if asked."""
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    model = LlamaForCausalLM(LlamaConfig(**{**sizes, **heads, "use_cache": False, **config})).train()
+    """A small Llama with checkpointed layers, whose inputs transformers moves to the host if `offload`."""
+    model = language_models.make(**config)
     model.gradient_checkpointing_enable(offload=offload)
     return model
 
@@ -83,8 +81,7 @@ def test_offloading_does_not_change_a_bit(where, policy):
         net.model.layers[1].mlp.up_proj.weight.requires_grad_(False)
         with trl_offload(net) if (where, net) == ("trl", nets[1]) else nullcontext(NO_CONTEXT) as context:
             train(net, context, **POLICIES[policy])
-    for (name, weight), other in zip(nets[1].named_parameters(), nets[0].parameters(), strict=True):
-        assert torch.equal(weight, other), name
+    assert same(*(net.parameters() for net in nets))
 
 
 # --- Ranks --------------------------------------------------------------------------------------------------------
@@ -93,12 +90,7 @@ def test_offloading_does_not_change_a_bit(where, policy):
 def shard(rank, kind, make):
     if kind == "replicated":
         return make()
-    if kind == "zero3":
-        return SHARDS["zero3"](rank, make)
-    model = make()
-    for layer in model.model.layers:
-        fully_shard(layer)
-    return fully_shard(model)
+    return (SHARDS["zero3"] if kind == "zero3" else by_layer)(rank, make)
 
 
 def on_ranks(rank, kind, offload, options):

@@ -65,7 +65,7 @@ def identifiers(path):
 
 
 def is_newest(package):
-    """Whether the installed version has every name of the table."""
+    """Returns whether the installed version has every name of the table."""
     return minor(metadata.version(package)) >= minor(hf.TESTED[package][1])
 
 

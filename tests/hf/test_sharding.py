@@ -7,7 +7,7 @@ import peft
 import pytest
 import torch
 from support.ranks import RankError, Ranks
-from support.trainers import build, joined, losses, quiet, require, require_sharding, saved
+from support.trainers import SHARDED, build, joined, losses, quiet, require, require_sharding, saved
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
@@ -16,12 +16,6 @@ from lowmem.errors import LowmemError, UnsupportedError
 from lowmem.hf.sharding import FSDP2Sharding, Zero3Sharding
 from lowmem.tiles.quantized import in_codes
 from lowmem.trainer import FusedTrainer
-
-SHARDED = {
-    "fsdp2": {"fsdp": True, "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}},
-    "zero3": {"deepspeed": {"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": "auto"}},
-    "replicated": {},
-}
 
 
 @pytest.fixture(scope="module", params=["fsdp2", "zero3"])
@@ -41,7 +35,7 @@ def trained(rank, row, path, folder, sharding, dtype, lora):
         options = {"model_init_kwargs": {"dtype": dtype}, "max_steps": 2, "use_cpu": True, **SHARDED[sharding]}
         trainer = build(row, folder, True, keywords, **options)
         trainer.train()
-        left = "ACCELERATE_USE_FSDP" in os.environ  # of which a later trainer would not know whose it is
+        left = "ACCELERATE_USE_FSDP" in os.environ  # a later trainer would take it for its configuration
         state = {name: placements.full_tensor(t).detach().clone() for name, t in trainer.model.named_parameters()}
     return losses(trainer), state, trainer.optimizer.placement, left
 
@@ -61,13 +55,13 @@ def test_a_model_by_its_path_is_sharded_and_trains_as_on_whole_ranks(sharded_ran
     path = saved().name
     try:
         (expected, weights, placement, _), _ = two.run(trained, row, path, str(tmp_path), "replicated", dtype, lora)
-        (actual, sharded, own, left), _ = ranks.run(trained, row, path, str(tmp_path), sharding, dtype, lora)
+        (actual, sharded, chosen, left), _ = ranks.run(trained, row, path, str(tmp_path), sharding, dtype, lora)
     except RankError as error:
         for words in ("not compatible with `create_reference_model()`", "no attribute 'warnings_issued'"):
             if words in str(error):
                 pytest.skip(f"this version of TRL itself fails: {words}")
         raise
-    assert (placement, own, left) == ("replicated", sharding, False)
+    assert (placement, chosen, left) == ("replicated", sharding, False)
     tolerance = 2e-2 if dtype == "bfloat16" else 1e-5
     # in the losses of GRPO and RLOO, terms of the size of 1 cancel each other
     assert actual == pytest.approx(expected, rel=tolerance, abs=1e-6)
@@ -76,10 +70,10 @@ def test_a_model_by_its_path_is_sharded_and_trains_as_on_whole_ranks(sharded_ran
         torch.testing.assert_close(sharded[name], weight, rtol=1e-3, atol=tolerance)
 
 
-# -- weights held in codes ---------------------------------------------------------------------------------------------
+# -- quantized weights -------------------------------------------------------------------------------------------------
 
 
-def held_in_codes(rank, options, folder, resume=None):
+def quantized(rank, options, folder, resume=None):
     torch.manual_seed(0)
     sizes = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
     model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=4, use_cache=False))
@@ -99,15 +93,15 @@ def test_quantized_weights_are_sharded_only_by_fsdp2(sharded_ranks, two, tmp_pat
     options, folder = dict(SHARDED[sharding]), str(tmp_path / "sharded")
     if sharding == "zero3":
         with pytest.raises(RankError, match="ZeRO-3 cannot shard quantized weights"):
-            ranks.run(held_in_codes, options, folder)
+            ranks.run(quantized, options, folder)
         return
     broadcast = {**options, "fsdp_config": {**options["fsdp_config"], "cpu_ram_efficient_loading": True}}
     with pytest.raises(RankError, match="cpu_ram_efficient_loading can only broadcast ordinary weights"):
-        ranks.run(held_in_codes, broadcast, folder)
-    (logged, weights), (_, of_other) = ranks.run(held_in_codes, options, folder)
-    (whole, _), _ = two.run(held_in_codes, {}, str(tmp_path / "whole"))
+        ranks.run(quantized, broadcast, folder)
+    (logged, weights), (_, of_other) = ranks.run(quantized, options, folder)
+    (whole, _), _ = two.run(quantized, {}, str(tmp_path / "whole"))
     assert logged == pytest.approx(whole, rel=1e-3)
-    resumed, ended = two.run(held_in_codes, {}, str(tmp_path / "resumed"), f"{folder}/checkpoint-2")[0]
+    resumed, ended = two.run(quantized, {}, str(tmp_path / "resumed"), f"{folder}/checkpoint-2")[0]
     assert resumed == pytest.approx(logged, rel=1e-3)
     for name, weight in weights.items():
         assert torch.equal(weight, of_other[name])

@@ -17,7 +17,7 @@ NO_TEMPLATE = "{{ bos_token }}{% for message in messages %}{{ message.content }}
 
 @pytest.fixture
 def arguments(tmp_path):
-    """A function: the arguments of a command whose data are these rows, or those of its own file."""
+    """A function: the arguments of a command with these rows, or with the usual file."""
 
     def of(rows=None, command="sft", **changes):
         if rows is not None:
@@ -30,7 +30,7 @@ def arguments(tmp_path):
 
 @pytest.fixture
 def summary(arguments):
-    """A function: what is said of data before training."""
+    """A function: the summary of the data before training."""
 
     def of(rows=None, command="sft", **changes):
         parsed = arguments(rows, command, **changes)

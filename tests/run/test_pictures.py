@@ -1,4 +1,4 @@
-"""What the picture of a run shows, from invented records."""
+"""The picture of a run, from invented records."""
 
 import math
 

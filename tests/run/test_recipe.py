@@ -134,7 +134,7 @@ def test_hyperparameters_of_the_rule_are_arguments(rule, parsed, error_message):
 # Nine texts, nine of which are written out nine times, and so on: 43 million.
 BOMB = "\n".join(f"  k{n}: &a{n} [{', '.join([f'*a{n - 1}' if n else 'x'] * 9)}]" for n in range(8))
 
-# Lines of YAML, and what is said of them: where, and what to write.
+# Lines of YAML, and their error message: the line, and the correction.
 MISTAKES = {
     "learning_rte: 1": "c.yaml, line 1: unknown key 'learning_rte'. Did you mean 'learning_rate'?",
     "seed: 1\nseed: 2": "c.yaml, line 2: the key 'seed' is repeated",
@@ -280,7 +280,7 @@ def test_environment_variables_of_a_file_are_set_and_not_written(parsed, monkeyp
 
 @pytest.mark.parametrize("command", cli.COMMANDS)
 def test_help_lists_every_argument(command, capsys):
-    """Those of TRL, each option of the two sections, and the hyperparameters of the rule."""
+    """TRL's arguments, each option of the two sections, and the hyperparameters of the rule."""
     with pytest.raises(SystemExit) as end:
         parse(command, ["--help", "--fused.rule", "adalomo"])
     text = capsys.readouterr().out
@@ -295,7 +295,7 @@ def test_help_lists_every_argument(command, capsys):
 
 @pytest.mark.parametrize("command", cli.COMMANDS)
 def test_no_argument_has_the_name_of_a_trl_argument(command):
-    """Those of a section have a dot in their names."""
+    """Options of a section have a dot in their names."""
     for add in (cli._plan_options, cli._inspect_options):
         parser = Parser(command, "adamw", add)
         theirs = {name for kind in parser.dataclass_types for name in kind.__dataclass_fields__}

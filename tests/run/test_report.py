@@ -1,4 +1,4 @@
-"""What a run logs, written by real trainers of a tiny model. Its pictures: test_pictures.py."""
+"""The log of a run, written by real trainers of a tiny model. Its pictures: test_pictures.py."""
 
 import errno
 import io
@@ -10,9 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from matplotlib.figure import Figure
 from rich.console import Console
-from support.processes import sketch
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback, TrainingArguments
 
 from lowmem.errors import LowmemError
@@ -39,14 +37,7 @@ class InOrder(Trainer):
         return torch.utils.data.SequentialSampler(self.train_dataset)
 
 
-@pytest.fixture(autouse=True)
-def nothing_is_drawn(monkeypatch):
-    monkeypatch.setattr(Figure, "savefig", sketch)
-
-
-@pytest.fixture
-def run_dir(tmp_path):
-    return tmp_path / "one"
+pytestmark = pytest.mark.usefixtures("sketched_pictures")
 
 
 @pytest.fixture
@@ -65,7 +56,7 @@ def trainer(run_dir, tiny_llama):
 
 
 def train(trainer, run_dir, terminal=False, resume=None):
-    """What is printed while a trainer runs under a report."""
+    """Returns the output of a trainer that runs under a report."""
     printed = io.StringIO()
     console = Console(file=printed, force_terminal=terminal, width=160)
     with RunReport(run_dir, console).attached(trainer):
@@ -156,7 +147,7 @@ def test_a_line_shows_the_metric_a_method_improves(logged, main, shown, hidden):
 
 
 def test_trackers_receive_the_metrics_of_metrics_jsonl(trainer, run_dir):
-    """What is logged and written by itself: transformers' own callbacks of trackers read `logs`."""
+    """Also metrics that are logged alone. The tracker callbacks of transformers read `logs`."""
     seen = []
 
     class Tracker(TrainerCallback):
@@ -311,4 +302,4 @@ def test_a_failed_write_keeps_only_the_old_file(tmp_path, monkeypatch):
         write_file(path, b"new")
     assert [(file.name, file.read_bytes()) for file in tmp_path.iterdir()] == [("kept.txt", b"old")]
     with pytest.raises(LowmemError, match=r"cannot be written: permission denied\.$"), writing(tmp_path):
-        raise PermissionError(errno.EACCES, "Permission denied")  # only a full disk is told to free space
+        raise PermissionError(errno.EACCES, "Permission denied")  # only the message of a full disk says to free space

@@ -186,6 +186,14 @@ def distillation():
     return of_trl("Distillation", rows, llama(), options, teacher_model=llama())
 
 
+# training arguments of each placement
+SHARDED = {
+    "fsdp2": {"fsdp": True, "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}},
+    "zero3": {"deepspeed": {"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": "auto"}},
+    "replicated": {},
+}
+
+
 def require_sharding(kind):
     """Skips FSDP2 where transformers 4 would set it up by environment variables, or Accelerate wants a GPU for it."""
     if kind == "fsdp2":

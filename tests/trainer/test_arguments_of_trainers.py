@@ -137,7 +137,7 @@ def test_a_resumed_run_equals_the_plain_trainer_bit_for_bit(changed, tmp_path):
         trainer = build(CAUSAL, first.args.output_dir, bool(mixin), **{**SAVED, **changed})
         trainer.train(resume_from_checkpoint=f"{first.args.output_dir}/checkpoint-4")
         ordinary, fused = (ordinary, trainer) if mixin else (trainer, fused)
-    # the trainer's own has lost the losses of the steps before it was resumed
+    # the plain trainer has lost the losses of the steps before it was resumed
     assert_same_run(fused, ordinary, other=("train_loss",))
     assert fused.state.global_step == ordinary.state.global_step == changed.get("max_steps", 8)
 
@@ -156,7 +156,7 @@ class Overflow(LlamaForCausalLM):
 
 @pytest.mark.parametrize("filtered", [True, False])
 def test_a_non_finite_loss_is_logged_as_by_the_plain_trainer(filtered, tmp_path):
-    """The weights stay finite, which those of the trainer without the mixin do not."""
+    """The weights stay finite. Without the mixin they do not."""
     options = {"logging_nan_inf_filter": filtered, "remove_unused_columns": False, "max_grad_norm": 0.0}
     runs = both(lambda mixin: build(CAUSAL, tmp_path, mixin, {"model": builders.llama(Overflow)}, **options))
     assert [all(param.isfinite().all() for param in run.model.parameters()) for run in runs] == [False, True]

@@ -1,4 +1,4 @@
-"""What is saved reaches the disk before it counts, is the same for equal runs, and continues as if not interrupted."""
+"""A checkpoint is on the disk before it gets its name, is equal for equal runs, and continues as if not interrupted."""
 
 import errno
 import fcntl
@@ -301,7 +301,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one(make, tiny_llama, options, a
             assert output.training_loss == pytest.approx(mean)  # of the steps since it was resumed
 
 
-@pytest.mark.parametrize("original", ["kept", "gone"])
+@pytest.mark.parametrize("original", ["there", "gone"])
 def test_a_moved_or_copied_run_folder_keeps_its_best_model(make, original, tmp_path):
     settings = {
         **SAVES, "eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True, "learning_rate": 0.3,

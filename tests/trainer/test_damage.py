@@ -110,8 +110,8 @@ def test_every_rank_raises_the_error_of_rank_0(two, run):
 
 def looked_for(rank, requested, folder):
     """The checkpoint or the error, the files that were read to find it, and what was warned of."""
-    read, own, logged = [], checkpoint.checksum, []
-    checkpoint.checksum = lambda path: read.append(path) or own(path)
+    read, compute, logged = [], checkpoint.checksum, []
+    checkpoint.checksum = lambda path: read.append(path) or compute(path)
     handler = logging.Handler()
     handler.emit = logged.append
     logging.getLogger("lowmem").addHandler(handler)
@@ -125,7 +125,7 @@ def looked_for(rank, requested, folder):
     except CheckpointError as error:
         trained = [str(error)]
     finally:
-        checkpoint.checksum = own
+        checkpoint.checksum = compute
         logging.getLogger("lowmem").removeHandler(handler)
     return trained[0], read, [record.getMessage() for record in logged if "damaged" in record.getMessage()]
 

@@ -1,4 +1,4 @@
-"""A trainer that is told nothing trains what it would train without the mixin, and asks where it can't."""
+"""A trainer without options trains as it would without the mixin, and raises where it can't."""
 
 import logging
 from types import SimpleNamespace
@@ -119,13 +119,13 @@ def test_two_different_learning_rates_raise(make, rule):
             make(fused=FusedConfig(rule=rule, lr=1e-3), learning_rate=DEFAULT)
 
 
-@pytest.mark.parametrize("found", [3e-3, DEFAULT])
-def test_a_hyperparameter_search_overrides_the_learning_rate(make, found, monkeypatch):
+@pytest.mark.parametrize("rate", [3e-3, DEFAULT])
+def test_a_hyperparameter_search_overrides_the_learning_rate(make, rate, monkeypatch):
     monkeypatch.setattr("transformers.integrations.hp_params", lambda trial: trial.params)  # optuna is not installed
     trainer = make(fused=FusedConfig(rule="adalomo", lr=1e-3), learning_rate=DEFAULT, lr_scheduler_type="constant")
     trainer.hp_search_backend, trainer.hp_space = HPSearchBackend.OPTUNA, lambda trial: trial.params
-    trainer.train(trial=SimpleNamespace(params={"learning_rate": found}, number=0))
-    assert {group["lr"] for group in trainer.optimizer.param_groups} == {found}
+    trainer.train(trial=SimpleNamespace(params={"learning_rate": rate}, number=0))
+    assert {group["lr"] for group in trainer.optimizer.param_groups} == {rate}
 
 
 def test_each_trial_of_a_hyperparameter_search_is_a_separate_run(make, tiny_llama, monkeypatch):
@@ -156,8 +156,8 @@ def test_relative_rates_are_computed_from_the_weights(dtype):
     matrices = torch.full((30, 50), 0.02), torch.full((5, 100), -0.04)
     rule, weights = lowmem.rules.resolve("adalomo"), [*matrices, torch.ones(700)]
     size = ((1500 * 0.02**2 + 500 * 0.04**2) / 2000) ** 0.5
-    said = rule.rates([weight.to(dtype) for weight in weights], adamw=1e-5)
-    assert said.endswith(
+    text = rule.rates([weight.to(dtype) for weight in weights], adamw=1e-5)
+    assert text.endswith(
         f"AdamW's 1e-05 corresponds to about {0.9e-5 / size:.2g} to {1.3e-5 / size:.2g} for weights "
         f"with rms {size:.2g}, as here"
     )
@@ -183,14 +183,14 @@ def test_the_mixin_comes_first():
         pass
 
 
-# -- what is said ------------------------------------------------------------------------------------------------------
+# -- the log -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("dtype", "said"), [(torch.float32, "exact"), (torch.bfloat16, "rounding stochastic")])
-def test_the_log_says_how_weights_are_rounded_and_which_policy_is_chosen(make, tiny_llama, dtype, said, caplog):
+@pytest.mark.parametrize(("dtype", "rounding"), [(torch.float32, "exact"), (torch.bfloat16, "rounding stochastic")])
+def test_the_log_says_how_weights_are_rounded_and_which_policy_is_chosen(make, tiny_llama, dtype, rounding, caplog):
     caplog.set_level(logging.INFO, "lowmem")
     make(model=tiny_llama(dtype)).create_optimizer()
-    assert f"adamw, weights in {str(dtype)[6:]} ({said}), policy immediate" in caplog.text
+    assert f"adamw, weights in {str(dtype)[6:]} ({rounding}), policy immediate" in caplog.text
 
 
 def test_a_third_party_optimizer_in_bfloat16_warns(make, tiny_llama, caplog):

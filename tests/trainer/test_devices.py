@@ -21,7 +21,7 @@ SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """The folder of a model of which two thirds are weights that can be held in codes."""
+    """The folder of a model two thirds of whose weights can be quantized."""
     folder = tmp_path_factory.mktemp("model")
     torch.manual_seed(0)
     config = hf.LlamaConfig(**SIZES, vocab_size=len(builders.tokenizer()), **builders.special())

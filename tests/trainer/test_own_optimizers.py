@@ -1,5 +1,5 @@
-"""Trainers whose classes choose the optimizer, run a loop of their own, or load in their own way: with the mixin and
-without it.
+"""Trainers whose classes choose the optimizer, have a custom training loop, or load checkpoints themselves: with the
+mixin and without it.
 """
 
 import logging
@@ -20,7 +20,7 @@ def weights(trainer):
 
 
 def ends_alike(make, cls, other=None, **options):
-    """Trains with a class and with another, which is that class with the mixin unless it is given."""
+    """Compares training with a class and with `other`, by default the same class with the mixin."""
     plain = make(cls, **options)
     plain.train()
     ours = make(other or fused(cls), **options)
@@ -220,7 +220,7 @@ def test_a_class_with_custom_checkpoint_loading(make):
 
 
 class CachesGradients(FusedTrainer):
-    """As the `Cached...Loss` of sentence-transformers: the graph is that of another backward, inside a hook."""
+    """As the `Cached...Loss` of sentence-transformers: a hook runs the backward of the graph."""
 
     def compute_loss(self, model, inputs, **kwargs):
         inner = super().compute_loss(model, inputs, **kwargs)
@@ -253,5 +253,5 @@ def test_a_callback_that_may_read_gradients_warns_once(make, caplog):
     trainer.add_callback(Waits())
     with caplog.at_level(logging.WARNING, "lowmem"):
         trainer.train()
-    (said,) = [record.getMessage() for record in caplog.records if ".grad is None" in record.getMessage()]
-    assert "Reads.on_pre_optimizer_step" in said
+    (message,) = [record.getMessage() for record in caplog.records if ".grad is None" in record.getMessage()]
+    assert "Reads.on_pre_optimizer_step" in message

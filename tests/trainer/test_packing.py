@@ -84,26 +84,6 @@ def test_packed_samples_train_as_padded_ones(kind, attention, arguments, make):
         torch.testing.assert_close(packed, padded, rtol=1e-4, atol=1e-6)
 
 
-def beside_neighbours(trainer):
-    """The logits of the first sample between two others, of which only the order of tokens differs."""
-    for neighbour in (SAMPLES[2], SAMPLES[2][::-1]):
-        batch = trainer.data_collator([{"input_ids": row} for row in (neighbour, SAMPLES[0], neighbour)])
-        batch.pop("labels")
-        yield trainer.model(**trainer._prepare_inputs(batch), use_cache=False).logits[0, 6:15]
-
-
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_a_sample_does_not_depend_on_its_neighbours(attention, make):
-    """Its log probabilities and its gradients are the same to the last bit, whatever is before and after it."""
-    trainer = make(small(attention=attention), **PACKED)
-    ids = torch.tensor(SAMPLES[0], device=trainer.model.device)
-    actual = []
-    for logits in beside_neighbours(trainer):
-        loss = torch.nn.functional.cross_entropy(logits[:-1], ids[1:])
-        actual.append([logits.detach(), *torch.autograd.grad(loss, [*trainer.model.parameters()])])
-    assert all(map(torch.equal, *actual))
-
-
 # --- What is refused ----------------------------------------------------------------------------------------------
 
 
@@ -130,13 +110,6 @@ def test_packing_without_sample_boundaries_raises_before_the_first_update(kind, 
         make(model, **arguments).train()
     assert all(torch.equal(now.cpu(), then) for now, then in zip(model.parameters(), before, strict=True))
     make(model, **PADDED).create_optimizer()
-
-
-def test_without_the_mixin_attention_crosses_sample_boundaries(make):
-    """The message tells the truth: with another neighbour the same sample has other log probabilities."""
-    trainer = make(small("afmoe").eval(), trl.SFTTrainer, **PACKED)
-    one, other = (logits.log_softmax(-1) for logits in beside_neighbours(trainer))
-    assert (one - other).abs().max() > 0.01
 
 
 def test_wrapped_rows_are_one_sample_each_by_design(make):

@@ -1,4 +1,4 @@
-"""Trainers of models whose weights are held in codes."""
+"""Trainers of models with quantized weights."""
 
 import pytest
 import torch

@@ -1,6 +1,6 @@
-"""axolotl and LLaMA-Factory train with fused updates as docs/how-to/convert.md says, started by their own commands.
+"""axolotl and LLaMA-Factory train with fused updates as docs/how-to/convert.md says, started by their commands.
 
-Each needs its own environment, with lowmem and pytest installed into it.
+Each needs a separate environment, with lowmem and pytest installed into it.
 """
 
 import importlib.util
@@ -78,7 +78,7 @@ def run(folder, command, config, **settings):
 @pytest.mark.parametrize("tool", TOOLS)
 def test_weights_are_those_without_lowmem_and_a_run_resumes(tool, tmp_path):
     if importlib.util.find_spec(tool) is None:
-        pytest.skip(f"{tool} is not installed: it has an environment of its own")
+        pytest.skip(f"{tool} is not installed: it needs a separate environment")
     configure, name, choice, plain_command, command = TOOLS[tool]
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
     make_model(tmp_path / "model", train_tokenizer([PAGE], 400), num_key_value_heads=2, **sizes)
