@@ -28,13 +28,7 @@ def write(tmp_path):
 
     def of(command="sft", vocab_size=4096, **changes):
         LlamaConfig(**SIZES, vocab_size=vocab_size).save_pretrained(tmp_path / "model")
-        usual = {
-            "max_length": 64,
-            "dtype": "bfloat16",
-            "bf16": False,
-            "gradient_checkpointing": True,
-            "datasets": None,
-        }
+        usual = {"max_length": 64, "dtype": "bfloat16", "bf16": False, "gradient_checkpointing": True, "datasets": None}
         return str(runs.write(tmp_path, command, model_name_or_path=str(tmp_path / "model"), **{**usual, **changes}))
 
     return of
@@ -263,11 +257,7 @@ def test_ways_that_a_sharded_model_or_adapters_do_not_have_are_not_proposed(writ
 
 @pytest.mark.parametrize(
     ("config", "model"),
-    [
-        ("llama3_8b_chat_24gb", "llama-3.1-8b"),
-        ("qwen3_8b_chat_24gb", "qwen3-8b"),
-        ("qwen3_14b_text_80gb", "qwen3-14b"),
-    ],
+    [("llama3_8b_chat_24gb", "llama-3.1-8b"), ("qwen3_8b_chat_24gb", "qwen3-8b"), ("qwen3_14b_text_80gb", "qwen3-14b")],
 )
 def test_shipped_configurations_are_planned(config, model, tmp_path):
     """With two layers and 4096 tokens of their models, and the memory that the others would add."""
