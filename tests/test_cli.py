@@ -242,24 +242,18 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_starts_again(finished
 # --- Ends -------------------------------------------------------------------------------------------------------------
 
 
-class At(TrainerCallback):
-    """Does something at the end of a step."""
-
-    def __init__(self, step, act):
-        self.step, self.act = step, act
-
-    def on_step_end(self, args, state, control, **_):
-        if state.global_step == self.step:
-            self.act()
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_a_run_with_a_checkpoint(number, tmp_path, run_dir, monkeypatch):
     original, handlers = build.trainer, [signal.getsignal(name) for name in (signal.SIGINT, signal.SIGTERM)]
 
+    class Signal(TrainerCallback):
+        def on_step_end(self, args, state, control, **_):
+            if state.global_step == 2:
+                os.kill(os.getpid(), number)
+
     def with_signal(*args, **kwargs):
         trainer = original(*args, **kwargs)
-        trainer.add_callback(At(2, lambda: os.kill(os.getpid(), number)))
+        trainer.add_callback(Signal())
         return trainer
 
     monkeypatch.setattr(build, "trainer", with_signal)

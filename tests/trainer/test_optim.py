@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from support.nets import same
+from support.trainers import both
 from transformers import Trainer, TrainingArguments
 
 import lowmem
@@ -38,13 +40,9 @@ HONOURED = {
 @pytest.mark.usefixtures("read_optim_args")
 def test_training_is_that_of_the_named_optimizer_to_the_last_bit(make, arguments, fused, rule):
     arguments = {"max_steps": 4, "weight_decay": 0.1, "learning_rate": 1e-3, **arguments}
-    results = []
-    for keywords in ({"cls": Trainer}, {"fused": fused}):
-        trainer = make(**keywords, **arguments)
-        trainer.train()
-        results.append(list(trainer.model.parameters()))
+    ordinary, trainer = both(lambda mixin: make(None if mixin else Trainer, fused=fused, **arguments))
     assert {group["rule"] for group in trainer.optimizer.param_groups} == {rule}
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert same(trainer.model.parameters(), ordinary.model.parameters())
 
 
 @pytest.mark.parametrize("name", ["lomo", "adalomo"])
@@ -108,13 +106,14 @@ def test_options_the_rule_does_not_support_raise(make, fused, arguments, message
 
 def test_arguments_changed_before_training_take_effect(make):
     """As by a hyperparameter search."""
-    results = []
-    for keywords in ({"cls": Trainer}, {}):
-        trainer = make(**keywords, optim="adamw_torch", max_steps=3)
+
+    def changed(mixin):
+        trainer = make(None if mixin else Trainer, optim="adamw_torch", max_steps=3)
         trainer.args.max_grad_norm, trainer.args.adam_beta1, trainer.args.learning_rate = 0.5, 0.7, 1e-3
-        trainer.train()
-        results.append(list(trainer.model.parameters()))
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+        return trainer
+
+    ordinary, trainer = both(changed)
+    assert same(trainer.model.parameters(), ordinary.model.parameters())
     trainer.args.max_grad_norm = 0.1
     with pytest.raises(ConfigError, match=r"max_grad_norm=0\.1, but the optimizer has clip_norm=0\.5"):
         trainer.train()

@@ -44,20 +44,12 @@ def test_resuming_a_finished_run_trains_no_step(make, steps, again, caplog):
     resumed = make(max_steps=again)
     seen = []
 
-    class Look(TrainerCallback):
-        def on_train_begin(self, *args, **_):
-            seen.append("begin")
-
-        def on_step_end(self, *args, **_):
-            seen.append("step")
-
-        def on_train_end(self, *args, **_):
-            seen.append("end")
-
-    resumed.add_callback(Look())
+    names = ("on_train_begin", "on_step_end", "on_train_end")
+    events = {name: lambda self, *args, name=name, **_: seen.append(name) for name in names}
+    resumed.add_callback(type("Look", (TrainerCallback,), events)())
     output = resumed.train(resume_from_checkpoint=f"{run.args.output_dir}/checkpoint-{steps}")
     assert isinstance(output, TrainOutput) and output.global_step == steps
-    assert seen == ["begin", "end"]
+    assert seen == ["on_train_begin", "on_train_end"]
     assert same(trained, resumed.model.parameters())
     assert f"checkpoint-{steps} is at step {steps} of {again}" in caplog.text
     assert resumed.evaluate()["eval_loss"] == run.evaluate()["eval_loss"]

@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from support import nets
+from support.trainers import both
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import lowmem
@@ -323,10 +324,7 @@ def with_a_loss_beside(trainer):
 @pytest.mark.parametrize("max_grad_norm", [0.0, 0.05])
 def test_a_backward_inside_compute_loss_belongs_to_the_same_step(make, max_grad_norm, accumulation):
     options = {"max_grad_norm": max_grad_norm, "gradient_accumulation_steps": accumulation, "max_steps": 3}
-    plain = with_a_loss_beside(make(cls=Trainer, run="plain", **options))
-    plain.train()
-    fused = with_a_loss_beside(make(fused=lowmem.FusedConfig(rule="adamw"), run="fused", **options))
-    fused.train()
+    plain, fused = both(lambda mixin: with_a_loss_beside(make(None if mixin else Trainer, **options)))
     assert fused.optimizer.policy == "deferred"
     torch.testing.assert_close(weights(fused), weights(plain), rtol=1e-5, atol=1e-6)
 
