@@ -153,7 +153,7 @@ class Zero3Sharding:
 
     def shard(self, model: Any, accelerator: Any) -> None:
         """Shards a model unless it is sharded already."""
-        if self._engine is not None:
+        if getattr(self._engine, "module", None) is model:
             return
         model.get_global_grad_norm = lambda: None  # transformers 4 calls it, because it expects the engine
         if in_codes(model):

@@ -70,6 +70,30 @@ def test_a_model_by_its_path_is_sharded_and_trains_as_on_whole_ranks(sharded_ran
         torch.testing.assert_close(sharded[name], weight, rtol=1e-3, atol=tolerance)
 
 
+def trained_twice(rank, folder, sharding):
+    def new():
+        torch.manual_seed(0)
+        sizes = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+        return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=4))
+
+    rows = [{"input_ids": ids, "labels": ids} for ids in torch.arange(32 * 16).view(32, 16) * 7 % 97]
+    with joined(rank):
+        args = TrainingArguments(**quiet(folder, max_steps=2, use_cpu=True, **SHARDED[sharding]))
+        trainer = FusedTrainer(model_init=new, args=args, train_dataset=rows, fused=FusedConfig(rule="adamw"))
+        runs = []
+        for _ in range(2):
+            trainer.train()
+            runs.append((losses(trainer), trainer.optimizer.placement))
+    return runs
+
+
+def test_each_model_of_model_init_is_sharded(sharded_ranks, tmp_path):
+    sharding, ranks = sharded_ranks
+    (first, second), _ = ranks.run(trained_twice, str(tmp_path), sharding)
+    assert first == second
+    assert first[1] == sharding
+
+
 # -- quantized weights -------------------------------------------------------------------------------------------------
 
 
