@@ -46,14 +46,22 @@ def _optimizer(optimizer: Any, state_storage: str) -> str:
 
 
 def _activations(args: Any, mlp_tile: int | None) -> str:
-    recomputed = args.gradient_checkpointing or (args.fsdp and args.fsdp_config.get("activation_checkpointing"))
-    kwargs = args.gradient_checkpointing_kwargs or {}
-    offloaded = getattr(args, "activation_offloading", False) or kwargs.get("offload")
     tiles = f"; MLPs compute {mlp_tile:,} tokens at a time" if mlp_tile else ""
     return (
-        f"{'recomputed in backward' if recomputed else 'stored for backward'}"
-        f"{', offloaded to the host' if offloaded else ''}{tiles}"
+        f"{'recomputed in backward' if recomputed(args) else 'stored for backward'}"
+        f"{', offloaded to the host' if offloaded(args) else ''}{tiles}"
     )
+
+
+def recomputed(args: Any) -> bool:
+    """Returns whether activations are recomputed in backward."""
+    return bool(args.gradient_checkpointing or (args.fsdp and args.fsdp_config.get("activation_checkpointing")))
+
+
+def offloaded(args: Any) -> bool:
+    """Returns whether activations are offloaded to the host."""
+    kwargs = args.gradient_checkpointing_kwargs or {}
+    return bool(getattr(args, "activation_offloading", False) or kwargs.get("offload"))
 
 
 def _count(params: list[Any]) -> str:

@@ -9,7 +9,8 @@ import json
 import shlex
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
+from itertools import chain
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -30,14 +31,14 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from lowmem.errors import ConfigError, UnsupportedError
-from lowmem.hf import optim
+from lowmem.errors import ConfigError, LowmemError, UnsupportedError
+from lowmem.hf import arguments, optim
 from lowmem.hf.layers import positions
 from lowmem.options import FusedConfig
 from lowmem.rules import AdaLomo
 from lowmem.run import build
 from lowmem.run.boundary import blaming
-from lowmem.run.description import describe
+from lowmem.run.description import describe, offloaded, recomputed
 from lowmem.run.memory import StepMemory, step_memory
 from lowmem.run.recipe import Recipe
 from lowmem.step.program import rounding_of
@@ -45,11 +46,14 @@ from lowmem.step.program import rounding_of
 # The device of fake tensors. A GPU is "meta", so that its tensors differ from those on the host.
 DEVICES = {"gpu": torch.device("meta"), "cpu": torch.device("cpu")}
 
-# The commands whose steps can be planned.
-PLANNED = ("sft", "dpo")
-
-# Arguments that cannot be planned, and what to set instead.
-_UNSUPPORTED = {
+# Commands and arguments that cannot be planned: the reason, and what to plan instead.
+_BOUND = "`lowmem plan sft` with the same model and length of rows is a lower bound"
+_COMMANDS = {
+    "reward": "its model has no output head. `lowmem plan sft` with twice the batch size is an estimate",
+    "kto": f"its step also computes answers to other prompts. {_BOUND}",
+    **dict.fromkeys(("grpo", "rloo"), f"its step also generates text. {_BOUND}"),
+}
+_ARGUMENTS = {
     "deepspeed": "a plan covers one device. Omit deepspeed to plan a rank with the full model",
     "fsdp": "a plan covers one device. Omit fsdp to plan a rank with the full model",
     "use_liger_kernel": "its kernels need data. Omit it to plan PyTorch's code, which needs more memory",
@@ -97,7 +101,7 @@ def plan(recipe: Recipe) -> RunPlan:
     config = _model_config(recipe)  # before the checks, which depend on its dtype
     require_plannable(recipe)
     device = DEVICES[recipe.device or "gpu"]
-    optim.with_learning_rate(recipe.training, _fused(recipe), nn.Module())  # raises here, where no weights are fake
+    _fused(recipe)  # raises here, where no weights are fake
     fake = FakeTensorMode(allow_non_fake_inputs=True)  # torch.tensor(n, device="meta") is not a fake tensor
     with tempfile.TemporaryDirectory() as folder:  # a trainer creates its output folder
         trainer, others = _trainer(recipe, config, folder, fake, device)
@@ -121,14 +125,10 @@ def plan(recipe: Recipe) -> RunPlan:
 
 def require_plannable(recipe: Recipe) -> None:
     """Raises `UnsupportedError` for a command, a device or an argument that a plan does not cover."""
-    if recipe.command not in PLANNED:
-        raise UnsupportedError(
-            f"{recipe.command} cannot be planned, because its step also generates text or uses several models. "
-            "`lowmem plan sft` with the same model and max_length is a lower bound"
-        )
-    for name, instead in _UNSUPPORTED.items():
-        if any(getattr(part, name, None) for part in (recipe.training, recipe.model)):
-            raise UnsupportedError(f"{name} cannot be planned: {instead}")
+    arguments_of = (name for name in _ARGUMENTS if any(getattr(p, name, None) for p in (recipe.training, recipe.model)))
+    for name in (recipe.command, *arguments_of):
+        if reason := {**_COMMANDS, **_ARGUMENTS}.get(name):
+            raise UnsupportedError(f"{name} cannot be planned: {reason}")
     values = recipe.values
     autocast = values.get("fp16") or (recipe.dtype == torch.float32 and values.get("bf16") is not False)
     if recipe.device != "cpu" and autocast:
@@ -196,44 +196,59 @@ def _checkpointing(args: Any) -> str:
 
 
 def ways(recipe: Recipe) -> dict[str, dict[str, Any]]:
-    """Values of arguments that reduce the memory of a step, by the words of the command line. A smaller batch and
-    shorter rows change the training most, and come after the others.
+    """Values of arguments that reduce the memory of a step and are valid in this recipe, by the words of the command
+    line. A smaller batch and shorter rows change the training most, and come after the others.
     """
-    args, layers = recipe.training, recipe.layers
-    full = not recipe.model.use_peft  # adapters have small states, and their base model may be quantized already
-    sharded = bool(args.deepspeed or args.fsdp)
-    fused = _fused(recipe)
+    valid = {}
+    for values in chain(_savings_of_weights(recipe), _savings_of_activations(recipe), _savings_of_rows(recipe)):
+        with suppress(LowmemError):  # values may conflict with others of the recipe
+            _fused(recipe.having(**values))
+            valid[_words(values)] = values
+    return valid
+
+
+def _savings_of_weights(recipe: Recipe) -> Iterator[dict[str, Any]]:
+    if recipe.model.use_peft:  # adapters have small states, and their base model may be quantized already
+        return
+    fused, args = _fused(recipe), recipe.training
     groups = [fused.complete({k: v for k, v in group.items() if k != "match"}) for group in ({}, *fused.groups)]
-    large_states = {rule.name for rule, _ in groups} - {*_SMALL_STATES}
-    states = [state for rule, group in groups for state in rule.spec("", (4096, 4096), group).states.values()]
-    moments = any(state.held_as_asked for state in states)
-    quantizable = recipe.command == "sft" and not sharded and layers.computed_gradients
-    quantizable &= not any(rule.materializes for rule, _ in groups)
-    quantizable &= fused.weight_format is None and fused.rounding in ("auto", "stochastic")
+    if not recipe.layers.computed_gradients:
+        yield {"layers.computed_gradients": True}
     nearest = any(rounding_of(rule, group, torch.bfloat16) == "nearest" for rule, group in groups)
-    rows, length = args.per_device_train_batch_size, getattr(args, "max_length", None) or _LONGEST
-    tile, tokens = layers.mlp_tile, rows * length
+    if recipe.dtype == torch.float32 and not nearest:
+        yield {"dtype": "bfloat16"}
+    if fused.rounding in ("compensated", "compensated8", "master"):
+        yield {"fused.rounding": "stochastic"}
+    quantizable = recipe.command == "sft" and not (args.deepspeed or args.fsdp) and recipe.layers.computed_gradients
+    quantizable &= fused.weight_format is None and fused.rounding in ("auto", "stochastic")
+    if quantizable and not any(rule.materializes for rule, _ in groups):
+        yield {"fused.weight_format": "int12"}
+    with suppress(LowmemError):  # a rule may need the name of a parameter
+        states = [state for rule, group in groups for state in rule.spec("", (4096, 4096), group).states.values()]
+        if fused.state_storage in ("float32", "bfloat16") and any(state.held_as_asked for state in states):
+            yield {"fused.state_storage": "8bit"}
+    if any(rule.name not in _SMALL_STATES for rule, _ in groups):
+        yield {"fused.rule": "adalomo", "learning_rate": AdaLomo.usual_lr[0]}
+
+
+def _savings_of_activations(recipe: Recipe) -> Iterator[dict[str, Any]]:
+    args, name = recipe.training, _checkpointing(recipe.training)
     on_gpu = recipe.device == "gpu" or (recipe.device is None and torch.cuda.is_available())
-    recomputed, checkpointing = args.gradient_checkpointing, _checkpointing(args)
-    offloaded = getattr(args, "activation_offloading", False) or _kwargs(args).get("offload")
-    offload: dict[str, Any] = {"activation_offloading": True}  # of TRL
-    if checkpointing == "activation_checkpointing":  # of transformers, since 5.23
-        offload = {"activation_checkpointing_kwargs": {"offload": True}}
-    helps: list[tuple[dict[str, Any], Any]] = [
-        ({checkpointing: True}, not recomputed),
-        ({"layers.computed_gradients": True}, full and not layers.computed_gradients),
-        ({"dtype": "bfloat16"}, full and recipe.dtype == torch.float32 and not nearest),
-        ({"fused.rounding": "stochastic"}, full and fused.rounding in ("compensated", "compensated8", "master")),
-        ({"fused.weight_format": "int12"}, full and quantizable),
-        ({"fused.state_storage": "8bit"}, full and moments and fused.state_storage in ("float32", "bfloat16")),
-        ({"fused.rule": "adalomo", "learning_rate": AdaLomo.usual_lr[0]}, full and large_states and not fused.hyper),
-        (offload, on_gpu and recomputed and not offloaded),
-        ({"layers.mlp_tile": _MLP_TILE}, tokens >= 2 * _MLP_TILE and (tile is None or tile > _MLP_TILE)),
-        ({"per_device_train_batch_size": rows // 2}, rows > 2),
-        ({"per_device_train_batch_size": 1}, rows > 1),
-        ({"max_length": length // 2}, hasattr(args, "max_length")),
-    ]
-    return {_words(values): values for values, help in helps if help}
+    if not recomputed(args):
+        yield {name: True}
+    elif on_gpu and args.gradient_checkpointing and not offloaded(args):
+        with_kwargs = name == "activation_checkpointing"  # of transformers, since 5.23; before, of TRL
+        yield {f"{name}_kwargs": {**_kwargs(args), "offload": True}} if with_kwargs else {"activation_offloading": True}
+
+
+def _savings_of_rows(recipe: Recipe) -> Iterator[dict[str, Any]]:
+    args, tile = recipe.training, recipe.layers.mlp_tile
+    rows, length = args.per_device_train_batch_size, getattr(args, "max_length", None) or _LONGEST
+    if rows * length >= 2 * _MLP_TILE and (tile is None or tile > _MLP_TILE):
+        yield {"layers.mlp_tile": _MLP_TILE}
+    yield from ({"per_device_train_batch_size": fewer} for fewer in {rows // 2: 0, 1: 0} if 0 < fewer < rows)
+    if hasattr(args, "max_length"):
+        yield {"max_length": length // 2}
 
 
 def _words(values: dict[str, Any]) -> str:
@@ -243,8 +258,11 @@ def _words(values: dict[str, Any]) -> str:
 
 
 def _fused(recipe: Recipe) -> FusedConfig:
-    fused = recipe.fused or FusedConfig()
-    return optim.choose(recipe.training, fused) if fused.rule is None else fused
+    """The options of the optimizer. Raises if the arguments cannot be trained with."""
+    args, fused = recipe.training, recipe.fused
+    completed = arguments.Inputs(None, args, None, fused).options(args)
+    optim.with_learning_rate(args, completed, nn.Module())
+    return completed
 
 
 def _model_config(recipe: Recipe) -> Any:

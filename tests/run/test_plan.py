@@ -255,6 +255,29 @@ def test_ways_that_a_sharded_model_or_adapters_do_not_have_are_not_proposed(writ
     assert "--per_device_train_batch_size 1" in ways and "--max_length 32" in ways
 
 
+BY_NAME = {"rule": "adafactor", "factor_map": [["embed|head|proj|norm", "HEURISTIC"]]}
+KWARGS = {"use_reentrant": False, "every_n_layers": 2}
+
+
+@pytest.mark.parametrize(
+    ("changes", "absent", "present"),
+    [
+        ({"optim": "adagrad", "fused": None}, "--fused.rule", "--max_length 32"),
+        ({"fused": {"rule": "adamw", "betas": [0.9, 0.99]}}, "--fused.rule", "--fused.state_storage 8bit"),
+        ({"fused": BY_NAME}, "--fused.state_storage", "--max_length 32"),
+        ({"gradient_checkpointing_kwargs": KWARGS}, "--fused.state_storage", json.dumps(KWARGS | {"offload": True})),
+        (
+            {"gradient_checkpointing": False, "fsdp": True, "fsdp_config": {"activation_checkpointing": True}},
+            "checkpointing",
+            "--max_length 32",
+        ),
+    ],
+)
+def test_suggestions_respect_the_other_arguments(write, changes, absent, present):
+    ways = plan.ways(parse("sft", ["--config", write(**changes)], device="gpu"))
+    assert not any(absent in way for way in ways) and any(present in way for way in ways), list(ways)
+
+
 @pytest.mark.parametrize(
     ("config", "model"),
     [("llama3_8b_chat_24gb", "llama-3.1-8b"), ("qwen3_8b_chat_24gb", "qwen3-8b"), ("qwen3_14b_text_80gb", "qwen3-14b")],
