@@ -26,6 +26,7 @@ from lowmem.errors import ConfigError, LowmemError
 from lowmem.files import write_file
 from lowmem.hf import processes
 from lowmem.layers.config import parse_bytes
+from lowmem.rules import require
 from lowmem.run.boundary import is_out_of_memory, reason
 from lowmem.run.environment import versions
 from lowmem.run.memory import state_bytes
@@ -148,10 +149,12 @@ def inspect(command: argparse.Namespace, rest: Sequence[str]) -> None:
     recipe = _recipe(command, rest, _inspect_options)
     from lowmem.run import data
 
-    train, _ = data.load(recipe)
+    samples = 3 if recipe.options.samples is None else recipe.options.samples
+    require.number(">= 1", whole=True)("--samples", samples)
+    train = data.first(data.load(recipe)[0], samples)
     trainer = data.stand_in(recipe, train)
     opening, closing = ("", "") if out.is_terminal else ("⟦", "⟧")  # where there are no colors
-    for number, parts in enumerate(data.rows(trainer, recipe.options.samples or 3), start=1):
+    for number, parts in enumerate(data.rows(trainer, samples), start=1):
         trained = sum(part.tokens for part in parts if part.trained)
         out.rule(f"row {number}: {sum(part.tokens for part in parts)} tokens, trained on {trained}", style="dim")
         text = Text()
@@ -160,7 +163,7 @@ def inspect(command: argparse.Namespace, rest: Sequence[str]) -> None:
                         style="bold green" if part.trained else "dim")  # fmt: skip
         out.print(text, soft_wrap=True)
     out.rule(style="dim")
-    counts = data.check(trainer, data.first(train))  # after the rows, which show the cause of an error
+    counts = data.check(trainer, train)  # after the rows, which show the cause of an error
     marks = "in green" if out.is_terminal else "in ⟦ ⟧"
     out.print(f"Trained on: the text {marks}. First rows: {counts}", soft_wrap=True)
 
@@ -285,7 +288,8 @@ def show_rules(arguments: argparse.Namespace, rest: Sequence[str]) -> None:
         cells = (f"{kind[name].bytes_per_element:.4g}" if name in kind else "" for kind in (weights, states))
         table.add_row(name, *cells)
     out.print(table)
-    out.print("\n`lowmem rules NAME` shows the options of a rule. Any torch.optim.Optimizer works by its import path.")
+    out.print("\n`lowmem rules NAME` shows the options of a rule. Most classes of torch.optim and of other packages "
+              "work by their import path.", soft_wrap=True)  # fmt: skip
 
 
 def _show_rule(name: str, model: Path | None) -> None:

@@ -63,7 +63,7 @@ def load(recipe: Recipe) -> tuple[Any, Any]:
     train = _split(splits, script.dataset_train_split, "dataset_train_split", "")
     if recipe.training.eval_strategy == "no":
         if share := mixture.test_split_size:
-            warn(f"test_split_size {share}: these rows are not used, because eval_strategy is no. Omit it, or set both")
+            warn(f"test_split_size {share}: nothing uses these rows. Omit it, or set eval_strategy: steps")
         return train, None
     test = script.dataset_test_split
     advice = f"; or name its file in data_files: {{train: FILE, {test}: FILE}}, or set test_split_size, such as 0.05"
@@ -133,15 +133,16 @@ def _fault(entries: list[Any]) -> str | None:
     return None
 
 
-def first(train: Any) -> Any:
-    """Returns the rows that `inspect` shows and counts, as a data set in memory."""
+def first(train: Any, samples: int = 0) -> Any:
+    """Returns the rows that `inspect` counts, among them the `samples` that it shows, as a data set in memory."""
+    count = max(build.FIRST_ROWS, samples)
     if isinstance(train, datasets.Dataset):
-        return train.select(range(min(build.FIRST_ROWS, len(train))))
-    return datasets.Dataset.from_list(list(train.take(build.FIRST_ROWS)))
+        return train.select(range(min(count, len(train))))
+    return datasets.Dataset.from_list(list(train.take(count)))
 
 
 def stand_in(recipe: Recipe, train: Any) -> Any:
-    """Creates the trainer of a run for its first rows alone, with a small model that has the tokenizer of the run's."""
+    """Creates the trainer of a run for some rows, with a tiny model in place of the run's, and the run's tokenizer."""
     with blaming("model_name_or_path"):
         tokenizer = AutoProcessor.from_pretrained(recipe.model.model_name_or_path, **recipe.source)
     size = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
@@ -150,7 +151,7 @@ def stand_in(recipe: Recipe, train: Any) -> Any:
     with tempfile.TemporaryDirectory() as folder:  # a trainer creates its output folder, and loads a reference model
         model.config._name_or_path = folder
         model.save_pretrained(folder)
-        return build.trainer(recipe.alone(folder), first(train), None, model, processing_class=tokenizer)
+        return build.trainer(recipe.alone(folder), train, None, model, processing_class=tokenizer)
 
 
 def check(trainer: Any, loaded: Any, evaluation: Any = None) -> str:
@@ -226,7 +227,7 @@ def _measured(tokenized: datasets.Dataset, limit: int | None) -> _Counts:
         lengths = {column: pc.list_value_length(batch[column]).to_numpy() for column in columns}
         highest = max(highest, *(pc.max(pc.list_flatten(batch[column])).as_py() or 0 for column in columns))
         prompts = lengths.pop("prompt_ids", 0)
-        longest = max(longest, *(int(np.max(prompts + length)) for length in lengths.values()))
+        longest = max([longest, *(int(np.max(prompts + length)) for length in lengths.values())])
         if "input_ids" not in columns:
             continue
         full += int(np.sum(lengths["input_ids"] == limit))
@@ -238,7 +239,7 @@ def _measured(tokenized: datasets.Dataset, limit: int | None) -> _Counts:
         if "seq_lengths" in batch.column_names:
             samples = np.append(0, np.cumsum(pc.list_flatten(batch["seq_lengths"])))
         contributes = np.append(pc.list_flatten(batch["labels"]).to_numpy() != -100, False)
-        contributes[samples] = False  # nothing comes before the first token of a sample
+        contributes[samples] = False  # the first token of a sample is never predicted
         by_row = np.diff(np.append(0, np.cumsum(contributes))[ends])
         trained += int(by_row.sum())
         empty += int(np.sum(by_row == 0))
@@ -277,7 +278,7 @@ def rows(trainer: Any, count: int) -> Iterator[list[Segment]]:
 
 def segments(row: Mapping[str, Any], tokenizer: Any) -> list[Segment]:
     """Splits one tokenized row (`input_ids`, `labels`; packed: `seq_lengths`) where the loss begins or ends."""
-    starts = set(accumulate(row.get("seq_lengths") or (), initial=0))  # nothing comes before the first token
+    starts = set(accumulate(row.get("seq_lengths") or (), initial=0))  # the first token of a sample is never predicted
     trained = [label != -100 and position not in starts for position, label in enumerate(row["labels"])]
     runs = groupby(zip(trained, row["input_ids"], strict=True), key=lambda pair: pair[0])
     parts = ((state, [token for _, token in run]) for state, run in runs)

@@ -99,7 +99,8 @@ class RunFolder:
     def write_config(self, recipe: Recipe) -> None:
         """Writes config.yaml, with which `lowmem` continues the run, and environment.json."""
         if self.rank == 0:
-            header = _HEADER.format(command=recipe.command, resume=train_command(recipe.command, self.path))
+            again = train_command(recipe.command, self.path, recipe.training.save_only_model)
+            header = _HEADER.format(command=recipe.command, resume=again)
             write_file(self.path / CONFIG, (header + recipe.to_yaml()).encode())
             write_environment(self.path)
 
@@ -122,8 +123,8 @@ class RunFolder:
                 )
 
     def _check_use(self) -> None:
-        names = {path.name for path in self.path.iterdir() if not path.name.startswith(TRACEBACK)}
-        names -= {LOCK, METRICS}  # which a run that is killed in its first step leaves
+        names = {path.name for path in self.path.iterdir() if not path.name.startswith((TRACEBACK, ".rank-"))}
+        names -= {LOCK, METRICS, "runs"}  # which a run that is killed in its first step leaves, TensorBoard's too
         is_run = self.begun or checkpoint.candidates(self.path)
         if self.resume == LAST and not is_run:
             raise ConfigError(

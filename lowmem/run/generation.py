@@ -29,7 +29,7 @@ def generate(
     with blaming(f"{folder}: its model or tokenizer cannot be loaded", CheckpointError):
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         model = AutoModelForCausalLM.from_pretrained(  # adapters with the base model that they name
-            folder, trust_remote_code=False, dtype="auto", attn_implementation="sdpa", use_safetensors=True
+            folder, trust_remote_code=False, dtype="auto", use_safetensors=True
         )
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     roles = {"system": system, "user": prompt}

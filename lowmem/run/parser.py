@@ -38,7 +38,7 @@ _OF_LAUNCHERS = (
     "mixed_precision", "num_machines", "num_processes",
 )  # fmt: skip
 
-_FILES = (".json", ".yaml", ".yml")  # that an argument names in place of a mapping
+_FILES = (".json", ".yaml", ".yml")  # ends of a value that names a file in place of a mapping
 
 
 @cache

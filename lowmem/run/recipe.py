@@ -1,4 +1,4 @@
-"""The recipe of a run: the arguments of a training command, parsed once, and what TRL's dataclasses make of them.
+"""The recipe of a run: the arguments of a training command, parsed once, and the TRL dataclasses built from them.
 
 A YAML file has the names of the arguments as keys, and a value means what the same text means on the command line. The
 libraries that own an argument check it. An error names the line of the file, or the argument.
@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from enum import Enum
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +105,7 @@ class Recipe:
         vars(recipe)["training"] = training  # the dataclass is frozen
         return recipe
 
-    @property
+    @cached_property
     def values(self) -> dict[str, Any]:
         """The value of every argument that is set."""
         return {name: setting.value for name, setting in self.settings.items()}
@@ -197,10 +198,11 @@ def _stay_in_place(settings: dict[str, Setting], file: Path | None) -> None:
     """Sets `output_dir` to the folder of a run whose configuration is read, which may have been moved or copied."""
     if file is None or file.name != CONFIG or not (file.parent / ENVIRONMENT).exists():
         return
-    started = settings.get("output_dir", Setting("output_dir", ""))
-    if Path(started.value).resolve() != file.parent.resolve():
-        warn(f"this run was started in {started.value}. It continues in the folder of its configuration")
-    settings["output_dir"] = started._replace(value=str(file.parent))
+    setting, folder = settings.get("output_dir", Setting("output_dir", "")), file.parent.resolve()
+    names = Path(setting.value).parts  # relative to a working directory that is not known
+    if folder != Path(setting.value).resolve() and folder.parts[len(folder.parts) - len(names) :] != names:
+        warn(f"the run folder was moved or copied from {setting.value}; the run continues in {file.parent}")
+    settings["output_dir"] = setting._replace(value=str(file.parent))
 
 
 def _for_device(device: str | None, arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -182,7 +182,7 @@ def _log_line(
     parts += [text.format_map(values) for name, text in _PARTS.items() if values.get(name) is not None]
     kind = "skipped steps" if "loss_scale" in record else "non-finite steps"
     seldom = [f"{kind} {record['nonfinite_steps']:,}"] if record.get("nonfinite_steps") else []
-    while len(line := "  ".join(parts + seldom)) > width:
+    while len(line := "  ".join(parts + seldom)) > width and len(parts) > 1:
         parts.pop()
     return line
 

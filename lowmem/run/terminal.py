@@ -9,8 +9,13 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
+# The columns of a line where the output is not a terminal.
+_IN_A_FILE = 200
+
 # Paths and data are printed as they are: [bold] in them is not markup.
 out = Console(highlight=False, markup=False, emoji=False)
+if not out.is_terminal:
+    out.width = _IN_A_FILE
 err = Console(highlight=False, markup=False, emoji=False, stderr=True)
 
 
@@ -19,11 +24,16 @@ def rank() -> int:
     return int(os.environ.get("RANK", 0))
 
 
-def train_command(command: str, run_dir: Path) -> str:
-    """The command line that continues the run of a folder. The launcher of several processes is not known."""
+def train_command(command: str, run_dir: Path, save_only_model: bool = False) -> str:
+    """The command line that continues the run of a folder, or, if its checkpoints are only models, starts another run
+    with one of them. The launcher of several processes is not known.
+    """
     launcher = ", with the same launcher" if int(os.environ.get("WORLD_SIZE", 1)) > 1 else ""
     config = shlex.quote(str(run_dir / "config.yaml"))
-    return f"lowmem {command} --config {config} --resume_from_checkpoint last{launcher}"
+    again = "--resume_from_checkpoint last"
+    if save_only_model:
+        again = f"--model_name_or_path {shlex.quote(str(run_dir / 'checkpoint-N'))} --output_dir ANOTHER"
+    return f"lowmem {command} --config {config} {again}{launcher}"
 
 
 @contextmanager

@@ -3,16 +3,17 @@
 import shlex
 import signal
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import distributed
 from transformers import TrainerCallback
 from transformers.trainer_utils import has_length
 
-from lowmem.errors import ConfigError, LowmemError, UnsupportedError
+from lowmem.errors import ConfigError, LowmemError
 from lowmem.placements import in_group
 from lowmem.run import build, data, plan, report
 from lowmem.run.boundary import blaming, is_out_of_memory, reason
@@ -67,19 +68,17 @@ def _require_metric(trainer: Any) -> None:
     if data is None or name in (None, "loss", "eval_loss"):
         return
     handler = trainer.callback_handler
-    callbacks, handler.callbacks = handler.callbacks, []  # which would report it
-    with torch.random.fork_rng():
-        count = trainer.args.per_device_eval_batch_size * trainer.args.world_size
+    count = trainer.args.per_device_eval_batch_size * trainer.args.world_size
+    with torch.random.fork_rng(), patch.object(handler, "callbacks", []):  # which would report it
         metrics = trainer.evaluate(data.take(min(count, len(data)) if has_length(data) else count))
-    handler.callbacks = callbacks
     names = [metric.removeprefix("eval_") for metric in metrics]
     if name.removeprefix("eval_") not in names:
         raise ConfigError(f"metric_for_best_model {name!r} is unknown. An evaluation has {', '.join(names)}")
 
 
 class _Beginning(TrainerCallback):  # type: ignore[misc]
-    """Writes the configuration when the first step is complete. Until the first step begins, errors of libraries in
-    `blaming` are about the arguments.
+    """Writes the configuration when the first step is complete. Until the first step begins, an error of a library in
+    `blaming` is reported as an error in the arguments.
     """
 
     def __init__(self, recipe: Recipe, folder: RunFolder) -> None:
@@ -141,7 +140,7 @@ class _StopOnSignal(TrainerCallback):  # type: ignore[misc]
 def _print_end(command: str, trainer: Any, run_dir: Path, *, stopped: bool) -> None:
     """Says how the run ended, and what can be done with its results."""
     if stopped:
-        again = train_command(command, run_dir)
+        again = train_command(command, run_dir, trainer.args.save_only_model)
         out.print(f"stopped at step {trainer.state.global_step}; continue with: {again}", style="bold", soft_wrap=True)
         return
     out.print("done", style="bold")
@@ -158,16 +157,15 @@ def _explained(recipe: Recipe, folder: RunFolder) -> Iterator[None]:
         yield
     except Exception as error:
         if is_out_of_memory(error):
-            again = f" Then continue with: {train_command(recipe.command, folder.path)}" if folder.begun else ""
-            amounts = " `lowmem plan` shows by how much."
-            try:
+            command = train_command(recipe.command, folder.path, recipe.training.save_only_model)
+            again = f" Then continue with: {command}" if folder.begun else ""
+            advice = ""
+            with suppress(Exception):  # the error of memory matters more
+                if ways := ", ".join(plan.ways(recipe)):
+                    advice = f" Arguments that reduce the memory of a step: {ways}."
                 plan.require_plannable(recipe)
-            except UnsupportedError:
-                amounts = ""
-            raise LowmemError(
-                f"out of memory: {reason(error)}. Arguments that reduce the memory of a step: "
-                f"{', '.join(plan.ways(recipe))}.{amounts}{again}"
-            ) from error
+                advice += " `lowmem plan` shows by how much."
+            raise LowmemError(f"out of memory: {reason(error)}.{advice}{again}") from error
         if not isinstance(error, LowmemError):
             folder.write_traceback(error)
         raise

@@ -35,7 +35,7 @@ def summary(arguments):
     def of(rows=None, command="sft", **changes):
         parsed = arguments(rows, command, **changes)
         train, _ = data.load(parsed)
-        return data.check(data.stand_in(parsed, train), data.first(train))
+        return data.check(data.stand_in(parsed, data.first(train)), data.first(train))
 
     return of
 
@@ -91,7 +91,7 @@ def test_the_evaluation_split_is_reproducible(arguments):
 
 def test_rows_that_are_held_out_and_not_used_are_warned_about(arguments, capsys):
     assert len(data.load(arguments(test_split_size=0.25))[0]) == 12
-    assert "test_split_size 0.25: these rows are not used" in capsys.readouterr().err
+    assert "test_split_size 0.25: nothing uses these rows" in capsys.readouterr().err
 
 
 def test_streams_are_inspected(arguments, summary):
@@ -203,7 +203,7 @@ def test_the_row_that_cannot_be_tokenized_is_named(command, row, alone, argument
     rows = [row] if alone or not usual else [*usual[:11], row, usual[11]]
     parsed = arguments(rows, command)
     with pytest.raises(DataError) as error:
-        data.stand_in(parsed, data.load(parsed)[0])
+        data.stand_in(parsed, data.first(data.load(parsed)[0]))
     number = rows.index(row) + 1
     assert str(error.value).startswith(f"row {number} of the data cannot be tokenized: ")
     assert f'The row: {{"{column}": ' in str(error.value) and "\n" not in str(error.value)
@@ -274,7 +274,7 @@ def test_a_chat_template_without_answer_marks_raises(arguments, tmp_path):
     (tmp_path / "plain.jinja").write_text(NO_TEMPLATE)
     parsed = arguments(assistant_only_loss=True, chat_template_path=str(tmp_path / "plain.jinja"))
     with pytest.raises((ConfigError, DataError)) as error:
-        data.stand_in(parsed, data.load(parsed)[0])
+        data.stand_in(parsed, data.first(data.load(parsed)[0]))
     assert "generation" in str(error.value) and "\n" not in str(error.value)
 
 
@@ -312,3 +312,8 @@ def test_segments_of_a_row():
     parts = data.segments({"input_ids": ids, "labels": [-100, -100, *ids[2:]]}, tokenizer)
     assert [(part.trained, part.tokens) for part in parts] == [(False, 2), (True, len(ids) - 2)]
     assert "".join(part.text for part in parts) == tokenizer.decode(ids)
+
+
+def test_data_with_prompts_alone_is_counted():
+    counts = data._measured(Dataset.from_dict({"prompt_ids": [[1, 2], [3]]}), None)
+    assert (counts.highest, counts.longest) == (3, 0)

@@ -89,7 +89,8 @@ def test_a_failed_run_keeps_existing_files(tmp_path):
 
 
 def test_the_lock_of_a_killed_run_is_ignored(tmp_path):
-    (tmp_path / "metrics.jsonl").touch()  # of a run that was killed in its first step
+    for name in ("metrics.jsonl", ".rank-0", "runs"):  # of a run that was killed in its first step
+        (tmp_path / name).touch()
     (tmp_path / ".lock").write_text("process 1 on elsewhere")
     use(tmp_path)
 

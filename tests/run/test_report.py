@@ -124,6 +124,7 @@ def test_lines_with_clip_coefficient_loss_scale_and_skipped_steps_stay_aligned()
     assert not any(word in plain for word in ("clip", "scale", "steps"))
     assert report._log_line({**record, "nonfinite_steps": 2}, 10, 200).endswith("  non-finite steps 2")
     assert len(report._log_line({**record, **metrics[0]}, 10, 60)) <= 60
+    assert report._log_line({**record, "nonfinite_steps": 2}, 10, 1).endswith("  non-finite steps 2")
 
 
 @pytest.mark.parametrize(
