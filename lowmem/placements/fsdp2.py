@@ -62,7 +62,11 @@ class _Reduced(Reducer):
     def take(self, param: Tensor) -> Tensor:
         grad = cast(DTensor, param.grad)
         param.grad = None
-        return grad.to_local().view(-1)
+        shard = grad.to_local()
+        if shard.device.type != grad.device_mesh.device_type:
+            # before torch 2.13, CPUOffloadPolicy may still be copying it (distributed/fsdp/_fully_shard, foreach_reduce)
+            torch.accelerator.current_stream().synchronize()
+        return shard.view(-1)
 
 
 class FSDP2(Sharded):

@@ -6,6 +6,7 @@ import pytest
 import torch
 from support import simgpu
 
+from lowmem.placements import fsdp2
 from lowmem.placements.zero3 import _Partition
 
 if not hasattr(simgpu, "library"):
@@ -44,3 +45,14 @@ def test_a_gather_on_another_stream_waits_for_writes(device, ordered):
         torch.cuda.current_stream().wait_stream(gathering)
         arrived = torch.stack(gathered).eq(2).all()
     assert (arrived and not results) == ordered
+
+
+def test_a_gradient_that_is_being_copied_to_the_host():
+    """Before torch 2.13, FSDP2 with CPUOffloadPolicy runs hooks before the copy is complete."""
+    reducing = torch.cuda.Stream()
+    with torch.cuda.stream(reducing):
+        shard = torch.ones(16, device="cuda").to("cpu", non_blocking=True)
+        mesh = SimpleNamespace(device_type="cuda")
+        param = SimpleNamespace(grad=SimpleNamespace(to_local=lambda: shard, device_mesh=mesh))
+        assert fsdp2._Reduced().take(param).eq(1).all()
+    assert param.grad is None
