@@ -241,12 +241,14 @@ class Report:
         if not self._searching:
             self._first = self._first if self.streak else names
             self.streak += 1
+        if self._limit is None:
+            return
         if flags.scale_at_minimum:
             self._diverged = (
                 f"{message}, and the loss scale cannot back off below its minimum. The gradients overflow without it: "
                 "inspect the data of this step, or lower the learning rate"
             )
-        elif self._limit is not None and self.streak >= self._limit:
+        elif self.streak >= self._limit:
             first = f", first in {_some(self._first)}" if self._first else ""
             self._diverged = (
                 f"the last {self.streak} steps had non-finite gradients{first}{cause}. Continue from an earlier "

@@ -154,9 +154,10 @@ def test_every_kind_of_loop_stops(policy, loop):
     assert opt.nonfinite_steps == 3
 
 
-def test_without_a_limit_training_continues():
+@pytest.mark.parametrize("loss_scale", [None, DynamicScale(init_scale=1.0)], ids=["no scale", "scale at its minimum"])
+def test_without_a_limit_training_continues(loss_scale):
     net = Net()
-    opt = make(net, max_nonfinite_steps=None)
+    opt = make(net, max_nonfinite_steps=None, loss_scale=loss_scale)
     train(net, opt, range(60))
     assert opt.nonfinite_steps == 60
 
