@@ -16,7 +16,6 @@ from lowmem.options import FusedConfig
 from lowmem.rules import UpdateRule
 from lowmem.step import by_hand, habits, saving
 from lowmem.step.clipping import Clipping
-from lowmem.step.compiled import decide_compilation
 from lowmem.step.cycle import StepCycle
 from lowmem.step.hooks import Hooks
 from lowmem.step.loading import load
@@ -27,7 +26,7 @@ from lowmem.step.report import LastStep, Report
 from lowmem.step.updates import Updates
 from lowmem.tiles.gradients import Contribution
 from lowmem.tiles.graph import Compiler
-from lowmem.tiles.quantized import QuantizedWeight, in_codes
+from lowmem.tiles.quantized import in_codes
 
 
 class FusedOptimizer(torch.optim.Optimizer):
@@ -90,11 +89,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             self.defaults = {**rules.resolve(rule).defaults, **config.given}
             placement.adopt(self._records.values(), model)
             self._parameters.complete()
-            compiled = decide_compilation(config.compile, self._records.values())
-            if any(placement.shard.quantized(param) is not None for param in self._records):
-                QuantizedWeight.compiled = compiled
             self._clipping = Clipping(self._parameters)
-            self._updates = Updates(self._parameters, self._cycle, self._clipping, compiled)
+            self._updates = Updates(self._parameters, self._cycle, self._clipping)
             self._report = Report(self._parameters, self._updates)
             self._loop = StepLoop(self._parameters, self._hooks, self._updates, self._report)
             self._created = True  # groups that are added from now on are complete at once

@@ -132,8 +132,17 @@ class StepLoop:
 
     def claim(self) -> None:
         """Claims parameters that were unfrozen, or have changed, since the last step."""
+        if self.parameters.device != self.clipping.device:
+            self._follow(self.parameters.device)
         for record in self.records.values():
             claim(record, self.parameters, self.hooks)
+
+    def _follow(self, device: torch.device) -> None:
+        """Moves everything to the device of the parameters, after `model.to(device)`."""
+        self.updates.decide_compilation()
+        self.clipping.device = device
+        for owner in map(vars, (self.clipping, self.clipping.scaler, self.report, self.updates.changes)):
+            owner.update({name: value.to(device) for name, value in owner.items() if isinstance(value, Tensor)})
 
     # -- a backward runs -------------------------------------------------------------------------------------------
 

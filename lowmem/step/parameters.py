@@ -1,6 +1,5 @@
 """The parameters of one optimizer, with their groups, placement and states: shared by all parts of a step."""
 
-import functools
 from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
@@ -58,7 +57,7 @@ class Parameters:
         """Reads and writes this rank's shard of a parameter."""
         return self.placement.shard
 
-    @functools.cached_property
+    @property
     def device(self) -> torch.device:
         """The device of the first parameter, on which norms and the loss scale are computed."""
         return next((param.device for param in self.records), torch.device("cpu"))

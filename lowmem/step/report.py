@@ -137,11 +137,11 @@ class Report:
     """
 
     def __init__(self, parameters: Parameters, updates: Updates) -> None:
-        self._parameters, self._device = parameters, parameters.device
+        self._parameters = parameters
         self._cycle, self._clipping, self._changes = updates.cycle, updates.clipping, updates.changes
         self._limit = parameters.config.max_nonfinite_steps  # in a row
         self.last: LastStep | None = None
-        self.nonfinite_gradients = torch.zeros((), dtype=torch.int64, device=self._device)
+        self.nonfinite_gradients = torch.zeros((), dtype=torch.int64, device=parameters.device)
         self.nonfinite_steps = torch.zeros_like(self.nonfinite_gradients)
         self.streak = 0
         self._first: list[str] = []  # parameters with a non-finite gradient in the first step of the streak
@@ -168,7 +168,7 @@ class Report:
         yes = torch.ones_like(finite)
         loss_finite = None if loss is None else loss.isfinite().all()
         flags = (decision.finite, policy.replayed(), loss_finite, scaler.at_minimum(), self.nonfinite_steps)
-        values = torch.stack([(yes if flag is None else flag.to(self._device)).float() for flag in flags])
+        values = torch.stack([(yes if flag is None else flag.to(clipping.device)).float() for flag in flags])
         self.last = LastStep(
             step=self._cycle.step,
             policy=policy.name,

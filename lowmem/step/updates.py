@@ -12,13 +12,14 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from lowmem.step.changes import Changes
 from lowmem.step.clipping import Clipping, Decision
-from lowmem.step.compiled import is_traceable, run_compiled
+from lowmem.step.compiled import decide_compilation, is_traceable, run_compiled
 from lowmem.step.cycle import StepCycle
 from lowmem.step.parameters import Parameters
 from lowmem.step.program import Program, Result
 from lowmem.step.record import AddedGroup, ParamRecord
 from lowmem.tiles.gradients import Gradient
 from lowmem.tiles.graph import Compiler
+from lowmem.tiles.quantized import QuantizedWeight
 from lowmem.tiles.rounding import noise_key
 from lowmem.tiles.storage import Float, Held
 from lowmem.tiles.stored import StoredTiles, begin_storage
@@ -77,7 +78,6 @@ class Updates:
 
     Args:
         parameters, cycle, clipping: of the optimizer.
-        compiled: whether to update large parameters by compiled code.
 
     Attributes:
         state: parameter → its states, which are created before its first update.
@@ -87,15 +87,24 @@ class Updates:
 
     observer: Observer | None = None
 
-    def __init__(self, parameters: Parameters, cycle: StepCycle, clipping: Clipping, compiled: bool) -> None:
+    def __init__(self, parameters: Parameters, cycle: StepCycle, clipping: Clipping) -> None:
         self._parameters, self._shard, self.cycle, self.clipping = parameters, parameters.shard, cycle, clipping
         self.state, self.changes = parameters.states, Changes(parameters.records, parameters.device)
-        self._compiled, self._batching = compiled, parameters.config.batching
+        self._batching = parameters.config.batching
         self._warns = parameters.config.compile is True  # of updates that are not compiled, once
         self._numbers: dict[AddedGroup, Mapping[str, float]] = {}  # of this step
         self._scalars: dict[tuple[AddedGroup, torch.device], Scalars] = {}  # the same, by device too
         self._stacks: dict[tuple[Program, torch.dtype], Stack | None] = {}  # by the dtype of gradients
         self._shards: deque[tuple[ParamRecord, Tensor]] = deque()  # that wait to be measured
+
+        self.decide_compilation()
+
+    def decide_compilation(self) -> None:
+        """Decides whether large parameters are updated, and quantized ones dequantized, by compiled code."""
+        records = self._parameters.records
+        self._compiled = decide_compilation(self._parameters.config.compile, records.values())
+        if any(self._shard.quantized(param) is not None for param in records):
+            QuantizedWeight.compiled = self._compiled
 
     @property
     def compiled(self) -> bool:

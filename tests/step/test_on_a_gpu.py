@@ -21,20 +21,22 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 SAME = 1e-5
 
 
-def trained(device, stream=nullcontext, accumulate=1, overflow=None, **options):
+def trained(device, stream=nullcontext, accumulate=1, overflow=None, created_on=None, **options):
     """The weights after some steps on random data, and the skipped steps."""
     torch.manual_seed(0)
     with torch.device("cpu"):
         net = torch.nn.Sequential(torch.nn.Linear(48, 400), torch.nn.LayerNorm(400), torch.nn.Linear(400, 48))
         inputs = torch.randn(6, 8, 48)
-    net, inputs = net.to(device), inputs.to(device)
+    net, inputs = net.to(created_on or device), inputs.to(device)
     opt = lowmem.FusedOptimizer(net.named_parameters(), model=net, compile=False, **{"rule": "adalomo", **options})
+    net.to(device)
     for step, x in enumerate(inputs):
         scale = math.inf if step == overflow else 1.0
         with stream():
             for n in range(accumulate):
                 with opt.accumulate() if n < accumulate - 1 else nullcontext():
                     opt.backward(net(x).square().mean() * scale)
+    assert opt.last_step.grad_norm.device == opt.last_step.changed_share.device == inputs.device
     skipped = opt.nonfinite_steps
     opt.remove()
     return [param.detach().cpu() for param in net.parameters()], skipped
@@ -77,6 +79,13 @@ def test_as_on_a_cpu(options, stream, default):
     with nullcontext() if default is None else torch.device(default):
         actual = trained("cuda", stream=stream, **options)
     assert_trained_alike(actual, trained("cpu", **options))
+
+
+@pytest.mark.parametrize("options", SETTINGS.values(), ids=SETTINGS)
+def test_a_model_that_is_moved_after_its_optimizer_was_created(options):
+    """As by Accelerate: norms, counters and the loss scale follow."""
+    options = {"clip_value": 1.0, **options}
+    assert_trained_alike(trained("cuda", created_on="cpu", **options), trained("cpu", **options))
 
 
 def test_deleting_an_optimizer_during_its_last_copy():
