@@ -97,10 +97,11 @@ class QuantizedWeight(Tensor):
             return self.by_group(lambda part, _: part.mT).dequantize().mT
         if self.compiled and Compiler.failure is None and not _get_current_dispatch_mode():
             try:
-                flat = [part.reshape(-1) for part in self.parts]
-                return _decoder(self.format, self.dtype, self.device)(*flat)[0].view(self.shape)
+                decoder = _decoder(self.format, self.dtype, self.device)
             except Exception as error:
                 Compiler.give_up(error)
+            else:
+                return decoder(*(part.reshape(-1) for part in self.parts))[0].view(self.shape)
         matrix = self._as_matrix()
         plain = matrix.parts[0].new_empty(matrix.shape, dtype=self.dtype)
         for rows in _blocks(matrix):

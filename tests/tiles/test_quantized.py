@@ -224,6 +224,18 @@ def test_a_strided_slice_is_decoded_by_compiled_code(monkeypatch):
     assert Compiler.failure is None
 
 
+def test_running_out_of_memory_is_not_a_failure_of_the_compiler(monkeypatch):
+    def decoder(*parts):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(QuantizedWeight, "compiled", True)
+    monkeypatch.setattr(Compiler, "failure", None)
+    monkeypatch.setattr("lowmem.tiles.quantized._decoder", lambda *_: decoder)
+    with pytest.raises(torch.OutOfMemoryError):
+        pair()[0].dequantize()
+    assert Compiler.failure is None
+
+
 def test_a_model_quantized_in_inference_mode_can_be_trained():
     with torch.inference_mode():
         model = lowmem.quantize_(nn.Linear(128, 96, bias=False), "int12")
