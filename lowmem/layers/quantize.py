@@ -129,4 +129,4 @@ def _is_matrix(module: nn.Module, param: Tensor) -> bool:
     if param.ndim == 3:
         return len(param) == getattr(module, "num_experts", None)  # the name in modules of transformers
     linear = isinstance(module, nn.Linear | nn.Embedding) or hasattr(module, "nf")  # Conv1D of transformers
-    return linear and param is module.weight
+    return linear and param.ndim < 3 and param is getattr(module, "weight", None)

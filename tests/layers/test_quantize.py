@@ -285,6 +285,18 @@ def test_experts_and_layers_of_other_models(model, how, tmp_path):
     assert_same(lowmem.dequantize_(net), again)
 
 
+def test_modules_that_only_look_like_conv1d_stay_as_they_are():
+    class Filters(nn.Module):
+        def __init__(self, **params):
+            super().__init__()
+            self.nf = 64
+            for name, shape in params.items():
+                setattr(self, name, nn.Parameter(torch.ones(shape)))
+
+    model = nn.Sequential(Filters(kernel=(64, 64)), Filters(weight=(8, 8, 8, 64)))
+    assert not lowmem.tiles.quantized.in_codes(lowmem.quantize_(model, "int12"))
+
+
 def test_only_large_trained_matrices_are_quantized(llama):
     names = [name for name, p in llama("int8").named_parameters() if isinstance(p, QuantizedWeight)]
     assert len(names) == 2 + 2 * 7
