@@ -64,7 +64,7 @@ class _Reduced(Reducer):
         param.grad = None
         shard = grad.to_local()
         if shard.device.type != grad.device_mesh.device_type:
-            # before torch 2.13, CPUOffloadPolicy may still be copying it (distributed/fsdp/_fully_shard, foreach_reduce)
+            # before torch 2.13, FSDP2 calls hooks while it copies (_fully_shard/_fsdp_collectives.py, foreach_reduce)
             torch.accelerator.current_stream().synchronize()
         return shard.view(-1)
 
@@ -88,9 +88,10 @@ class FSDP2(Sharded):
                 "parameters of fully_shard modules: pass the model too, FusedOptimizer(model.named_parameters(), "
                 "model=model, ...), because its modules are resharded after each step"
             )
-        self._modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        earlier, self._modules = self._modules, [each for each in model.modules() if isinstance(each, FSDPModule)]
         for module in self._modules:
-            module.register_forward_pre_hook(_start_anew, prepend=True)
+            if module not in earlier:  # the groups before this one
+                module.register_forward_pre_hook(_start_anew, prepend=True)
         self.free_copies(records, updated=True)
         params = set(model.parameters())
         if strange := [record.name for record in records if record.param not in params]:

@@ -72,6 +72,21 @@ def some_whole(rank):
         lowmem.FusedOptimizer([whole], placement="fsdp2")
 
 
+def groups_added_later(rank):
+    """Each module gets one hook."""
+    net = SHARDS["fsdp2"](rank, make)
+    counts, groups = [], [{"params": [pair]} for pair in net.named_parameters()]
+    opt = lowmem.FusedOptimizer(groups[:1], model=net)
+    for group in groups[1:]:
+        counts.append(len(net._forward_pre_hooks))
+        opt.add_param_group(group)
+    assert set(counts) == {len(net._forward_pre_hooks)}
+
+
+def test_groups_that_are_added_later(two):
+    two.run(groups_added_later)
+
+
 @pytest.mark.parametrize(
     "case", [engine_with_optimizer, mics, two_passes, still_gathered, in_another_dimension, some_whole]
 )
