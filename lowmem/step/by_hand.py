@@ -37,9 +37,14 @@ def complete_step(loop: StepLoop, records: Sequence[ParamRecord]) -> None:
     params, grads = [record.param for record in records], [record.param.grad for record in records]
     for param in params:
         param.grad = None
-    with torch.inference_mode(False), torch.enable_grad():
-        leaf = torch.zeros((), device=next(iter(loop.records)).device, requires_grad=True)
-        loop.backward(lambda: _Loss.apply(grads, leaf, *params), last=True)
+    try:
+        with torch.inference_mode(False), torch.enable_grad():
+            leaf = torch.zeros((), device=next(iter(loop.records)).device, requires_grad=True)
+            loop.backward(lambda: _Loss.apply(grads, leaf, *params), last=True)
+    except BaseException:
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = grad
+        raise
 
 
 def _refuse(record: ParamRecord, scaled: bool) -> None:

@@ -77,6 +77,17 @@ def test_a_gradient_of_another_dtype():
     assert torch.equal(param, torch.full((4,), 1 - 0.123456).bfloat16())
 
 
+def test_a_step_that_raises_leaves_the_gradients():
+    net = make_net()
+    opt = make(net)
+    give(net)
+    grads = [param.grad for param in net.parameters()]
+    opt.param_groups[0]["params"] = []
+    with pytest.raises(StepError, match="'params' of parameter group 0 was changed"):
+        opt.step()
+    assert all(param.grad is grad for param, grad in zip(net.parameters(), grads, strict=True))
+
+
 @pytest.mark.parametrize("scales", [False, True])
 def test_clipping_and_scaling_by_hand(scales):
     """A GradScaler has scaled a loss whose gradients torch.autograd.grad returns, and unscales them in .grad."""
