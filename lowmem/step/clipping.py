@@ -231,8 +231,7 @@ class Clipping:
         if decision is None:
             return Reading(inverse_scale, limit, sums_squares=sums_squares(first))
         clip = decision.own_clips.get(first.group, Clip(decision.clip_coef))
-        without_gradient = torch.zeros((), dtype=torch.float64, device=self.device), decision.finite
-        each = [decision.each.get(record.name, without_gradient) for record in records]
+        each = [decision.each.get(record.name) or (decision.norms.new_zeros(()), decision.finite) for record in records]
         square_sums, updated = (torch.stack(of_each).to(device) for of_each in zip(*each, strict=True))
         done = decision.prepared and is_float32(grad)
         return Reading(

@@ -52,7 +52,7 @@ class StepLoop:
         """
         asked = {"accumulation": self.hooks.accumulating, "reentrant": habits.reentrant(loss)}
         asked["sharded"] = self.placement.shard.sharded
-        needs = Needs.of(self.parameters.groups, self.clipping, **asked)
+        needs = Needs.of(self.parameters, self.clipping.scaler, **asked)
         on_cpu = all(param.device.type == "cpu" for param in self.records)
         name, reason = choose(self.parameters.config, needs, on_cpu=on_cpu)
         before: Policy | None = getattr(self, "policy", None)

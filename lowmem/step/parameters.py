@@ -141,13 +141,22 @@ class Parameters:
                 "storage"
             )
 
+    @property
+    def norm_option(self) -> str | None:
+        """The option that needs the norm over all gradients, with its value; None if there is none."""
+        if self.config.clip_norm is not None:
+            return f"clip_norm={self.config.clip_norm!r}"
+        options = (group.rule.needs_norm(group.live) for group in self.groups)
+        return next((option for option in options if option is not None), None)
+
     def refuse_unfrozen(self) -> None:
         """Raises `StepError` if clipping by norm would leave out a parameter of the model that was unfrozen."""
-        for param, name in self.frozen.items() if self.config.clip_norm is not None else ():
+        option = self.norm_option if self.frozen else None
+        for param, name in self.frozen.items() if option is not None else ():
             if param.requires_grad and param not in self.records:
                 raise StepError(
                     f"parameter {name!r} was frozen when the optimizer was created without it, and is trained now, so "
-                    "the norm for clip_norm would not include its gradient. Pass frozen parameters to the optimizer "
+                    f"the norm for {option} would not include its gradient. Pass frozen parameters to the optimizer "
                     f"too, or write opt.add_param_group({{'params': [({name!r}, model.get_parameter({name!r}))]}})"
                 )
 

@@ -1,7 +1,7 @@
 """Policies: whether updates happen in the hook, in a second backward, or when all gradients of a step are complete."""
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -12,10 +12,11 @@ from lowmem.errors import StepError, UnsupportedError
 from lowmem.options import FusedConfig
 from lowmem.placements.base import MicroBatch
 from lowmem.placements.placed import Placed
-from lowmem.step.clipping import Clipping, Decision
+from lowmem.step.clipping import Decision
+from lowmem.step.loss_scaler import LossScaler
 from lowmem.step.offload import GradientStore
 from lowmem.step.parameters import Parameters
-from lowmem.step.record import AddedGroup, ParamRecord
+from lowmem.step.record import ParamRecord
 from lowmem.step.updates import Updates
 from lowmem.tiles.gradients import Gradient, dense
 from lowmem.tiles.stored import add
@@ -279,14 +280,11 @@ class Needs:
     sharded: bool = False
 
     @classmethod
-    def of(cls, groups: Iterable[AddedGroup], clipping: Clipping, **asked: bool) -> "Needs":
+    def of(cls, parameters: Parameters, scaler: LossScaler, **asked: bool) -> "Needs":
         """Collects the requirements of rules, clipping and loss scaling."""
-        scaler, groups = clipping.scaler, list(groups)
-        norms = (group.rule.needs_norm(group.live) for group in groups)
-        norm = next((option for option in norms if option is not None), None)
-        foreign = scaler.value is not None and any(group.rule.materializes for group in groups)
+        foreign = scaler.value is not None and any(group.rule.materializes for group in parameters.groups)
         return cls(
-            norm=f"clip_norm={clipping.norm!r}" if clipping.norm is not None else norm,
+            norm=parameters.norm_option,
             skip="loss_scale with a third-party optimizer" if foreign else None,
             exact_skip="a dynamic loss scale" if scaler.dynamic else None,
             **asked,

@@ -454,3 +454,11 @@ def test_unfreezing_a_parameter_that_was_not_passed(policy, plain):
         torch.nn.utils.clip_grad_norm_(expected.parameters(), 0.1)
         plain_step(sgd)
     assert all(map(torch.equal, net.parameters(), expected.parameters()))
+
+
+def test_unfreezing_a_parameter_that_was_not_passed_to_a_rule_that_clips():
+    net = torch.nn.Sequential(torch.nn.Linear(3, 4).requires_grad_(False), torch.nn.Linear(4, 2))
+    opt = lowmem.FusedOptimizer(net[1].parameters(), rule="scaled_adam", clipping_scale=2.0, model=net)
+    net[0].requires_grad_(True)
+    with pytest.raises(StepError, match=r"'0\.weight' was frozen.*the norm for clipping_scale=2\.0 would not include"):
+        opt.backward(net(torch.ones(2, 3)).square().mean())
