@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowmem.errors import CheckpointError
+from lowmem.errors import CheckpointError, LowmemError
 from lowmem.rules import ENGINE_KEYS, adamw
 from lowmem.step.loop import StepLoop
 from lowmem.step.parameters import Parameters
@@ -38,6 +38,8 @@ def load(loop: StepLoop, saved: Mapping[str, Any], *, numbered: bool) -> None:
                 value.read()
     except CheckpointError:
         raise
+    except LowmemError as error:
+        raise CheckpointError(f"the saved optimizer cannot be loaded: {error}") from error
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise CheckpointError(f"the saved optimizer is damaged: {type(error).__name__}: {error}") from error
     loop.cycle.tear("its state was only partly loaded")  # until everything is loaded

@@ -352,7 +352,7 @@ DAMAGED = {
     "groups of text": (["param_groups"], "x", "damaged"),
     "a group of text": (["param_groups", 0], "x", "damaged"),
     "no parameters": (["param_groups", 0, "params"], del_, "params"),
-    "a learning rate of text": (["param_groups", 0, "lr"], "x", "lr='x'"),
+    "a learning rate of text": (["param_groups", 0, "lr"], "x", "the saved optimizer cannot be loaded: lr='x'"),
     "no learning rate": (["param_groups", 0, "lr"], del_, "'lr'"),
     "betas that are one": (["param_groups", 0, "betas"], [0.9], "betas"),
     "states in a list": (["state"], [], "damaged"),
