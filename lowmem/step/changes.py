@@ -43,7 +43,7 @@ class Changes:
         """Samples a weight, or a stack of weights, before its update. Returns None if it is not in the sample."""
         if not self._sampled:
             trained = [record for record in self._records.values() if record.trained]
-            self._sampled.update(trained[:: -(-len(trained) // PARAMETERS)])
+            self._sampled.update(trained[:: -(-len(trained) // PARAMETERS) or 1])
         if self._sampled.isdisjoint(records) or not isinstance(grad, Tensor):
             return None
         where = _where(weight.parts[0].shape, weight.storage.is_quantized)

@@ -81,3 +81,14 @@ def test_a_skipped_step_has_no_share():
     opt.backward(net(torch.arange(40)) * math.nan)
     assert opt.last_step.skipped
     assert not float(opt.last_step.changed_share) > 0
+
+
+def test_all_parameters_frozen_after_the_last_micro_batch():
+    net = Words()
+    opt = lowmem.FusedOptimizer(net.named_parameters(), rule="lomo", lr=0.1, policy="deferred")
+    before = net.head.weight.detach().clone()
+    with opt.accumulate():
+        opt.backward(net(torch.arange(8)))
+    net.requires_grad_(False)
+    opt.step()
+    assert not torch.equal(net.head.weight, before)
