@@ -44,8 +44,13 @@ def watch() -> None:
 
 
 def _wrap_scaling() -> None:
-    scale = torch.amp.GradScaler.scale
+    scalers: list[Any] = [torch.amp.GradScaler, *torch.amp.GradScaler.__subclasses__()]
+    for scaler in scalers:
+        if "scale" in vars(scaler):
+            scaler.scale = _watch_scaling(scaler.scale)
 
+
+def _watch_scaling(scale: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(scale)
     def watched(self: torch.amp.GradScaler, outputs: Any) -> Any:
         if not self.is_enabled():
@@ -57,7 +62,7 @@ def _wrap_scaling() -> None:
                 loss.register_hook(_refuse_scaled)
         return scaled
 
-    torch.amp.GradScaler.scale = watched  # type: ignore[method-assign]
+    return watched
 
 
 def _refuse_scaled(grad: Tensor) -> None:

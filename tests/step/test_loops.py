@@ -242,6 +242,21 @@ def test_a_grad_scaler(how):
     assert same(weights(net), ordinary(make_net(), [[0]]))
 
 
+def test_a_grad_scaler_with_another_scale(monkeypatch):
+    """Such as FSDP's ShardedGradScaler."""
+
+    class Scaler(torch.amp.GradScaler):
+        def scale(self, outputs):
+            return outputs * 2.0
+
+    monkeypatch.setattr(torch.amp.GradScaler, "scale", torch.amp.GradScaler.scale)
+    habits._wrap_scaling()
+    net = make_net()
+    opt = lomo(net)
+    with pytest.raises(StepError, match="GradScaler has scaled the loss"):
+        opt.backward(Scaler("cpu").scale(loss_of(net)))
+
+
 def lost(option, function=None):
     return (
         rf"^{function or option.replace('_', '_grad_') + '_'}\(\): parameter '0.weight' has no gradient.*{option}=0.05"
