@@ -26,7 +26,7 @@ def reduce_scatter_as_nccl() -> Iterator[None]:
     reduce_scatter_mean = Ranks.reduce_scatter_mean
 
     def as_on_nccl(self: Ranks, tensor: Tensor, size: int) -> Callable[[], Tensor]:
-        self.scatters_by_reducing = False
+        self._scatters_by_reducing = False
         return reduce_scatter_mean(self, tensor, size)
 
     with mock.patch.object(Ranks, "reduce_scatter_mean", as_on_nccl):

@@ -22,7 +22,7 @@ class UnsupportedError(LowmemError):
 
 
 class StepError(LowmemError):
-    """The calls of a step came in the wrong order: a second backward, a hook that fired twice, a torn step."""
+    """A step that cannot run or continue: a second backward, a torn step, changed parameters, non-finite gradients."""
 
 
 class CheckpointError(LowmemError):

@@ -37,7 +37,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             opt.backward(model(**batch).loss)
             scheduler.step()
 
-    Plain `loss.backward()` does the same under policy "immediate" without a loss scale.
+    Without a loss scale, plain `loss.backward()` does the same under policies "immediate" and "deferred".
 
     Args:
         params: parameters, (name, parameter) pairs, or groups (dicts) of either, as `torch.optim` takes them. A group
@@ -82,7 +82,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         habits.watch()
         self._hooks = Hooks(self._records, self._cycle, self._on_gradient)
         self._opt_called = False
-        self._is_wrapped = True  # if Accelerate prepares it
+        self._wraps = True  # Accelerate may wrap this optimizer
         self._created = False
         try:
             super().__init__(groups, {})
@@ -109,7 +109,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     # -- parameters ------------------------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group, checks its hyperparameters and hooks its trainable parameters."""
+        """Adds a group, checks its hyperparameters and hooks its parameters."""
         parameters, where = self._parameters, f"parameter group {len(self.param_groups)}: "
         rule, group = self.config.complete(_named(_listed(param_group), first=len(self._records)), where)
         rule = parameters.same_rule(rule, where)
@@ -263,7 +263,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 cannot be used.
         """
         loss = None
-        if self._hooks.postponed and not self._is_wrapped:
+        if self._hooks.postponed and not self._wraps:
             return loss
         if closure is not None:
             with torch.enable_grad():
@@ -281,7 +281,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         Raises:
             StepError: a loop that calls `step()` has run a backward since, whose gradient has already been used.
         """
-        if self._hooks.postponed and not self._is_wrapped:
+        if self._hooks.postponed and not self._wraps:
             return
         self._loop.drop_failed()
         if self._cycle.waiting:
@@ -337,11 +337,11 @@ class FusedOptimizer(torch.optim.Optimizer):
         wrapper omits calls of `step` and `zero_grad` in the middle of a step.
         """
         self._hooks.prepared |= sys._getframe(1).f_globals.get("__name__") == "accelerate.accelerator"
-        return not self._is_wrapped
+        return not self._wraps
 
     @_is_accelerate_prepared.setter
     def _is_accelerate_prepared(self, prepared: bool) -> None:
-        self._hooks.prepared, self._is_wrapped = prepared, not prepared
+        self._hooks.prepared, self._wraps = prepared, not prepared
 
     # -- saving ----------------------------------------------------------------------------------------------------
 
@@ -380,9 +380,9 @@ class FusedOptimizer(torch.optim.Optimizer):
                 time. Every rank has to read all of them, in their order, before the next step.
 
         Returns:
-            "state": name of a parameter → name of a state → value, and "_group0" → the tensors by which the rule of
-            group 0 clips by norm; "param_groups", with names as "params"; "step", "seed", "loss_scale", "nonfinite" and
-            "weights", the dtypes of the parameters.
+            "state": name of a parameter → name of a state → value, and "_group0" → the tensors that the rule of group 0
+            stores for clipping by norm; "param_groups", with names as "params"; "step", "seed", "loss_scale",
+            "nonfinite" and "weights", the dtypes of the parameters.
 
         Raises:
             StepError: a step is incomplete or torn.

@@ -61,8 +61,9 @@ class FusedConfig:
             group whose expression is found in its name, or else to the default group. Hyperparameters that a group with
             a "rule" does not set, including `lr`, have the defaults of that rule.
         policy: "immediate": update in the hook. "two_pass": run backward twice, and measure gradients in the first.
-            "deferred": offload gradients until the step is decided. "auto": the cheapest policy that is exact for the
-            options, and for later calls (`FusedOptimizer.policy_reason` explains the choice).
+            "deferred": offload gradients until the step is decided. "auto": the cheapest policy that gives exact
+            results for these options. It may change when `accumulate` is first used (`FusedOptimizer.policy_reason`
+            explains it).
         clip_norm: the maximum norm over all gradients, as in `torch.nn.utils.clip_grad_norm_`, with the same bits in
             float32 on a CPU. It raises under "immediate".
         norm_type: of `clip_norm`: 2.0, or inf for the largest element.
@@ -76,8 +77,8 @@ class FusedConfig:
         store: where "deferred" offloads gradients: "host" (pinned memory if there is a GPU) or "device". None means
             "host". Setting it selects "deferred".
         accumulation_dtype: the dtype in which micro-batches are summed: "float32" (4 bytes per element in the store) or
-            "gradient" (the dtype of the gradient, 2 bytes for bfloat16, rounded at every micro-batch, like `.grad`). A
-            step of one micro-batch stores its gradient unchanged.
+            "gradient" (the dtype of the gradient, 2 bytes for bfloat16, which is rounded after every micro-batch, as
+            `.grad` is). A step of one micro-batch stores its gradient unchanged.
         rounding: how a float32 result is stored in a bfloat16 or float16 weight: "nearest", "stochastic", "compensated"
             (adds 2 bytes per parameter), "compensated8" (adds 1 byte), "master" (a float32 copy, adds 4 bytes), or a
             registered storage. "auto" is the default of the rule, usually "stochastic". For torch and third-party

@@ -7,8 +7,8 @@ In each backward, every rank launches the same collectives in the same order:
     arrived     one number per parameter: has its gradient arrived on any rank?    at the end
 
 The averages are in the order in which gradients arrived in the last backward, on one rank after the other. A rank knows
-from the graph which gradients it will get. It sends zeros in place of the others when their turn comes, so no gradient
-waits for one that never arrives.
+from the graph which gradients it will get. For every other parameter it sends zeros in its turn, so that no rank waits
+for a gradient that never arrives.
 """
 
 import functools
@@ -29,7 +29,7 @@ from lowmem.tiles.transfers import Readback, to_device
 
 # States of a gradient in a backward on one rank. Ranks exchange the maximum.
 _ABSENT = 0  # it does not arrive
-_USED = 1  # it does not arrive, and the average was applied because another rank expected a gradient
+_USED = 1  # no gradient on this rank, and the other ranks' average has been applied
 _POSSIBLE = 2  # it may arrive
 _EXPECTED = 3  # it will arrive, judging by the graph and by earlier backwards
 _ARRIVED = 4  # the nth gradient to arrive has _ARRIVED + n

@@ -125,7 +125,7 @@ class Reducer:
     takes_computed: ClassVar[bool] = True
 
     def take(self, param: Tensor) -> Tensor:
-        """Removes the gradient from a parameter. The caller gets the only reference to its memory."""
+        """Removes the gradient from a parameter. Nothing else uses its elements, which the caller may change."""
         grad = param.grad
         assert grad is not None
         param.grad = None

@@ -31,14 +31,13 @@ class Ranks:
     Attributes:
         world_size, rank: of the group.
         members: global ranks of the group.
-        scatters_by_reducing: the backend (gloo) does not support reduce-scatter, so tensors are all-reduced and cut.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group, self._device = group, device
         self.world_size = dist.get_world_size(group)
         self.members = dist.get_process_group_ranks(group)
-        self.scatters_by_reducing = dist.get_backend(group) == "gloo"
+        self._scatters_by_reducing = dist.get_backend(group) == "gloo"  # which does not support reduce-scatter
         self.rank = dist.get_rank(group)
 
     def all_reduce(self, tensors: Sequence[Tensor], *, largest: bool = False) -> list[Tensor]:
@@ -59,7 +58,7 @@ class Ranks:
         """
         numel, start = full.numel(), self.rank * size
         full.div_(self.world_size)  # before it is summed: float16 would overflow
-        if self.scatters_by_reducing:
+        if self._scatters_by_reducing:
             shard = full[start : start + size]
             work = dist.all_reduce(full, group=self.group, async_op=True)
         else:
@@ -71,7 +70,7 @@ class Ranks:
 
         def wait() -> Tensor:
             work.wait()
-            return shard.clone() if self.scatters_by_reducing else shard[: max(0, min(size, numel - start))]
+            return shard.clone() if self._scatters_by_reducing else shard[: max(0, min(size, numel - start))]
 
         return wait
 

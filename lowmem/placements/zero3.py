@@ -79,7 +79,7 @@ class _Partition(FlatShard):
         if param.device.type != "cpu":
             writing = torch.get_device_module(param.device).current_stream(param.device)
             _AfterWrites.ends[param.device] = writing.record_event()
-        param.ds_secondary_tensor = None  # copy for hierarchical partitioning, which the next gather makes again
+        param.ds_secondary_tensor = None  # the copy for hpZ is outdated; the next gather makes a new one
 
     def full_tensor(self, param: Any) -> Tensor:
         full = super().full_tensor(param)

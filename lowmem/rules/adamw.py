@@ -32,7 +32,7 @@ class AdamW(UpdateRule):
 
     source = "Loshchilov and Hutter 2019, arXiv:1711.05101"
     keeps = "means of g and g²"
-    exactness = "torch.optim.AdamW(foreach=False), bit for bit in float32"
+    exactness = "torch.optim.AdamW(foreach=False), bit for bit in float32 on a CPU, unless compiled"
     usual_lr = (2e-5, "the default of TRL for SFT")
     states = moment_states("exp_avg", "exp_avg_sq")
     elementwise = True

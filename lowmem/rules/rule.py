@@ -262,7 +262,7 @@ class UpdateRule(ABC):
 
         Args:
             names: the parameters that were updated.
-            squares: squared norms of their unscaled gradients, float32 [parameters].
+            squares: squared norms of their unscaled gradients, float64 [parameters].
             sizes: results of `update` for them, float32 [parameters].
             groups: hyperparameters and memory of each group.
         """

@@ -92,7 +92,7 @@ class ScaledAdam(UpdateRule):
             raise ConfigError(f"clipping_update_period={period}, {known}. It cannot change during training")
         sizes = [state["param_rms"].to(zero.device) if "param_rms" in state else zero + 1.0 for state in group.states]
         norm = torch.linalg.vector_norm(group.norms * torch.stack(sizes))
-        # from the first step on, also where clipping was asked for later, or the oldest parameter is frozen by now
+        # counts from the first step of any parameter, even if clipping was enabled later or it is frozen now
         counts = [state["step"].to(zero.device) for state in (*group.states, *group.frozen) if state]
         done = torch.stack([memory["steps"], *(count.float() for count in counts)]).max()
 

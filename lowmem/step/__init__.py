@@ -1,1 +1,1 @@
-"""One training step, from finished gradients to its report."""
+"""One training step, from finished gradients to its report; saving and loading."""

@@ -61,7 +61,7 @@ class Changes:
         share = self._counts[0] / self._counts[1]
         self._counts.zero_()
         if not self._counted:
-            self._sampled.clear()  # these parameters are frozen, so the next step samples others
+            self._sampled.clear()  # no sampled parameter was updated (all are frozen), so the next step samples others
         self._counted = False
         return share
 

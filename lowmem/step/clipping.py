@@ -99,7 +99,7 @@ class Clipping:
         return measure(grad, *self._factors(grad.device), norm_type=self.norm_type, norm_before_clamp=first)
 
     def decide(self, measured: Mapping[str, Tensor], *, prepared: bool) -> Decision:
-        """Decides a step, without reading a value back to the host. The exception are third-party optimizers, because
+        """Decides a step, without reading a value back to the host. Third-party optimizers are the exception, because
         their updates cannot be undone.
 
         Args:
@@ -110,7 +110,7 @@ class Clipping:
         fired = [record for record in self.records.values() if record.name in measured]
         norms = self._over_ranks(torch.stack([measured[record.name].to(self.device) for record in fired], 1))
         finite = norms.unscaled.isfinite().all()
-        # a dynamic loss scale that is too large skips the step, whatever the rule
+        # with a dynamic loss scale, an overflow skips the step even if a rule handles Inf and NaN
         if not self.scaler.dynamic and all(map(_takes_nonfinite, fired)):
             finite = torch.ones_like(finite)
         coef = None if self.norm is None else _clip_coef(self.norm, norm_over(norms.clipped, self.norm_type))

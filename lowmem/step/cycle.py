@@ -138,8 +138,8 @@ class StepCycle:
         self._running = None
         if self.moved:
             self.tear(
-                f"{reason} after {len(self._fired_now)} parameter(s) got their gradient, so some weights are from this "
-                "step and others from the one before"
+                f"{reason} after {len(self._fired_now)} parameter(s) got their gradient, so some weights may be from "
+                "this step and others from the one before"
             )
         else:
             self._undo()
@@ -167,7 +167,7 @@ class StepCycle:
 
         Args:
             skipped: whether nothing was updated.
-            replayed: whether its second pass had the gradients of the first, or it had one pass.
+            replayed: False if a second pass computed other gradients than the first.
         """
         if not replayed:
             self.tear(

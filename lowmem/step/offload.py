@@ -32,10 +32,10 @@ class GradientStore:
     """Stores one gradient per parameter until its step is decided, on the device or on the host. Gradients that are
     computed as they are read are stored unchanged.
 
-    Separate streams copy gradients to the host, and back again, while the device computes. At most two gradients are
-    on the device besides the one that backward computes: the next one is fetched while the previous one is applied or
-    added to. Gradients on the host are in pinned memory. torch rounds its sizes up to powers of two, so each gradient
-    is divided into a few pieces of such sizes.
+    Separate streams copy gradients to the host, and back again, while the device computes. With `host`, at most two
+    gradients are on the device besides the one that backward computes: the next one is fetched while the previous one
+    is applied or added to. Gradients on the host are in pinned memory. torch rounds its sizes up to powers of two, so
+    each gradient is divided into a few pieces of such sizes.
 
     Args:
         host: store gradients on the host rather than on the device.
@@ -47,7 +47,7 @@ class GradientStore:
         self._stored: dict[str, Gradient | Offloaded] = {}
         self._streams: dict[tuple[torch.device, bool], Any] = {}
         self._leaving: tuple[Tensor, Wait] | None = None  # the gradient whose copy may be in flight
-        self._coming: tuple[str, Gradient, Wait] | None = None  # the one that will probably be needed next
+        self._coming: tuple[str, Gradient, Wait] | None = None  # prefetched, as it came next in the last backward
         self._following: dict[str, Placed] = {}  # by name, the parameter whose gradient came next
         self._latest = ""
         self._least = 0

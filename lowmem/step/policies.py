@@ -206,7 +206,6 @@ class Deferred(Policy):
 
     def _sum_of(self, record: ParamRecord) -> Gradient:
         """Returns the sum of earlier micro-batches for a parameter that gets no gradient in the last one."""
-        self.cycle.notice(record.name)
         total = self._store.get(record)
         assert total is not None
         return total

@@ -93,7 +93,7 @@ class Program:
 
     @functools.cached_property
     def created(self) -> list[str]:
-        """The names of those that are created before the first update. A quantized parameter has its own already."""
+        """The names of the kept tensors that are created before the first update. A quantized one has its parts."""
         there = self.extra_names if self.weight.is_quantized else ()
         return [name for name in self.kept if name not in there]
 

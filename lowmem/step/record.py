@@ -63,9 +63,9 @@ class ParamRecord(Placed):
         form: the result of `Shard.form` when the program was chosen; None if it is chosen again before the next step.
         extra: the tensors of the weight's storage other than the parameter; () before its first update, and if it is
             quantized.
-        computes: whether its gradient may be computed as it is read.
-        square_sum: of its last gradient, a float64 scalar.
-        size: the factor by which its rule weights the norm of this gradient, if it has statistics.
+        computes: the gradient does not have to be a tensor; it may be computed block by block.
+        square_sum: sum of squares of its last gradient, a float64 scalar.
+        size: the result of `rule.update`: the weight of this gradient's norm in the statistics of the rule, or None.
     """
 
     group: AddedGroup

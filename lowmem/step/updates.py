@@ -28,8 +28,8 @@ from lowmem.tiles.sweep import Scalars, Sweep
 logger = logging.getLogger(__name__)
 
 # Elements up to which a parameter is small: launching its update takes longer than the update. With stacks, small
-# parameters are not compiled, so that they get the same bits alone and in a stack: torch has only one order of summing
-# so few elements.
+# parameters are never compiled: eager torch sums so few elements in one order, so a parameter gets the same bits alone
+# and in a stack.
 SMALL = 1 << 14
 
 # Elements per tile in a plan for a GPU, where the temporaries of compiled code are negligible.
@@ -80,7 +80,6 @@ class Updates:
         parameters, cycle, clipping: of the optimizer.
 
     Attributes:
-        state: parameter → its states, which are created before its first update.
         changes: counts the weights that updates change.
         observer: sees gradients and updates; None in training.
     """
@@ -89,7 +88,7 @@ class Updates:
 
     def __init__(self, parameters: Parameters, cycle: StepCycle, clipping: Clipping) -> None:
         self._parameters, self._shard, self.cycle, self.clipping = parameters, parameters.shard, cycle, clipping
-        self.state, self.changes = parameters.states, Changes(parameters.records, parameters.device)
+        self._states, self.changes = parameters.states, Changes(parameters.records, parameters.device)
         self._batching = parameters.config.batching
         self._warns = parameters.config.compile is True  # of updates that are not compiled, once
         self._numbers: dict[AddedGroup, Mapping[str, float]] = {}  # of this step
@@ -198,7 +197,7 @@ class Updates:
 
     def begin_state(self, record: ParamRecord) -> None:
         """Creates the missing states of a parameter, before its first update or after a reset."""
-        program, state = record.program, self.state[record.param]
+        program, state = record.program, self._states[record.param]
         there = {*state, *(program.extra_names if record.extra else ())}
         if not (missing := [name for name in program.created if name not in there]):
             return
@@ -210,7 +209,7 @@ class Updates:
     def _update_one(self, record: ParamRecord, grad: Gradient, decision: Decision | None) -> None:
         self.begin_state(record)
         shard = self._shard.read(record.param)
-        self._run(record.program, [record], record.weight(shard), grad, self.state[record.param], decision)
+        self._run(record.program, [record], record.weight(shard), grad, self._states[record.param], decision)
         self._shard.write(record.param, shard)
 
     def _update_shards(self) -> None:
@@ -234,7 +233,7 @@ class Updates:
         for record in records:
             self.begin_state(record)
         program = stack.program.stacked(len(records))
-        states = [self.state[record.param] for record in records]
+        states = [self._states[record.param] for record in records]
         params = [record.param for record in records]
         in_place = program.ranks is None  # complete parameters are stacked without reading them one by one
         shards = params if in_place else [self._shard.read(param) for param in params]

@@ -2,7 +2,7 @@
 
 Autograd sees a matrix of bfloat16 (or the weight's earlier dtype), which gets ordinary gradients. The memory contains
 integers and the units of their groups. A product dequantizes the matrix below autograd, and an embedding the rows that
-it looks up. So autograd saves quantized tensors for backward, and a product of backward dequantizes them once more.
+it looks up. So autograd saves the quantized tensor, and each product in backward dequantizes it again.
 """
 
 import functools

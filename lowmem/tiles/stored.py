@@ -19,7 +19,7 @@ from lowmem.tiles.tile import DIMS, RawTile, Sums, Vectors, extent
 from lowmem.tiles.transfers import to_device
 
 # Elements per tile. On a CPU the few float32 temporaries of a tile should fit into the cache. On a GPU more temporary
-# memory means fewer launches. The last bits of sums depend on it, so all passes that sum use the same number.
+# memory means fewer launches. All passes that sum use the same tile size, because it decides the last bits of a sum.
 CPU_TILE = 1 << 17
 GPU_TILE = 1 << 22
 

@@ -194,8 +194,8 @@ class Sweep:
 
     @property
     def finite(self) -> Tensor | None:
-        """Returns whether each gradient is free of Inf and NaN: boolean [members], on the device. Measures the gradient
-        if nothing has decided that.
+        """Returns whether each gradient is free of Inf and NaN: boolean [members], on the device. If neither the step
+        nor an earlier pass has decided, it measures the gradient.
 
         `apply` and `store` leave a parameter unchanged where it is False. None: everything is written.
         """

@@ -97,7 +97,7 @@ class Reading:
 class RawTile(NamedTuple):
     """The stored tensors of one tile.
 
-    grad: [b, r, c].  param, full: tensors [b, r, c / group].  reading: of the gradient.  vectors, by kind and name:
+    grad: [b, r, c].  param, full: `Held` [b, r, c / group].  reading: of the gradient.  vectors, by kind and name:
     row [b, r, 1], col [b, 1, c], scalar [] or [b, 1, 1] with the numbers of the rule, finite [b, 1, 1] (False leaves
     everything unchanged), noise int32 [b, r, 1] (with the number of a column in the tile it gives the random bits of an
     element). finite and noise are absent where they are not needed.
