@@ -84,7 +84,9 @@ class FusedTrainerMixin(_Base):
     def __init__(
         self, *args: Any, fused: FusedConfig | None = None, layers: LayersConfig | None = None, **kwargs: Any
     ) -> None:
-        self._inputs = arguments.Inputs.of(args, kwargs, fused)
+        classes = type(self).__mro__
+        bases = classes[classes.index(FusedTrainerMixin) + 1 :]
+        self._inputs = arguments.Inputs.of(bases, args, kwargs, fused)
         if self._inputs.args is not None:  # otherwise the class creates them
             self._inputs.prepare()
         self.layers, self._run = layers or LayersConfig(), resuming.Run()
@@ -94,14 +96,25 @@ class FusedTrainerMixin(_Base):
     def _adopt(self) -> None:
         """Checks the trainer that the class has constructed, and changes its model and its loss."""
         self._inputs.check(self)
-        # transformers 5.23 (trainer.py) would prepare, save and load sharded models differently
-        self.is_deepspeed_enabled = self.is_fsdp_enabled = False
+        self._hide_sharding()
         self._quantize(self.model)  # unless the trainer has done so when it moved the model
         fused = self._inputs.options(self.args)
         if self.optimizer is None:
             self.args = optim.with_learning_rate(self.args, fused, self.model)
         model_layers.change(self.model, self.layers)
         self._lazy = model_layers.compute_losses(self, self.layers)
+
+    def _hide_sharding(self) -> None:
+        # transformers 5.23 (trainer.py) would prepare, save and load sharded models differently
+        self.is_deepspeed_enabled = self.is_fsdp_enabled = False
+
+    def _hp_search_setup(self, trial: Any) -> None:
+        """Prepares a trial of a hyperparameter search as the trainer does, which creates another accelerator."""
+        if trial is not None:
+            self.is_deepspeed_enabled = bool(self.args.deepspeed)  # resets the state of Accelerate
+            self._inputs = replace(self._inputs)  # has another sharding, of the changed arguments
+        super()._hp_search_setup(trial)
+        self._hide_sharding()
 
     @property
     def fused(self) -> FusedConfig:
@@ -341,7 +354,7 @@ class FusedTrainerMixin(_Base):
         if self.is_world_process_zero() and card.exists() and Path(base).is_dir():
             # TRL 1.16 (base_trainer.py) writes None for a model from a directory or outside the Hub
             text = card.read_text("utf-8").replace('model="None"', f'model="{self.args.output_dir}"')
-            card.write_text(re.sub(r"\[None\]\(\S*\)", f"`{Path(base).name}`", text), "utf-8")
+            card.write_text(re.sub(r"\[None\]\(\S*\)", lambda _: f"`{Path(base).name}`", text), "utf-8")
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         write = self.args.should_save

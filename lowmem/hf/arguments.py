@@ -1,5 +1,6 @@
 """Checks a trainer's arguments. An argument that would be ignored or would change the result raises before training."""
 
+import inspect
 import logging
 import os
 from collections.abc import Iterable
@@ -70,12 +71,17 @@ class Inputs:
     fused: FusedConfig | None
 
     @classmethod
-    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any], fused: FusedConfig | None) -> "Inputs":
-        """Finds them among the arguments of any trainer's constructor."""
-        values = [*args, *kwargs.values()]
-        options = next((value for value in values if isinstance(value, TrainingArguments)), None)
-        optimizers = kwargs.get("optimizers") or next((value for value in args if isinstance(value, tuple)), (None,))
-        return cls(kwargs.get("model", args[0] if args else None), options, optimizers[0], fused)
+    def of(
+        cls, bases: tuple[type, ...], args: tuple[Any, ...], kwargs: dict[str, Any], fused: FusedConfig | None
+    ) -> "Inputs":
+        """Finds them among the arguments of the constructor that a trainer inherits from `bases`."""
+        signatures = (inspect.signature(base.__init__).parameters for base in bases)  # type: ignore[misc]
+        # a constructor that passes all its arguments on does not name them
+        names = next(names for names in signatures if all(p.kind is not p.VAR_POSITIONAL for p in names.values()))
+        values = dict(zip([*names][1:], args, strict=False)) | kwargs
+        options = next((value for value in values.values() if isinstance(value, TrainingArguments)), None)
+        optimizers = values.get("optimizers") or (None, None)
+        return cls(values.get("model"), options, optimizers[0], fused)
 
     @cached_property
     def sharding(self) -> Sharding | None:
@@ -91,6 +97,8 @@ class Inputs:
         """Checks the arguments, and prepares this process for a constructor that loads the model by its name."""
         check_devices(self.model, self.args)
         check_activations(self.args)
+        if self.optimizer is None:  # before the data is tokenized and a reference model has run
+            optim.with_learning_rate(self.args, self.options(self.args), self.model)
         sharding.prepare(self.sharding, self.model, self.args)
 
     def check(self, trainer: Any) -> None:

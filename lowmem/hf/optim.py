@@ -15,7 +15,8 @@ from lowmem.errors import ConfigError, UnsupportedError
 from lowmem.options import FusedConfig
 from lowmem.rules import UpdateRule, resolve
 
-# Arguments, and the hyperparameters that they set. No optimizer that can run fused has the last one.
+# Arguments, and the hyperparameters that they set. The last one belongs to optimizers that cannot run fused (GaLore,
+# APOLLO).
 _ARGUMENTS = {"adam_beta1": "betas", "adam_beta2": "betas", "adam_epsilon": "eps", "optim_target_modules": "modules"}
 
 # Names of the rule for which the default learning rates of trainers are chosen.
@@ -167,8 +168,11 @@ def _settings(optimizer: torch.optim.Optimizer) -> str:
     return repr({name: getattr(value, "__dict__", value) for name, value in attributes.items()})
 
 
-def with_learning_rate(args: TrainingArguments, fused: FusedConfig, model: nn.Module) -> TrainingArguments:
+def with_learning_rate(args: TrainingArguments, fused: FusedConfig, model: Any) -> TrainingArguments:
     """Returns arguments whose `learning_rate` is `fused.lr`, if that is set. `args` is not changed.
+
+    Args:
+        model: for the rate that an error suggests; also the name of a model that is not loaded yet, or None.
 
     Raises:
         ConfigError: both are set and differ, or neither is set and the default is chosen for another rule.
@@ -179,9 +183,10 @@ def with_learning_rate(args: TrainingArguments, fused: FusedConfig, model: nn.Mo
     if not left_alone and fused.lr not in (None, rate):
         raise ConfigError(f"fused.lr={fused.lr!r} contradicts learning_rate={rate!r}; set only learning_rate")
     if left_alone and fused.lr is None and rule.usual_lr:
+        weights = model.parameters() if isinstance(model, nn.Module) else ()
         raise ConfigError(
             f"learning_rate={rate:g} is the default of {type(args).__name__} for AdamW, but the rule is {rule.name!r}: "
-            f"{rule.rates(model.parameters(), rate)}. Set another learning_rate, or keep this one with "
+            f"{rule.rates(weights, rate)}. Set another learning_rate, or keep this one with "
             f"fused.lr={rate:g}"
         )
     if fused.lr in (None, rate):

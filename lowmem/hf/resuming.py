@@ -42,7 +42,7 @@ _ROWS, _BYTES = 100, 4 << 30
 
 
 class Order:
-    """The order in which a run trains on the rows of its data. compared: whether checkpoints are compared with them.
+    """The order in which a run trains on the rows of its data. If `compared` is true, `record` has their fingerprint.
 
     Attributes:
         is_stream: whether the data are an `IterableDataset`.
@@ -234,12 +234,14 @@ def require_same_rows(saved: dict[str, Any], now: dict[str, Any], checkpoint: Pa
     for name in (*_ORDER, "dataloader_num_workers", "rows", *padding):
         if name not in saved.keys() & now.keys() or saved[name] == now[name]:
             continue
-        setting = _SHAPE if name.startswith("rows") else name
-        values = saved[_SHAPE] if setting == _SHAPE else [saved[name]]
-        line = ", ".join(f"{n}: {json.dumps(v)}" for n, v in zip(setting.split(", "), values, strict=True))
+        values = [(name, saved[name], now[name])]
+        if name.startswith("rows"):
+            names = _SHAPE.replace("processes", "the number of processes").split(", ")
+            values = [*zip(names, saved[_SHAPE], now[_SHAPE], strict=True)]
+        differences = (f"{n} was {json.dumps(v)} and is now {json.dumps(w)}" for n, v, w in values if v != w)
         raise CheckpointError(
-            f"{checkpoint} cannot be continued with the remaining rows: {setting} was {saved[setting]} and is now "
-            f"{now[setting]}. Write {line}, or ignore_data_skip: true to restart the epoch"
+            f"{checkpoint} cannot be continued with the remaining rows: {', '.join(differences)}. Restore the previous "
+            "value, or write ignore_data_skip: true to restart the epoch"
         )
 
 

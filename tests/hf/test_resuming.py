@@ -56,24 +56,27 @@ def skip_if_transformers_counts(error):
 
 
 REFUSED = {
-    "two processes": (PLAIN, {"world_size": 2}, f"[4, 1, 1] and is now [4, 1, 2]. Write {BATCH}: 4, gradient"),
-    "half of a batch": (PLAIN, {BATCH: 2}, f"was [4, 1, 1] and is now [2, 1, 1]. Write {BATCH}: 4, gradient"),
-    "twice the batch": (PLAIN, {BATCH: 8}, f"was [4, 1, 1] and is now [8, 1, 1]. Write {BATCH}: 4"),
-    "processes that would pad": (replace(PLAIN, rows=10), {"world_size": 2, BATCH: 2}, "steps: 1, processes: 1"),
+    "two processes": (PLAIN, {"world_size": 2}, "rows: the number of processes was 1 and is now 2. Restore"),
+    "half of a batch": (PLAIN, {BATCH: 2}, f"rows: {BATCH} was 4 and is now 2. Restore"),
+    "twice the batch": (PLAIN, {BATCH: 8}, f"rows: {BATCH} was 4 and is now 8. Restore"),
+    "processes that would pad": (
+        replace(PLAIN, rows=10), {"world_size": 2, BATCH: 2},
+        f"rows: {BATCH} was 4 and is now 2, the number of processes was 1 and is now 2. Restore",
+    ),
     "a seed": pytest.param(
-        PLAIN, {"seed": 1}, "seed was 42 and is now 1. Write seed: 42, or ignore_data_skip: true",
+        PLAIN, {"seed": 1}, "seed was 42 and is now 1. Restore the previous value, or write ignore_data_skip: true",
         marks=pytest.mark.troubleshooting("cannot be continued with"),
     ),
-    "a seed of the data": (PLAIN, {"data_seed": 3}, "data_seed was None and is now 3. Write data_seed: null"),
-    "a sampler": (PLAIN, {"train_sampling_strategy": "group_by_length"}, 'Write train_sampling_strategy: "random"'),
+    "a seed of the data": (PLAIN, {"data_seed": 3}, "data_seed was null and is now 3"),
+    "a sampler": (PLAIN, {"train_sampling_strategy": "group_by_length"}, 'train_sampling_strategy was "random"'),
     "batches of lengths": (
         replace(PLAIN, train_sampling_strategy="group_by_length"), {BATCH: 2, "gradient_accumulation_steps": 2},
-        f"Write {BATCH}: 4, gradient_accumulation_steps: 1",
+        f"{BATCH} was 4 and is now 2, gradient_accumulation_steps was 1 and is now 2",
     ),
     "a stream in other batches": (
-        replace(PLAIN, data="stream"), {BATCH: 2, "gradient_accumulation_steps": 2}, f"Write {BATCH}: 4"
+        replace(PLAIN, data="stream"), {BATCH: 2, "gradient_accumulation_steps": 2}, f"{BATCH} was 4 and is now 2"
     ),
-    "a last batch": (replace(PLAIN, rows=10), {"dataloader_drop_last": True}, "Write dataloader_drop_last: false"),
+    "a last batch": (replace(PLAIN, rows=10), {"dataloader_drop_last": True}, "dataloader_drop_last was false and is now true"),
     "packing": pytest.param(
         PLAIN, {"data": "packed"}, "differs from the data of this checkpoint",
         marks=pytest.mark.troubleshooting("the tokenized data differs"),
@@ -92,7 +95,7 @@ def test_resuming_with_different_rows_raises(run, changes, message, tmp_path):
     with pytest.raises((CheckpointError, DataError)) as error:
         continued(run, replace(run, **changes), 1, "steps", tmp_path)
     if "group_by_length" in TrainingArguments.__dataclass_fields__:  # transformers 4
-        message = message.replace('train_sampling_strategy: "random"', "group_by_length: false")
+        message = message.replace('train_sampling_strategy was "random"', "group_by_length was false")
     assert message in str(error.value)
 
 

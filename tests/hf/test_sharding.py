@@ -10,6 +10,7 @@ from support.ranks import RankError, Ranks
 from support.trainers import SHARDED, build, joined, losses, quiet, require, require_sharding, saved
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
+from transformers.trainer_utils import HPSearchBackend
 
 from lowmem import FusedConfig, placements
 from lowmem.errors import LowmemError, UnsupportedError
@@ -70,7 +71,7 @@ def test_a_model_by_its_path_is_sharded_and_trains_as_on_whole_ranks(sharded_ran
         torch.testing.assert_close(sharded[name], weight, rtol=1e-3, atol=tolerance)
 
 
-def trained_twice(rank, folder, sharding):
+def trained_twice(rank, folder, sharding, trials):
     def new():
         torch.manual_seed(0)
         sizes = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
@@ -80,16 +81,21 @@ def trained_twice(rank, folder, sharding):
     with joined(rank):
         args = TrainingArguments(**quiet(folder, max_steps=2, use_cpu=True, **SHARDED[sharding]))
         trainer = FusedTrainer(model_init=new, args=args, train_dataset=rows, fused=FusedConfig(rule="adamw"))
+        trainer.hp_search_backend, trainer.hp_space = HPSearchBackend.OPTUNA, lambda trial: trial.params
         runs = []
         for _ in range(2):
+            if trials:  # as hyperparameter_search does before each
+                trainer._hp_search_setup(SimpleNamespace(params={"learning_rate": 1e-3}))
             trainer.train()
             runs.append((losses(trainer), trainer.optimizer.placement))
+            assert not (trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled)
     return runs
 
 
-def test_each_model_of_model_init_is_sharded(sharded_ranks, tmp_path):
+@pytest.mark.parametrize("trials", [False, True])
+def test_each_model_of_model_init_is_sharded(sharded_ranks, trials, tmp_path):
     sharding, ranks = sharded_ranks
-    (first, second), _ = ranks.run(trained_twice, str(tmp_path), sharding)
+    (first, second), _ = ranks.run(trained_twice, str(tmp_path), sharding, trials)
     assert first == second
     assert first[1] == sharding
 

@@ -1,6 +1,8 @@
 """A trainer without options trains as it would without the mixin, and raises where it can't."""
 
+import inspect
 import logging
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -66,6 +68,17 @@ def test_a_default_learning_rate_raises(make, fused, arguments, usual):
     arguments = {"learning_rate": DEFAULT, **arguments}
     with pytest.raises(ConfigError, match=f"learning_rate=5e-05 is the default of TrainingArguments.*{usual}"):
         make(fused=fused, **arguments)
+
+
+def test_a_default_learning_rate_raises_before_the_data_is_tokenized(make):
+    class Tokenizes(Trainer):
+        def __init__(self, *args, **kwargs):
+            pytest.fail("the constructor of TRL's trainers tokenizes, and runs the reference model")
+
+    class Fused(FusedTrainerMixin, Tokenizes): ...
+
+    with pytest.raises(ConfigError, match="is the default of"):
+        make(Fused, fused=FusedConfig(rule="adalomo"), learning_rate=DEFAULT)
 
 
 def test_the_default_comes_from_the_arguments_class(tiny_llama, tmp_path):
@@ -181,6 +194,39 @@ def test_the_mixin_comes_first():
 
     class Later(Right):
         pass
+
+
+def test_arguments_by_position(tiny_llama, samples, tmp_path):
+    """A tuple of rows is not taken for `optimizers`, also if a class in between passes its arguments on."""
+
+    class Passes(Trainer):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+
+    class Fused(FusedTrainerMixin, Passes): ...
+
+    args = TrainingArguments(str(tmp_path), max_steps=1, max_grad_norm=0.0, report_to="none", save_strategy="no")
+    for cls in (FusedTrainer, Fused):
+        cls(tiny_llama(), args, None, tuple(samples)).train()
+        opt = lowmem.FusedOptimizer((model := tiny_llama()).named_parameters(), model=model)
+        names = [*inspect.signature(Trainer.__init__).parameters]
+        between = [None] * (names.index("optimizers") - names.index("train_dataset") - 1)
+        assert cls(model, args, None, tuple(samples), *between, (opt, None)).optimizer is opt
+
+
+def test_the_model_card_names_any_folder(make):
+    class Card(Trainer):
+        def create_model_card(self):
+            Path(self.args.output_dir, "README.md").write_text("[None](https://huggingface.co/None)")
+
+    class Fused(FusedTrainerMixin, Card): ...
+
+    trainer = make(Fused)
+    base, card = Path(trainer.args.output_dir, r"a\gb"), Path(trainer.args.output_dir, "README.md")
+    base.mkdir(parents=True)
+    trainer.model.config._name_or_path = str(base)
+    trainer.create_model_card()
+    assert card.read_text() == r"`a\gb`"
 
 
 # -- the log -----------------------------------------------------------------------------------------------------------
