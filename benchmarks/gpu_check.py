@@ -1,4 +1,4 @@
-"""Measures on a GPU, in less than nine minutes, with nothing installed but torch and transformers.
+"""Measures on a GPU, in `--budget` seconds at most, with nothing installed but torch and transformers.
 
     python -m benchmarks.gpu_check [--out gpu_check.json] [--budget 500] [--small]
 

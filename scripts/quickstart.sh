@@ -7,9 +7,15 @@ python scripts/make_docstrings.py --out data/docstrings.jsonl
 python scripts/make_model.py --data data/docstrings.jsonl --out models/quickstart
 # By default glibc returns large activations to the system and requests them again, a fifth of the time on two cores.
 export MALLOC_MMAP_THRESHOLD_=1073741824 MALLOC_TRIM_THRESHOLD_=4294967296
+run=runs/quickstart option=
+for word in "$@"; do
+    case "$option $word" in *" --output_dir="*) run="${word#*=}" ;; "--output_dir "*) run="$word" ;; esac
+    option="$word"
+done
+[ ! -e "$run/config.yaml" ] || set -- "$@" --resume_from_checkpoint last  # it has run before
 lowmem sft --config configs/quickstart.yaml "$@"
 for signature in 'def is_valid(name)' 'def write(self, data)' 'def set_timeout(self, seconds)'; do
     echo "$signature"
-    echo "    $(lowmem generate runs/quickstart "Document this function of files:
+    echo "    $(lowmem generate "$run" "Document this function of files:
 $signature")"
 done

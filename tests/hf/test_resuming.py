@@ -76,7 +76,7 @@ REFUSED = {
     "a stream in other batches": (
         replace(PLAIN, data="stream"), {BATCH: 2, "gradient_accumulation_steps": 2}, f"{BATCH} was 4 and is now 2"
     ),
-    "a last batch": (replace(PLAIN, rows=10), {"dataloader_drop_last": True}, "dataloader_drop_last was false and is now true"),
+    "a last batch": (replace(PLAIN, rows=10), {"dataloader_drop_last": True}, "drop_last was false and is now true"),
     "packing": pytest.param(
         PLAIN, {"data": "packed"}, "differs from the data of this checkpoint",
         marks=pytest.mark.troubleshooting("the tokenized data differs"),

@@ -280,7 +280,11 @@ def test_suggestions_respect_the_other_arguments(write, changes, absent, present
 
 @pytest.mark.parametrize(
     ("config", "model"),
-    [("llama3_8b_chat_24gb", "llama-3.1-8b"), ("qwen3_8b_chat_24gb", "qwen3-8b"), ("qwen3_14b_text_80gb", "qwen3-14b")],
+    [
+        ("llama3_8b_chat_24gb", "llama-3.1-8b"),
+        ("llama3_8b_chat_24gb", "qwen3-8b"),
+        ("qwen3_14b_text_80gb", "qwen3-14b"),
+    ],
 )
 def test_shipped_configurations_are_planned(config, model, tmp_path):
     """With two layers and 4096 tokens of their models, and the memory that the others would add."""
