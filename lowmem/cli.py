@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 
     The exit status is 0 for success, 1 for a plan that does not fit, 2 for an error with a message, 3 for one without
     (a defect), and 128 + N after signal N: 130 for Ctrl-C, 143 for SIGTERM. A run that was training has saved a
-    checkpoint then.
+    checkpoint then, unless a second Ctrl-C ended it.
     """
     out.quiet = err.quiet = rank() > 0
     command, rest = _parser().parse_known_args(argv)
@@ -110,7 +110,7 @@ def _parser() -> argparse.ArgumentParser:
     for name, summary in COMMANDS.items():  # run/parser.py adds their arguments and --help
         command(name, train, summary, add_help=False).set_defaults(training=name)
     for name, run, summary in (
-        ("plan", plan, "Predict the memory of a training step; nothing is downloaded or allocated."),
+        ("plan", plan, "Predict the memory of a training step; no weights are downloaded or allocated."),
         ("inspect", inspect, "Show the first training rows, and the tokens that contribute to the loss."),
     ):
         sub = command(name, run, summary, "sft --config configs/llama3_8b_chat_24gb.yaml")

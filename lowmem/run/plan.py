@@ -246,7 +246,8 @@ def _savings_of_rows(recipe: Recipe) -> Iterator[dict[str, Any]]:
     rows, length = args.per_device_train_batch_size, getattr(args, "max_length", None) or _LONGEST
     if rows * length >= 2 * _MLP_TILE and (tile is None or tile > _MLP_TILE):
         yield {"layers.mlp_tile": _MLP_TILE}
-    yield from ({"per_device_train_batch_size": fewer} for fewer in {rows // 2: 0, 1: 0} if 0 < fewer < rows)
+    for fewer in sorted({rows // 2, 1} - {0, rows}, reverse=True):
+        yield {"per_device_train_batch_size": fewer}
     if hasattr(args, "max_length"):
         yield {"max_length": length // 2}
 
