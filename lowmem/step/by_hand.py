@@ -43,7 +43,8 @@ def complete_step(loop: StepLoop, records: Sequence[ParamRecord]) -> None:
             loop.backward(lambda: _Loss.apply(grads, leaf, *params), last=True)
     except BaseException:
         for param, grad in zip(params, grads, strict=True):
-            param.grad = grad
+            if grad is not None and param.shape == grad.shape:  # unless ZeRO-3 has partitioned the parameter
+                param.grad = grad
         raise
 
 
