@@ -265,7 +265,12 @@ def test_a_trainer_logs_and_learns_as_without_the_mixin(case, tokenizer, tmp_pat
 
         def counted():
             with Rows() as counter:
-                train()
+                try:
+                    train()
+                except ValueError as error:
+                    if mixin:
+                        raise
+                    pytest.skip(f"this transformers does not have the option: {error}")
             rows.append(counter.most)
 
         trainer.train = counted
