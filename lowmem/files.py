@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lowmem.errors import CheckpointError, LowmemError
 
-# Bytes that are copied to the host at a time while a tensor is written.
+# Bytes that are copied to the host at a time while a tensor is written, or that are read before a file is mapped anew.
 _CHUNK_BYTES = 1 << 26
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 # Errors of file systems that cannot fsync directories.
@@ -71,18 +71,36 @@ def _write_tensor(file: BinaryIO, offset: int, tensor: Tensor) -> None:
         file.write(chunk.contiguous().view(-1).view(torch.uint8).cpu().numpy())
 
 
-def open_safetensors(path: Path) -> Any:
-    """Opens a safetensors file, as `safetensors.safe_open` does.
+class SafetensorsFile:
+    """An open safetensors file with the methods of `safetensors.safe_open`, whose tensors are views of the mapped file.
+
+    Pages that are read stay resident while a file is mapped, so it is mapped anew after every `_CHUNK_BYTES`.
 
     Raises:
         CheckpointError: the file is missing, or does not have the length that its header implies.
     """
-    if not path.is_file():
-        raise CheckpointError(f"{path} is missing")
-    try:
-        return safetensors.safe_open(path, framework="pt")
-    except (OSError, safetensors.SafetensorError) as error:
-        raise CheckpointError(f"{path} is damaged or truncated: {error}") from None
+
+    def __init__(self, path: Path) -> None:
+        if not path.is_file():
+            raise CheckpointError(f"{path} is missing")
+        self._path = path
+        self._map()
+
+    def _map(self) -> None:
+        try:
+            self._file, self._read = safetensors.safe_open(self._path, framework="pt"), 0
+        except (OSError, safetensors.SafetensorError) as error:
+            raise CheckpointError(f"{self._path} is damaged or truncated: {error}") from None
+
+    def get_tensor(self, name: str) -> Tensor:
+        if self._read > _CHUNK_BYTES:
+            self._map()
+        tensor: Tensor = self._file.get_tensor(name)
+        self._read += tensor.nbytes
+        return tensor
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
 
 
 def checksum(path: Path) -> str:

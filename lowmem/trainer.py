@@ -21,7 +21,7 @@ from weakref import ReferenceType, WeakKeyDictionary, ref
 import torch
 from accelerate.utils import is_peft_model, purge_accelerate_environment
 from torch import Tensor, nn
-from transformers import Trainer, TrainingArguments
+from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.trainer_utils import has_length
 
 from lowmem.errors import ConfigError, StepError, require_packages
@@ -133,18 +133,19 @@ class FusedTrainerMixin(_Base):
         FusedAccelerator.adopt(self)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        self._quantize(model)
-        if self._inputs.sharding is None:
-            super()._move_model_to_device(model, device)  # sharding moves the shards
+        shards = self._inputs.sharding is not None  # which sharding moves
+        self._quantize(model, None if shards else device)
+        if not shards:
+            super()._move_model_to_device(model, device)
 
-    def _quantize(self, model: nn.Module) -> None:
-        """Quantizes the weights if `fused` asks for it, before the model is moved to its device."""
+    def _quantize(self, model: nn.Module, device: torch.device | None = None) -> None:
+        """Quantizes the weights if `fused` asks for it, and moves each of them to the device when it is quantized."""
         fused = self._inputs.fused
         if fused is None or fused.weight_format is None:
             return
         if is_peft_model(model):
             raise ConfigError("fused.weight_format is for training all weights, but this model has adapters; omit it")
-        quantize_(model, fused.weight_format)
+        quantize_(model, fused.weight_format, device=device)
 
     def _shard(self) -> None:
         """Shards the model if the arguments ask for it, and frees gathered parameters."""
@@ -338,8 +339,11 @@ class FusedTrainerMixin(_Base):
             super()._push_from_checkpoint(checkpoint_folder)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Saves as the trainer does. If the model is sharded, every rank calls it."""
-        if not (is_peft_model(self.model) or self._inputs.sharding is not None or in_codes(self.model)):
+        """Saves as the trainer does, but one weight at a time. If the model is sharded, every rank calls it."""
+        model: Any = self.model
+        ordinary = not (getattr(model, "hf_quantizer", None) or getattr(model, "peft_config", None))
+        by_weight = is_peft_model(model) or (isinstance(model, PreTrainedModel) and ordinary)
+        if not (by_weight or self._inputs.sharding is not None or in_codes(model)):
             super().save_model(output_dir, _internal_call)
             return
         self._shard()

@@ -7,7 +7,6 @@ buffers.
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,7 +18,7 @@ from transformers.utils import ADAPTER_CONFIG_NAME, ADAPTER_SAFE_WEIGHTS_NAME
 
 from lowmem import placements
 from lowmem.errors import CheckpointError, UnsupportedError
-from lowmem.files import open_safetensors, read_json, write_safetensors
+from lowmem.files import SafetensorsFile, read_json, write_safetensors
 
 logger = logging.getLogger(__name__)
 
@@ -136,15 +135,15 @@ def load(model: Any, folder: Path) -> None:
             "as in the saved run before creating the trainer"
         )
     prompts = {_path(folder, name) for name, config in model.peft_config.items() if config.is_prompt_learning}
-    with ExitStack() as stack, torch.no_grad():
-        pairs: list[tuple[Tensor, Any, str]] = []
-        for path in sorted({*expected, *paths}):
-            file = stack.enter_context(open_safetensors(path))
-            if path not in prompts:  # prompts are computed: OTHERS_FILE contains their encoder
-                tensors = {**optional.get(path, {}), **expected.get(path, {})}
-                shapes = {name: placements.shape_of(tensor) for name, tensor in tensors.items()}
-                compare(path, dict.fromkeys(file.keys(), file), shapes, expected.get(path, {}))
-                pairs += [(tensors[name], file, name) for name in file.keys()]  # noqa: SIM118 (not a mapping)
+    pairs: list[tuple[Tensor, SafetensorsFile, str]] = []
+    for path in sorted({*expected, *paths}):
+        file = SafetensorsFile(path)
+        if path not in prompts:  # prompts are computed: OTHERS_FILE contains their encoder
+            tensors = {**optional.get(path, {}), **expected.get(path, {})}
+            shapes = {name: placements.shape_of(tensor) for name, tensor in tensors.items()}
+            compare(path, dict.fromkeys(file.keys(), file), shapes, expected.get(path, {}))
+            pairs += [(tensors[name], file, name) for name in file.keys()]  # noqa: SIM118 (not a mapping)
+    with torch.no_grad():
         for tensor, file, name in pairs:
             placements.fill(tensor, file.get_tensor(name))
 

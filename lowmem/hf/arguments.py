@@ -99,7 +99,8 @@ class Inputs:
         check_activations(self.args)
         if self.optimizer is None:  # before the data is tokenized and a reference model has run
             optim.with_learning_rate(self.args, self.options(self.args), self.model)
-        sharding.prepare(self.sharding, self.model, self.args)
+        quantizes = self.fused is not None and self.fused.weight_format is not None
+        sharding.prepare(self.sharding, self.model, self.args, quantizes=quantizes)
 
     def check(self, trainer: Any) -> None:
         """Checks the model, the data and the optimizer of the trainer that was constructed with them."""

@@ -24,7 +24,7 @@ from safetensors import SafetensorError
 from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME
 
 from lowmem.errors import CheckpointError
-from lowmem.files import checksum, flush, flush_tree, open_safetensors, read_json, write_safetensors
+from lowmem.files import SafetensorsFile, checksum, flush, flush_tree, read_json, write_safetensors
 from lowmem.hf.weights import weight_files
 from lowmem.optimizer import FusedOptimizer
 from lowmem.placements import in_group
@@ -87,21 +87,21 @@ def load_optimizer(optimizer: FusedOptimizer, path: Path) -> None:
     Raises:
         CheckpointError: the file is missing or truncated, or belongs to another optimizer or model.
     """
-    with open_safetensors(path) as file:
-        text = (file.metadata() or {}).get("lowmem")
-        if text is None:
-            raise CheckpointError(f"{path} was not written by lowmem, so training cannot resume from it")
-        saved = json.loads(text)
-        state: dict[str, dict[str, Any]] = saved.pop("values")
-        for key in file.keys():  # noqa: SIM118 (not a mapping)
-            param, _, name = key.rpartition("/")
-            tensor = file.get_tensor(key)
-            read = functools.partial(file.get_tensor, key)
-            state[param][name] = TensorSource(tuple(tensor.shape), tensor.dtype, read)
-        try:
-            optimizer.load_named_state_dict({**saved, "state": state})
-        except CheckpointError as error:
-            raise CheckpointError(f"{path}: {error}") from None
+    file = SafetensorsFile(path)
+    text = (file.metadata() or {}).get("lowmem")
+    if text is None:
+        raise CheckpointError(f"{path} was not written by lowmem, so training cannot resume from it")
+    saved = json.loads(text)
+    state: dict[str, dict[str, Any]] = saved.pop("values")
+    for key in file.keys():  # noqa: SIM118 (not a mapping)
+        param, _, name = key.rpartition("/")
+        tensor = file.get_tensor(key)
+        read = functools.partial(file.get_tensor, key)
+        state[param][name] = TensorSource(tuple(tensor.shape), tensor.dtype, read)
+    try:
+        optimizer.load_named_state_dict({**saved, "state": state})
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from None
 
 
 def load_scheduler(scheduler: Any, path: Path) -> None:
@@ -139,8 +139,7 @@ def check_model(folder: Path) -> None:
     if (folder / CONFIG_NAME).exists():
         read_json(folder / CONFIG_NAME)
     for path in weight_files(folder):
-        with open_safetensors(path):
-            pass
+        SafetensorsFile(path)
 
 
 def check_resumable(folder: Path) -> None:

@@ -68,12 +68,15 @@ def of(args: TrainingArguments) -> "Sharding | None":
     return FSDP2Sharding(args) if args.fsdp else None
 
 
-def prepare(sharding: "Sharding | None", model: Any, args: TrainingArguments) -> None:
+def prepare(sharding: "Sharding | None", model: Any, args: TrainingArguments, *, quantizes: bool) -> None:
     """Prepares this process for a trainer of TRL that loads the model by its name."""
     if not isinstance(model, str):
         return
-    # TRL 1.16 (trainer/utils.py) sets "auto": all weights would be on the GPUs before they are quantized or sharded
-    options = {"device_map": None} | (getattr(args, "model_init_kwargs", None) or {})
+    # TRL 1.16 (trainer/utils.py) sets "auto": all weights would be on the GPUs before they are quantized or sharded.
+    # Other weights go there directly: without a map, all those that are converted would first be on the host.
+    direct = sharding is None and not quantizes and args.device.type == "cuda" and args.n_gpu == 1 == args.world_size
+    options: dict[str, Any] = {"device_map": {"": str(args.device)} if direct else None}
+    options |= getattr(args, "model_init_kwargs", None) or {}
     if hasattr(args, "model_init_kwargs"):
         args.model_init_kwargs = options
     if sharding is None:

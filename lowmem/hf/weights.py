@@ -8,7 +8,6 @@ converts. Here only one full parameter exists at a time, or those that a convers
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from transformers import PreTrainedModel
 
 from lowmem import placements
 from lowmem.errors import CheckpointError
-from lowmem.files import open_safetensors, read_json, write_safetensors
+from lowmem.files import SafetensorsFile, read_json, write_safetensors
 from lowmem.hf import adapters
 
 try:
@@ -94,14 +93,13 @@ def load_weights(model: nn.Module, folder: str | Path) -> None:
             "peft.get_peft_model(model, config), or peft.PeftModel.from_pretrained(model, folder)"
         )
     layout = _FileLayout(model)
-    with ExitStack() as stack, torch.no_grad():
-        saved: dict[str, Any] = {}
-        for path in weight_files(folder):
-            file = stack.enter_context(open_safetensors(path))
-            saved |= dict.fromkeys(file.keys(), file)
-        shapes = {name: placements.shape_of(tensor) for name, tensor in layout.state.items()}  # includes tied weights
-        shapes |= {name: tensor.shape for name, tensor in layout.tensors.items()}
-        adapters.compare(folder, saved, shapes, layout.tensors)
+    saved: dict[str, Any] = {}
+    for file in map(SafetensorsFile, weight_files(folder)):
+        saved |= dict.fromkeys(file.keys(), file)
+    shapes = {name: placements.shape_of(tensor) for name, tensor in layout.state.items()}  # includes tied weights
+    shapes |= {name: tensor.shape for name, tensor in layout.tensors.items()}
+    adapters.compare(folder, saved, shapes, layout.tensors)
+    with torch.no_grad():
         for group in layout.groups:
             layout.load(group, saved)
 
@@ -129,8 +127,8 @@ def weight_files(folder: Path) -> list[Path]:
 def saved_weights(folder: Path) -> Iterator[Tensor]:
     """Reads the weights of a directory one at a time."""
     for path in weight_files(folder):
-        with open_safetensors(path) as file:
-            yield from map(file.get_tensor, file.keys())
+        file = SafetensorsFile(path)
+        yield from map(file.get_tensor, file.keys())
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ import functools
 import logging
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,9 @@ logger = logging.getLogger(__name__)
 
 
 @torch.inference_mode(False)  # parameters made in inference mode cannot be trained
-def quantize_(model: nn.Module, weight_format: str, *, group: int = 64, skip: Sequence[str] = ()) -> nn.Module:
+def quantize_(
+    model: nn.Module, weight_format: str, *, group: int = 64, skip: Sequence[str] = (), device: Any = None
+) -> nn.Module:
     """Quantizes the weights of linear layers, embeddings and stacks of experts in place, one after the other.
 
     Autograd still sees each of them as a parameter of its former dtype and shape. A `FusedOptimizer`, which is created
@@ -30,6 +33,7 @@ def quantize_(model: nn.Module, weight_format: str, *, group: int = 64, skip: Se
         weight_format: "int8", "int10" or "int12": integers of 8, 10 or 12 bits, with one bfloat16 scale per group.
         group: consecutive elements of a row that share a scale: a power of two from 8 to 1,024.
         skip: names of modules that stay as they are, with the modules inside; `*` matches any characters.
+        device: where each weight is moved when it is quantized; by default it stays where it is.
 
     Returns:
         The model.
@@ -56,7 +60,7 @@ def quantize_(model: nn.Module, weight_format: str, *, group: int = 64, skip: Se
             "weights almost as much (docs/how-to/fewer_bits.md)"
         )
     for names in chosen:
-        _replace(model, names, functools.partial(QuantizedWeight.of, format=storage, name=names[0]))
+        _replace(model, names, functools.partial(QuantizedWeight.of, format=storage, name=names[0]), device)
     return model
 
 
@@ -115,10 +119,10 @@ def _shared(model: nn.Module, matches: Callable[[nn.Module, Tensor], bool]) -> l
     return [(param, names[param]) for param in names if param in matching]
 
 
-def _replace(model: nn.Module, names: list[str], change: Callable[[Tensor], Tensor]) -> None:
+def _replace(model: nn.Module, names: list[str], change: Callable[[Tensor], Tensor], device: Any = None) -> None:
     """Replaces a parameter in all its places, so that it is freed."""
     param = model.get_parameter(names[0])
-    new = nn.Parameter(change(param.detach()), param.requires_grad)
+    new = nn.Parameter(change(param.detach()).to(device or param.device), param.requires_grad)
     for name in names:
         module, _, attribute = name.rpartition(".")
         setattr(model.get_submodule(module), attribute, new)

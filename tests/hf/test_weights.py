@@ -1,6 +1,7 @@
 """Weights saved one parameter at a time are the files of `save_pretrained`, and load to the same bits."""
 
 import filecmp
+from pathlib import Path
 
 import pytest
 import torch
@@ -245,6 +246,24 @@ def test_weights_of_another_dtype_are_cast(tmp_path):
         model.save_pretrained(tmp_path / kind)
         load(other, tmp_path / kind)
         assert_same_state(model.to(torch.bfloat16), other.to(torch.bfloat16))
+
+
+def mapped():
+    """Bytes of pages of mapped files that are resident."""
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssFile"))
+    return int(line.split()[1]) * 1024
+
+
+def test_pages_of_a_file_do_not_stay_resident(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "_CHUNK_BYTES", 16 << 20)
+    model = nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(8)))  # of 16 MiB each
+    save(model, tmp_path)
+    before, most = mapped(), []
+    load(model, tmp_path)  # imports what it needs
+    monkeypatch.setattr(weights.placements, "fill", lambda *_, fill=placements.fill: (fill(*_), most.append(mapped())))
+    load(model, tmp_path)
+    assert len(most) == 8
+    assert max(most) - before <= (3 * 16 + 8) << 20  # the tensor, those of the mapping before, and a margin
 
 
 def rewritten(folder, change):

@@ -48,6 +48,19 @@ def test_everything_is_flushed_before_the_checkpoint_has_its_name(make, tmp_path
     assert after == [tmp_path / "run"]
 
 
+def test_weights_are_saved_one_at_a_time(make, tmp_path, monkeypatch):
+    """safetensors would copy all of them from a GPU first."""
+    monkeypatch.setattr("transformers.modeling_utils.safe_save_file", full_disk)
+    trainer = make(**SAVES, max_steps=1)
+    trainer.train()
+    trainer.save_model(str(tmp_path / "saved"))
+    monkeypatch.undo()
+    trainer.model.save_pretrained(tmp_path / "theirs")
+    for folder in ("run/checkpoint-1", "saved"):
+        for name in names(tmp_path / "theirs"):
+            assert (tmp_path / folder / name).read_bytes() == (tmp_path / "theirs" / name).read_bytes()
+
+
 def test_a_file_is_flushed_before_it_has_its_name(tmp_path, monkeypatch):
     flushed = []
     monkeypatch.setattr(files, "flush", lambda path: flushed.append((path.name, (tmp_path / "a").exists())))

@@ -1,5 +1,7 @@
 """The devices that trainers load models onto: one, and in the format in which the weights are trained."""
 
+from weakref import ref
+
 import accelerate
 import pytest
 import torch
@@ -10,7 +12,7 @@ from support.trainers import build
 from lowmem import FusedConfig
 from lowmem.errors import UnsupportedError
 from lowmem.layers.config import LayersConfig
-from lowmem.tiles.quantized import in_codes, tensors_of
+from lowmem.tiles.quantized import QuantizedWeight, in_codes, tensors_of
 
 GPUS = torch.cuda.device_count()
 ONE_DEVICE = pytest.mark.skipif(GPUS > 1, reason="one process trains on one GPU")
@@ -61,7 +63,17 @@ def test_a_model_offloaded_by_trl_arguments_raises(row, folder, tmp_path):
 @NEEDS_A_GPU
 @ONE_DEVICE
 @pytest.mark.parametrize("row", ["SFT", "DPO"])
-def test_weights_are_quantized_before_they_get_to_the_gpu(row, folder, tmp_path):
+def test_weights_are_quantized_before_they_get_to_the_gpu(row, folder, tmp_path, monkeypatch):
+    """One after the other, so that neither the GPU nor the host holds all of them in two formats."""
+    on_host = []
+
+    def quantized(weight, of=QuantizedWeight.of, **options):
+        new = of(weight, **options)
+        on_host.append(ref(new.parts[0]))
+        assert sum(each() is not None and each().device.type == "cpu" for each in on_host) == 1
+        return new
+
+    monkeypatch.setattr(QuantizedWeight, "of", quantized)
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     fused = FusedConfig(rule="lomo", weight_format="int8")
@@ -74,6 +86,23 @@ def test_weights_are_quantized_before_they_get_to_the_gpu(row, folder, tmp_path)
     others = [trainer.ref_model] if row == "DPO" else []
     held = sum(part.nbytes for part in [*parts, *(param for other in others for param in other.parameters())])
     assert torch.cuda.max_memory_allocated() - before <= 1.05 * held
+
+
+@NEEDS_A_GPU
+@ONE_DEVICE
+@pytest.mark.parametrize("row", ["SFT", "DPO"])
+def test_weights_in_another_dtype_are_converted_on_the_gpu(row, folder, tmp_path, monkeypatch):
+    """The host never holds all of them in the new dtype."""
+    loaded = []
+
+    def move(trainer, model, device):
+        loaded.append({(param.device.type, param.dtype) for param in model.parameters()})
+
+    monkeypatch.setattr(hf.Trainer, "_move_model_to_device", move)
+    trainer = build(row, tmp_path, True, {"model": str(folder)}, model_init_kwargs={"dtype": "float32"})
+    others = [trainer.ref_model] if row == "DPO" else []
+    loaded += [{(param.device.type, param.dtype) for param in other.parameters()} for other in others]
+    assert loaded == [{("cuda", torch.float32)}] * (1 + len(others))
 
 
 @NEEDS_TWO
