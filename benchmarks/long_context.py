@@ -66,14 +66,14 @@ def planned(
     """Plans a step of AdaLomo on a GPU with one sequence, bfloat16 weights and activation checkpointing.
 
     Args:
-        layers: options of `LayersConfig`.
+        layers: options of `LayersConfig`; `computed_gradients` is True if it is not given.
         offload: checkpointed layers move their inputs to the host.
     """
     arguments = {
         "dtype": "bfloat16", "max_length": tokens, "learning_rate": 1e-4, "max_grad_norm": 0, "max_steps": 1,
         "per_device_train_batch_size": 1, "loss_type": "nll", "bf16": False, "report_to": "none",
         "fused.rule": "adalomo", "fused.rounding": "stochastic",
-        **{f"layers.{name}": value for name, value in (layers or {}).items()},
+        **{f"layers.{name}": value for name, value in {"computed_gradients": True, **(layers or {})}.items()},
         **({"activation_checkpointing_kwargs": {"offload": True}} if offload else {}),
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:

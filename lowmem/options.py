@@ -259,7 +259,7 @@ _CHECKS = {
     "convert_states": require.flag,
     "weight_format": require.one_of(*storage.WEIGHT_FORMATS, optional=True),
     "placement": require.one_of(*get_args(placements.Choice)),
-    "compile": require.check(lambda value: value == "auto" or isinstance(value, bool), "True, False or 'auto'"),
+    "compile": require.flag_or_auto,
     "seed": require.number(whole=True),
     "batching": require.flag,
     "log_norms": require.flag,

@@ -46,7 +46,7 @@ _OTHERS = ("GRPOTrainer", "RLOOTrainer")
 
 
 def change(model: Any, layers: LayersConfig) -> None:
-    """Tiles the MLPs of a model, and lets the optimizer compute the gradient of its embedding as it reads it.
+    """Tiles the MLPs of a model, and may let the optimizer compute the gradient of its embedding as it reads it.
 
     Called before the model is sharded.
 
@@ -57,7 +57,7 @@ def change(model: Any, layers: LayersConfig) -> None:
     if layers.mlp_tile is not None:
         tile_mlps(model, layers.mlp_tile)
     table = embedding(model, "input")
-    if layers.computed_gradients and isinstance(table, nn.Embedding):
+    if layers.computed_gradients is True and isinstance(table, nn.Embedding):
         head = Head(memory=layers.head_bytes)
         head.tile(1, table.num_embeddings, table.embedding_dim, table.weight.device)  # raises if that is too little
         compute_gradient(table, head.memory)
@@ -81,13 +81,15 @@ def positions(model: Any) -> int | None:
     return None
 
 
-def described(model: Any, optimizer: FusedOptimizer) -> str:
-    """Describes the gradients of a model's head and input embedding: computed as they are read, or tensors."""
-    layers = (embedding(model, "output"), embedding(model, "input"))
-    weights = [layer.weight for layer in layers if hasattr(layer, "weight") and layer.weight.requires_grad]
+def described(model: Any, optimizer: FusedOptimizer, layers: LayersConfig) -> str:
+    """Describes the gradients of a model's head and input embedding: computed as they are read, or tensors, and why."""
+    outputs = (embedding(model, "output"), embedding(model, "input"))
+    weights = [layer.weight for layer in outputs if hasattr(layer, "weight") and layer.weight.requires_grad]
     records = [optimizer._records[weight] for weight in weights if weight in optimizer._records]
     if not records:
         return "the head and the embedding are not trained"
+    if layers.computed_gradients == "auto":
+        return "head and embedding: ordinary tensors, which take least time (computed_gradients: auto)"
     how = "never materialized" if all(record.computes for record in records) else "ordinary tensors"
     return f"head and embedding: {how}"
 
@@ -140,7 +142,7 @@ def compute_losses(trainer: Any, layers: LayersConfig) -> list[Place]:
         if model is None:
             continue
         base = model.get_base_model() if is_peft_model(model) else model
-        place = _place(base, layers.head_bytes)
+        place = _place(base, layers)
         if metrics and (fused or chunked):
             logged = metrics if model is trainer.model else ()
             base.forward = MethodType(_forward(base, place, logged, smoothing, chunked), base)
@@ -162,14 +164,15 @@ def lazily(places: Sequence[Place]) -> Iterator[None]:
             setattr(parent, name, output)
 
 
-def _place(model: Any, memory: int | None) -> list[Place]:
+def _place(model: Any, layers: LayersConfig) -> list[Place]:
     """The place of the output embedding. Empty, so that it stays, if it is not a linear layer or has an adapter."""
     output = embedding(model, "output")
     linear = output.original_module if hasattr(output, "modules_to_save") else output  # PEFT trains a copy of it
     if getattr(type(linear), "forward", None) is not nn.Linear.forward:
         return []
     parent, _, name = next(path for path, module in model.named_modules() if module is output).rpartition(".")
-    return [(model.get_submodule(parent), name, LazyHead(output, memory, gathered))]
+    head = LazyHead(output, gathered, memory=layers.head_bytes, computed=layers.computed_gradients is True)
+    return [(model.get_submodule(parent), name, head)]
 
 
 def _forward(model: Any, place: list[Place], metrics: tuple[str, ...], smoothing: float, chunked: bool) -> Any:
@@ -214,7 +217,7 @@ def _losses(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss and metrics of each token."""
     if isinstance(logits, Logits) and logits.pending:
-        losses, _, values = logits.source.losses(targets, metrics, smoothing)
+        losses, _, values = logits.source.losses(targets, metrics, smoothing, keeps=not logits.source.head.computed)
         return losses, values
     z = logits.float()
     losses = F.cross_entropy(z.flatten(0, -2), targets.flatten(), reduction="none", label_smoothing=smoothing)

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass
+from typing import Literal
 
 from lowmem.errors import ConfigError
 from lowmem.rules import require
@@ -12,21 +13,22 @@ class LayersConfig:
     """Options that avoid materializing full gradients and activations.
 
     Attributes:
-        computed_gradients: the optimizer computes the gradients of the output head and the embedding, block by block,
-            as often as its rule reads them. This holds on one device, for rules of lowmem, and for micro-batches of up
-            to a quarter as many tokens as the vocabulary has; for longer ones the gradient hardly takes more memory
-            than the tensors from which it is computed, and is computed once. Under ZeRO-3, gradients are computed and
-            reduced block by block, so a rank has only its shard of them. Under FSDP2, on replicated ranks, and for
-            third-party optimizers, gradients are tensors. False uses TRL's losses and PyTorch's embedding.
+        computed_gradients: "auto" computes the loss from tiles of logits. The gradients of the output head and the
+            embedding are tensors, which takes least time. With True the optimizer computes them, block by block, as it
+            reads them. This holds on one device, for rules of lowmem, and for micro-batches of up to a quarter as many
+            tokens as the vocabulary has; for longer ones the gradient hardly takes more memory than the tensors from
+            which it is computed. Under ZeRO-3, they are computed and reduced block by block, so a rank has only its
+            shard of them. Under FSDP2, on replicated ranks, and for third-party optimizers, they are tensors. False
+            uses TRL's losses.
         head_memory: additional memory for computing the loss and these gradients, such as "1GiB". More is faster. None
-            is 128 MiB on a CPU and 512 MiB on a GPU.
+            is 128 MiB on a CPU and 512 MiB on a GPU. The logits of one token are the least.
         mlp_tile: tokens that an MLP computes at a time. Backward computes them once more. None computes all at once.
 
     Raises:
         ConfigError: a value is out of range.
     """
 
-    computed_gradients: bool = True
+    computed_gradients: bool | Literal["auto"] = "auto"
     head_memory: str | None = None
     mlp_tile: int | None = None
 
@@ -36,7 +38,7 @@ class LayersConfig:
         return None if self.head_memory is None else parse_bytes(self.head_memory, "head_memory")
 
     def __post_init__(self) -> None:
-        require.flag("computed_gradients", self.computed_gradients)
+        require.flag_or_auto("computed_gradients", self.computed_gradients)
         _ = self.head_bytes  # raises if it is not an amount
         require.number(">= 1", whole=True, optional=True)("mlp_tile", self.mlp_tile)
 

@@ -93,7 +93,7 @@ class EmbeddingGradient(Contribution):
     Attributes:
         indices: int64 [tokens]; negative for tokens without a gradient.
         grad: of the output, [tokens, size].
-        memory: bytes of a block and of the float32 copy of a part of `grad`.
+        memory: bytes of a block, of the float32 copy of a part of `grad`, and of stored rows (up to half of it).
     """
 
     indices: Tensor
@@ -101,8 +101,12 @@ class EmbeddingGradient(Contribution):
     memory: int
 
     @property
+    def stored_bytes(self) -> int:
+        return self.memory // 2
+
+    @property
     def block_rows(self) -> int:
-        return max(1, self.memory // (3 * 4 * self.grad.shape[1]))
+        return max(1, self.memory // (4 * 4 * self.grad.shape[1]))
 
     def add_to(self, rows: Tensor, start: int) -> None:
         for (at, groups), grad in zip(self._grouped, self.grad.split(self.block_rows), strict=True):

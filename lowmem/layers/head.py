@@ -1,9 +1,9 @@
 """The output head: the cross-entropy of logits of which one tile exists at a time.
 
-Logits are the product of hidden states [tokens, hidden] and a weight [vocabulary, hidden]. Forward stores the
-log-sum-exp of each token, and the gradient of its hidden state up to a factor, which it sums in the same pass. The
-gradient of rows of the weight depends only on those rows, the hidden states and the log-sum-exps. It is computed when
-the optimizer reads it.
+Logits are the product of hidden states [tokens, hidden] and a weight [vocabulary, hidden]. Forward computes all logits
+of some tokens at a time. It stores the log-sum-exp of each token, and the gradient of its hidden state up to a factor.
+The gradient of rows of the weight depends only on those rows, the hidden states and the log-sum-exps. It is computed in
+backward, or when the optimizer reads it.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,11 +17,11 @@ from torch import Tensor
 from lowmem.errors import ConfigError, UnsupportedError
 from lowmem.layers.autocast import autocast, autocast_dtype
 from lowmem.layers.head_gradient import HeadGradient
-from lowmem.layers.head_tiles import Head, add_product, find_labels
+from lowmem.layers.head_tiles import Head
 from lowmem.step import hooks
 from lowmem.tiles.gradients import ComputedGradient
 from lowmem.tiles.layout import block_starts
-from lowmem.tiles.quantized import plain, rows_of
+from lowmem.tiles.quantized import rows_of
 
 __all__ = ["METRICS", "Gather", "Head", "linear_cross_entropy", "token_losses"]
 
@@ -83,13 +83,16 @@ def linear_cross_entropy(
 
 @dataclass(frozen=True)
 class _Options:
-    """Arguments of `_TokenLosses` that are not tensors. dtype: of products.  learns: hidden states need a gradient."""
+    """Arguments of `_TokenLosses` that are not tensors. dtype: of the factors of products.  learns: hidden states need
+    a gradient.  keeps: see `token_losses`.
+    """
 
     head: Head
     metrics: Sequence[str]
     gather: Gather
     dtype: torch.dtype
     learns: bool
+    keeps: bool
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -101,6 +104,7 @@ def token_losses(
     head: Head,
     metrics: Sequence[str] = (),
     gather: Gather = nullcontext,
+    keeps: bool = False,
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Computes the loss of each token.
 
@@ -109,15 +113,19 @@ def token_losses(
         targets: integers [tokens], the label of each token.
         metrics: names of `METRICS`.
         gather: returns a context in which weight and bias are complete.
+        keeps: backward computes the gradient of the weight from stored probabilities, if they fit into half of the
+            memory of the head, and no logits again.
 
     Returns:
         The losses and the log-sum-exps of the logits, float32 [tokens], and the metrics, each [tokens].
     """
     learns = torch.is_grad_enabled() and hidden.requires_grad
-    # only CUDA has 16-bit products that return float32
-    dtype = (autocast_dtype(hidden.device) or hidden.dtype) if hidden.device.type == "cuda" else torch.float32
+    if hidden.device.type != "cpu":
+        dtype = autocast_dtype(hidden.device) or hidden.dtype
+    else:  # whose products of float16 are slow
+        dtype = torch.bfloat16 if hidden.dtype == weight.dtype == torch.bfloat16 else torch.float32
     losses, log_sums, *values = _TokenLosses.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, bias, targets, _Options(head, metrics, gather, dtype, learns)
+        hidden, weight, bias, targets, _Options(head, metrics, gather, dtype, learns, keeps)
     )
     return losses, log_sums, dict(zip(metrics, values, strict=True))
 
@@ -128,7 +136,7 @@ class _TokenLosses(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, options: _Options
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        tokens, size = hidden.shape
+        (tokens, size), head, kept = hidden.shape, options.head, None
         results = {
             name: hidden.new_empty(tokens, dtype=torch.bool if name == "is_top1" else torch.float32)
             for name in ("losses", "log_sums", *options.metrics)
@@ -136,23 +144,27 @@ class _TokenLosses(torch.autograd.Function):
         if options.learns:
             results["directions"] = torch.empty_like(hidden)
         with options.gather(), autocast(hidden.device, None):
-            targets = _checked(targets, len(weight))
-            step, rows = options.head.tile(tokens, len(weight), size, hidden.device)
+            targets, rows = _checked(targets, len(weight)), len(weight)
+            keeps = options.keeps and options.learns and weight.requires_grad and bias is None
+            keeps &= options.dtype == weight.dtype != torch.float16
+            if keeps and 2 * tokens * rows * weight.dtype.itemsize <= head.available(hidden.device):
+                kept = hidden.new_empty(tokens, rows, dtype=weight.dtype)
+            step = head.tokens(rows, size, hidden.device, 0 if kept is None else kept.nbytes)
             for start in block_starts(tokens, step, hidden):
                 part = slice(start, start + step)
-                scanned = _scan(hidden[part].to(options.dtype), weight, bias, targets[part], rows, options)
+                into = None if kept is None else kept[part]
+                scanned = _scan(hidden[part].to(options.dtype), weight, bias, targets[part], options, into)
                 for name, result in results.items():
                     result[part] = scanned[name]
-                del scanned  # before the sums of the next tokens are allocated
         directions, losses, log_sums = results.pop("directions", None), results["losses"], results["log_sums"]
-        ctx.save_for_backward(hidden, weight, bias, targets, losses, log_sums, directions)
+        ctx.save_for_backward(hidden, weight, bias, targets, losses, log_sums, directions, kept)
         ctx.options = options
         ctx.mark_non_differentiable(*(results[name] for name in options.metrics))
         return tuple(results.values())
 
     @staticmethod
     def backward(ctx: Any, of_losses: Tensor | None, of_log_sums: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets, losses, log_sums, directions = ctx.saved_tensors
+        hidden, weight, bias, targets, losses, log_sums, directions, kept = ctx.saved_tensors
         head, gather = ctx.options.head, ctx.options.gather
         grad_hidden = grad_weight = grad_bias = None
         if of_losses is None and of_log_sums is None:
@@ -171,11 +183,15 @@ class _TokenLosses(torch.autograd.Function):
                 with gather():
                     grad_hidden += rows_of(weight, targets) * slope[:, None].to(hidden.dtype)
         del directions
-        if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
+        if kept is not None and of_log_sums is None:
+            with autocast(hidden.device, None):
+                grad_weight = kept.t() @ (hidden * grad[:, None]).to(kept.dtype)
+        elif ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
+            del kept
             with gather():
                 full = weight.detach()
                 part = HeadGradient(hidden, full, bias, targets, log_sums, grad, of_targets, head, ctx.options.dtype)
-                if ctx.needs_input_grad[1] and not hooks.offer(weight, part):
+                if ctx.needs_input_grad[1] and not (head.computed and hooks.offer(weight, part)):
                     grad_weight = ComputedGradient(full.shape, full.device, [part]).dense(full.dtype)
                 if ctx.needs_input_grad[2]:
                     grad_bias = part.of_bias().to(bias.dtype)
@@ -183,84 +199,52 @@ class _TokenLosses(torch.autograd.Function):
 
 
 def _scan(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, rows: int, options: _Options
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, options: _Options, into: Tensor | None
 ) -> dict[str, Tensor]:
-    """Computes the losses of some tokens in one pass over the vocabulary, `rows` rows at a time.
-
-    Exponentials are relative to the largest logit so far. When a larger one comes, sums shrink, as in flash attention.
+    """Computes the losses of some tokens from all of their logits.
 
     Args:
         hidden: [tokens, size], in the dtype of products.  weight: [vocabulary, size].  bias: [vocabulary].
         targets: int64 [tokens].
+        into: takes the gradient of each loss with respect to the products of its token, [tokens, vocabulary].
 
     Returns:
-        "losses" and "log_sums", float32 [tokens]; `METRICS`, [tokens] each, of which those that `options` does not name
-        have no meaning; and "directions", float32 [tokens, size], if hidden states learn: the gradient of each loss
-        with respect to the hidden state of its token.
+        "losses" and "log_sums", float32 [tokens]; the metrics, [tokens] each; and, if hidden states learn, "directions"
+        [tokens, size], the gradient of each loss with respect to the hidden state of its token.
     """
-    head, metrics, smoothing = options.head, options.metrics, options.head.label_smoothing
-    zeros = torch.zeros(len(hidden), dtype=torch.float32, device=hidden.device)
-    largest = torch.full_like(zeros, torch.finfo(zeros.dtype).min)  # finite, to which −inf can be compared
-    top_row = torch.zeros_like(targets)
-    label = label_slope = zeros  # the logit of the label, and the derivative of tanh there
-    sum_z = sum_exp = sum_exp_z = sum_squares = zeros  # of z, of e = exp(z − largest), of e · z and e²
-    # sums of rows of the weight, times e or times 1
-    weighted = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device) if options.learns else None
-    unweighted = torch.zeros_like(weighted) if weighted is not None and smoothing else None
-    for first in block_starts(len(weight), rows, hidden):
-        part = slice(first, first + rows)
-        block = plain(weight[part]).to(hidden.dtype)
-        z, slope = head.logits(hidden, block, None if bias is None else bias[part])
-        here, at = find_labels(targets, first, len(block))
-        label = torch.where(here, z.gather(1, at)[:, 0], label)
-        if slope is not None:
-            label_slope = torch.where(here, slope.gather(1, at)[:, 0], label_slope)
-        if smoothing or "mean_logits" in metrics:
-            sum_z = sum_z + z.sum(-1)
-        top, index = z.max(-1)
-        if "is_top1" in metrics:
-            top_row = torch.where(top > largest, index + first, top_row)
-        before, largest = largest, torch.maximum(largest, top)
-        shrink = (before - largest).exp_()
-        if "entropy" in metrics:
-            e = (z - largest[:, None]).exp_()
-            sum_exp_z = sum_exp_z * shrink + z.mul_(e).sum(-1)
-        else:
-            e = z.sub_(largest[:, None]).exp_()
-        del z
-        sum_exp = sum_exp * shrink + e.sum(-1)
-        if "log_sum_sq_probs" in metrics:
-            sum_squares = sum_squares * shrink.square() + e.square().sum(-1)
-        if weighted is not None:
-            weighted.mul_(shrink[:, None])
-            e = e if slope is None else e.mul_(slope)
-            add_product(weighted, e.to(block.dtype), block)
-        if unweighted is not None:
-            if slope is None:
-                unweighted += block.sum(0, dtype=torch.float32)
-            else:
-                add_product(unweighted, slope.to(block.dtype), block)
-        del e, slope, block  # before the next tile is allocated
-    log_sums = largest + sum_exp.log()
-    losses = log_sums - (1 - smoothing) * label
+    head, smoothing, metrics = options.head, options.head.label_smoothing, options.metrics
+    z, slope = head.logits(hidden, weight, bias)
+    results = {}
+    label, (largest, top_row) = z.gather(1, targets[:, None])[:, 0], z.max(-1)
+    if smoothing or "mean_logits" in metrics:
+        results["mean_logits"] = z.mean(-1)
+    if "is_top1" in metrics:
+        results["is_top1"] = top_row == targets
+    if "entropy" in metrics:
+        e = (z - largest[:, None]).exp_()
+        sum_exp_z = z.mul_(e).sum(-1)
+    else:
+        e = z.sub_(largest[:, None]).exp_()
+    del z
+    sum_exp = e.sum(-1)
+    log_sums = results["log_sums"] = largest + sum_exp.log()
+    results["losses"] = log_sums - (1 - smoothing) * label
     if smoothing:
-        losses = losses - smoothing / len(weight) * sum_z
-    if weighted is not None:
-        weighted.mul_((1 / sum_exp)[:, None])
-        slope_there = torch.ones_like(sum_exp) if head.softcap is None else label_slope
-        weighted.addcmul_(rows_of(weight, targets), slope_there[:, None], value=smoothing - 1)
-        if unweighted is not None:
-            weighted.add_(unweighted, alpha=-smoothing / len(weight))
-        weighted.mul_(head.slope)
-    results = {
-        "losses": losses,
-        "log_sums": log_sums,
-        "entropy": log_sums - sum_exp_z / sum_exp,
-        "log_sum_sq_probs": sum_squares.log() - 2 * sum_exp.log(),
-        "mean_logits": sum_z / len(weight),
-        "is_top1": top_row == targets,
-    }
-    return results if weighted is None else {**results, "directions": weighted}
+        results["losses"] -= smoothing * results["mean_logits"]
+    if "entropy" in metrics:
+        results["entropy"] = log_sums - sum_exp_z / sum_exp
+    if "log_sum_sq_probs" in metrics:
+        results["log_sum_sq_probs"] = e.square().sum(-1).log() - 2 * sum_exp.log()
+    if options.learns:
+        scale = 1024.0 if hidden.dtype == torch.float16 else 1.0  # in which small probabilities would be zero
+        grads = torch.full_like(sum_exp, scale)
+        of_products = head.of_products(e.mul_((1 / sum_exp)[:, None]), grads, grads, targets, 0, len(weight))
+        if slope is not None:
+            of_products.mul_(slope)
+        factors = of_products.to(hidden.dtype) if into is None else into.copy_(of_products)
+        del e, slope, of_products
+        results["directions"] = head.times(factors, weight) / scale
+    return results
 
 
 def _checked(targets: Tensor, vocabulary: int) -> Tensor:

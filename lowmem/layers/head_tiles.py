@@ -8,6 +8,8 @@ from torch import Tensor
 
 from lowmem.errors import ConfigError
 from lowmem.rules import require
+from lowmem.tiles.layout import block_starts
+from lowmem.tiles.quantized import QuantizedWeight, plain
 
 # Default memory for the temporaries of a head or an embedding, in bytes. With smaller tiles a GPU waits for the host:
 # four times the memory halves the time of a step of 1B parameters on an H200.
@@ -19,6 +21,10 @@ _TILE = 12
 # Bytes per element of the rows of hidden states and of the weight that a tile is computed from: the sums, and float32
 # copies where the device has no product of 16-bit matrices that is summed and returned in float32.
 _ROW = 8
+
+# Bytes of rows of the weight that are cast or dequantized at a time. The allocator of a CPU takes a larger tensor from
+# the system and returns it each time, which for few tokens takes longer than the products.
+SLICE, GPU_SLICE = 8 << 20, 64 << 20
 
 # A tensor is not allowed as an option: it might be learned, and would not get a gradient.
 _CHECKS = {
@@ -38,6 +44,7 @@ class Head:
 
     Attributes:
         memory: bytes of temporaries, which determine the size of tiles. None is 128 MiB on a CPU and 512 MiB on a GPU.
+        computed: the optimizer may compute the gradient of the weight as it reads it. False returns a tensor.
 
     Raises:
         ConfigError: a value is out of range.
@@ -48,10 +55,15 @@ class Head:
     temperature: float = 1.0
     label_smoothing: float = 0.0
     memory: int | None = None
+    computed: bool = True
 
     def __post_init__(self) -> None:
         for name, check in _CHECKS.items():
             check(name, getattr(self, name))
+
+    def available(self, device: torch.device) -> int:
+        """Bytes of temporaries on a device."""
+        return self.memory or default_memory(device)
 
     @property
     def slope(self) -> float:
@@ -68,12 +80,18 @@ class Head:
         """Computes a tile of logits.
 
         Args:
-            hidden: [tokens, size].  weight: [rows, size], of the same dtype.  bias: [rows].
+            hidden: [tokens, size], in the dtype of products.  weight: [rows, size].  bias: [rows].
 
         Returns:
             The logits, float32 [tokens, rows], and the derivative of tanh at each if there is a `softcap`.
         """
-        product = _product(hidden, weight.t())
+        parts = self.slices(weight, hidden.dtype)
+        if len(parts) == 1:
+            product = _product(hidden, plain(weight).to(hidden.dtype).t())
+        else:
+            product = torch.empty(len(hidden), len(weight), dtype=torch.float32, device=hidden.device)
+            for part in parts:
+                product[:, part] = _product(hidden, plain(weight[part]).to(hidden.dtype).t())
         if bias is not None:
             product.add_(bias)
         if self.softcap is None:
@@ -82,19 +100,61 @@ class Head:
         derivative = 1 - tanh.square()
         return tanh.mul_(self.softcap / self.temperature), derivative
 
+    def times(self, factors: Tensor, weight: Tensor) -> Tensor:
+        """Returns `factors @ weight`, [tokens, rows] and [rows, size], in float32, or rounded once to bfloat16."""
+        if not isinstance(weight, QuantizedWeight) and weight.dtype == factors.dtype:
+            return factors @ weight if weight.device.type == "cpu" else _product(factors, weight)
+        total = torch.zeros(len(factors), weight.shape[1], dtype=torch.float32, device=factors.device)
+        for part in self.slices(weight, factors.dtype):
+            add_product(total, factors[:, part], plain(weight[part]).to(factors.dtype))
+        return total
+
+    def slices(self, weight: Tensor, dtype: torch.dtype) -> list[slice]:
+        """Returns the rows of a weight to cast or dequantize at a time: all, if products take them as they are."""
+        on_cpu = weight.device.type == "cpu"
+        if isinstance(weight, QuantizedWeight) or weight.dtype != dtype or (on_cpu and dtype != torch.float32):
+            step = max(
+                1, min(self.available(weight.device) // 4, SLICE if on_cpu else GPU_SLICE) // (4 * weight.shape[1])
+            )
+            return [slice(start, start + step) for start in block_starts(len(weight), step, weight)]
+        return [slice(None)]
+
+    def of_products(
+        self, p: Tensor, grad: Tensor, of_targets: Tensor, targets: Tensor, first: int, total: int
+    ) -> Tensor:
+        """Turns probabilities into the gradient of the products y, in place, without the factor of tanh.
+
+        Args:
+            p: of some tokens and the rows of the vocabulary from `first` on, of `total` rows: [tokens, rows].
+            grad, of_targets: see `HeadGradient`.  targets: int64 [tokens].
+        """
+        grad, of_targets = grad * self.slope, of_targets * self.slope
+        p.mul_(grad[:, None])
+        if self.label_smoothing:
+            p.sub_(grad[:, None], alpha=self.label_smoothing / total)
+        at = targets - first
+        of_labels = torch.where((at >= 0) & (at < p.shape[1]), (self.label_smoothing - 1) * of_targets, 0.0)
+        return p.scatter_add_(1, at.clamp(0, p.shape[1] - 1)[:, None], of_labels[:, None])
+
+    def tokens(self, vocabulary: int, size: int, device: torch.device, kept: int) -> int:
+        """Returns the number of tokens in a tile with the whole vocabulary, beside `kept` bytes that stay in memory."""
+        self.tile(1, vocabulary, size, device)  # raises if there is too little
+        return max(1, (self.available(device) - kept) // (_TILE * vocabulary + _ROW * size))
+
     def tile(self, tokens: int, vocabulary: int, size: int, device: torch.device) -> tuple[int, int]:
-        """Returns the numbers of tokens and of rows of the vocabulary in a tile. `size` is the size of a hidden state.
+        """Returns the numbers of tokens and of rows of the vocabulary in a tile that takes half of the memory. Rows of
+        the gradient are stored in the other half. `size` is the size of a hidden state.
 
         Raises:
             ConfigError: `memory` is not enough for one of each.
         """
-        memory, needed = self.memory or default_memory(device), 2 * _ROW * size + _TILE
+        memory, needed = self.available(device), 2 * _ROW * size + _TILE
         if memory < needed:
             raise ConfigError(
                 f"head_memory={memory:,} bytes is not enough for one row of a vocabulary matrix with {size} columns, "
                 f"which needs {needed:,}. The default is larger"
             )
-        side, row = memory / _TILE, _ROW * size / _TILE
+        side, row = max(memory // 2, needed) / _TILE, _ROW * size / _TILE
         square = int(math.sqrt(row**2 + side) - row)
         parts = -(-tokens // max(square, 1))
         tokens = max(1, -(-tokens // max(parts, 1)))
@@ -109,20 +169,21 @@ def default_memory(device: torch.device) -> int:
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
     """Returns `left @ right` in float32."""
-    return left @ right if left.dtype == torch.float32 else torch.mm(left, right, out_dtype=torch.float32)
+    if left.dtype == torch.float32:
+        return left @ right
+    if left.device.type != "cpu":
+        return torch.mm(left, right, out_dtype=torch.float32)
+    settings = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    before, settings.fp32_precision = settings.fp32_precision, "bf16"
+    try:  # a CPU that multiplies bfloat16 faster does so, and returns float32
+        return left.float() @ right.float()
+    finally:
+        settings.fp32_precision = before
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     """Adds `left @ right` to a float32 total."""
-    if left.dtype == torch.float32:
-        total.addmm_(left, right)
+    if total.device.type != "cpu" and right.dtype != torch.float32:
+        torch.addmm(total, left.to(right.dtype), right, out_dtype=torch.float32, out=total)
     else:
-        torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
-
-
-def find_labels(targets: Tensor, first: int, rows: int) -> tuple[Tensor, Tensor]:
-    """Returns whether the label of each token is among `rows` rows of the vocabulary from row `first` on, bool
-    [tokens], and its column in such a tile, int64 [tokens, 1]; any column if it is not. `targets` is int64 [tokens].
-    """
-    local = targets - first
-    return (local >= 0) & (local < rows), local.clamp(0, rows - 1)[:, None]
+        total.addmm_(left.float(), right.float())

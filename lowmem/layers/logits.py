@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lowmem.layers.autocast import autocast_dtype
 from lowmem.layers.head import Gather, token_losses
-from lowmem.layers.head_tiles import Head, default_memory
+from lowmem.layers.head_tiles import Head
 
 
 @dataclass(eq=False, repr=False)
@@ -56,13 +56,15 @@ class Source:
         return z.log_softmax(-1) if self.normalized else z
 
     def losses(
-        self, targets: Tensor, metrics: Sequence[str] = (), label_smoothing: Any = 0.0
+        self, targets: Tensor, metrics: Sequence[str] = (), label_smoothing: Any = 0.0, keeps: bool = False
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Computes the loss of each row, its log-sum-exp, and the given `METRICS`, each of the shape of `targets`."""
+        """Computes the loss of each row, its log-sum-exp, and the given `METRICS`, each of the shape of `targets`.
+        keeps: see `token_losses`.
+        """
         head, shape = replace(self.head, label_smoothing=label_smoothing), self.hidden.shape[:-1]
         matrices, gather = (self.hidden.flatten(0, -2), self.weight, self.bias), self.gather_weight
         with gather():
-            losses, sums, values = token_losses(*matrices, targets.flatten(), head, metrics, gather)
+            losses, sums, values = token_losses(*matrices, targets.flatten(), head, metrics, gather, keeps)
         return losses.view(shape), sums.view(shape), {name: value.view(shape) for name, value in values.items()}
 
     def over_vocabulary(self, dim: Any) -> bool:
@@ -173,7 +175,7 @@ class Source:
     def _reduce(self, func: Any, dim: Any = None, **options: Any) -> Any:
         if options or not (self.over_vocabulary(dim) or (dim is None and func.__name__ != "argmax")):
             return NotImplemented
-        memory = self.head.memory or default_memory(self.hidden.device)
+        memory = self.head.available(self.hidden.device)
         parts = self.hidden.flatten(0, -2).split(max(1, memory // (12 * self.vocabulary)))
         options = {"use_reentrant": False, "preserve_rng_state": False}
         values = torch.cat([checkpoint(lambda part: func(self.matrix(part), -1), part, **options) for part in parts])
@@ -247,13 +249,13 @@ class LazyHead(nn.Module):
     """Stands in for a linear layer, the output embedding of a model, and has all its attributes.
 
     Args:
-        memory: see `Head`.
         gather: returns a context in which the given weight and bias are complete.
+        options: of `Head`.
     """
 
-    def __init__(self, linear: Any, memory: int | None, gather: Callable[..., Any]) -> None:
+    def __init__(self, linear: Any, gather: Callable[..., Any], **options: Any) -> None:
         super().__init__()
-        self.linear, self._head, self._gather = linear, Head(memory=memory), gather
+        self.linear, self._head, self._gather = linear, Head(**options), gather
 
     def __getattr__(self, name: str) -> Any:
         return super().__getattr__(name) if name == "linear" else getattr(self.linear, name)

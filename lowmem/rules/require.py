@@ -72,6 +72,7 @@ def pair(allowed: str, first: Check, second: Check) -> Check:
 
 
 flag = check(lambda value: isinstance(value, bool), "True or False")
+flag_or_auto = check(lambda value: value == "auto" or isinstance(value, bool), "True, False or 'auto'")
 anything = check(lambda value: True, "")  # the rule checks it together with others
 rate = number(">= 0", "< 1")
 betas = pair("two numbers >= 0 and < 1", rate, rate)

@@ -26,7 +26,7 @@ def describe(trainer: Any) -> dict[str, str]:
         share = "a shard of the parameters" if optimizer.placement in ("zero3", "fsdp2") else "all parameters"
         topics["placement"] = f"{optimizer.placement}: each of {args.world_size} processes has {share}"
     if trainer.layers.computed_gradients:
-        topics["gradients"] = layers.described(model, optimizer)
+        topics["gradients"] = layers.described(model, optimizer, trainer.layers)
     why = "" if optimizer.policy == "immediate" else f": {optimizer.policy_reason}"
     topics["updates"] = f"{_WHEN[optimizer.policy]} (policy {optimizer.policy}{why})"
     topics["activations"] = _activations(args, trainer.layers.mlp_tile)

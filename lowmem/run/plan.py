@@ -212,14 +212,16 @@ def _savings_of_weights(recipe: Recipe) -> Iterator[dict[str, Any]]:
         return
     fused, args = _fused(recipe), recipe.training
     groups = [fused.complete({k: v for k, v in group.items() if k != "match"}) for group in ({}, *fused.groups)]
-    if not recipe.layers.computed_gradients:
+    if recipe.layers.computed_gradients is not True:
         yield {"layers.computed_gradients": True}
     nearest = any(rounding_of(rule, group, torch.bfloat16) == "nearest" for rule, group in groups)
     if recipe.dtype == torch.float32 and not nearest:
         yield {"dtype": "bfloat16"}
     if fused.rounding in ("compensated", "compensated8", "master"):
         yield {"fused.rounding": "stochastic"}
-    quantizable = recipe.command == "sft" and not (args.deepspeed or args.fsdp) and recipe.layers.computed_gradients
+    quantizable = (
+        recipe.command == "sft" and not (args.deepspeed or args.fsdp) and recipe.layers.computed_gradients is not False
+    )
     quantizable &= fused.weight_format is None and fused.rounding in ("auto", "stochastic")
     if quantizable and not any(rule.materializes for rule, _ in groups):
         yield {"fused.weight_format": "int12"}

@@ -166,7 +166,8 @@ class StepLoop:
 
     def _take(self, record: ParamRecord, offered: Offered) -> Gradient:
         """Returns the gradient: the sum of `.grad` and the contributions that are computed as they are read."""
-        computed = ComputedGradient(record.span.shape, record.param.device, offered) if offered else None
+        like = record.span.shape, record.param.device, offered, record.param.dtype
+        computed = ComputedGradient(*like) if offered else None
         if computed is not None and record.param.grad is None:
             return computed
         grad = self.placement.reducer.take(record.param)

@@ -1,4 +1,5 @@
-"""Gradients that are computed as they are read: a block of rows at a time, once for each pass of a rule.
+"""Gradients that are computed as they are read: a block of rows at a time. The first blocks are stored, as many as fit
+into the memory of their contributions, and the others are computed again for each pass of a rule.
 
 The gradients of an output head and of an embedding have a row per word of the vocabulary, and are larger than any
 other. The tensors that they are computed from are small: hidden states, or indices and the gradient of the output.
@@ -39,6 +40,11 @@ class Contribution(ABC):
         return replace(self, **{name: tensor.detach().clone() for name, tensor in self.inputs.items()})
 
     @property
+    def stored_bytes(self) -> int:
+        """Bytes for rows of the gradient that are not computed again."""
+        return 0
+
+    @property
     @abstractmethod
     def block_rows(self) -> int:
         """Rows to compute at a time, so that they and their temporaries take a limited amount of memory."""
@@ -60,17 +66,15 @@ class ComputedGradient:
     Attributes:
         shape: [rows, cols], of the full parameter.  device: where it is computed.
         contributions: the terms of its sum.
+        dtype: in which it is read.
     """
 
     shape: tuple[int, ...]
     device: torch.device
     contributions: Sequence[Contribution]
-    _held: tuple[int, Tensor] | None = field(default=None, init=False)  # the block that was read last, and its number
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype in which it is read."""
-        return torch.float32
+    dtype: torch.dtype = torch.float32
+    _computed: set[int] = field(default_factory=set, init=False)  # first rows of the stored blocks that are known
+    _held: tuple[int, Tensor] | None = field(default=None, init=False)  # the other block that was read last
 
     def is_contiguous(self) -> bool:
         """Returns True, as its blocks are contiguous."""
@@ -122,16 +126,31 @@ class ComputedGradient:
         return _in_blocks(rows, cols, view, self.block_rows)
 
     def view(self, rectangle: Rectangle) -> Tensor:
-        """Returns the gradient of a rectangle of `layout(...)`, float32 [b, r, c]."""
+        """Returns the gradient of a rectangle of `layout(...)`, [b, r, c]."""
         here = replace(rectangle, start=0, stop=rectangle.stop - rectangle.start)
         return here.view(self.read(rectangle.start // self.shape[1]))
 
     def read(self, start: int) -> Tensor:
-        """Returns the block that begins at row `start`, which stays in memory until another one is read."""
+        """Returns the block that begins at row `start`. Blocks that are not stored last until another one is read."""
+        stop = min(start + self.block_rows, self.shape[0])
+        if stop <= len(self._stored):
+            if start not in self._computed:
+                self._stored[start:stop] = self._rows(start, stop)
+                self._computed.add(start)
+            return self._stored[start:stop]
         if self._held is None or self._held[0] != start:
             self._held = None  # freed before the next one is allocated
-            self._held = start, self._rows(start, start + self.block_rows)
+            self._held = start, self._rows(start, stop).to(self.dtype)
         return self._held[1]
+
+    @functools.cached_property
+    def _stored(self) -> Tensor:
+        """The first rows, which are computed once."""
+        rows, cols = self.shape
+        fit = min(part.stored_bytes for part in self.contributions) // (cols * self.dtype.itemsize)
+        return torch.empty(
+            rows if rows <= fit else fit - fit % self.block_rows, cols, dtype=self.dtype, device=self.device
+        )
 
 
 @functools.lru_cache(maxsize=64)

@@ -24,6 +24,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Expected a tensor")
 
 
 add_fused_lm_head = getattr(trl.trainer.utils, "add_fused_lm_head", None)
+COMPUTED = LayersConfig(computed_gradients=True)
 needs_trls_head = pytest.mark.skipif(add_fused_lm_head is None, reason="this TRL has no fused head")
 
 # --- In TRL's trainer ---------------------------------------------------------------------------------------------
@@ -67,7 +68,7 @@ def test_a_tied_head_may_have_a_bias(arguments, make, offers):
         net = AutoModelForCausalLM.from_config(config)
         torch.nn.init.normal_(net.lm_head.bias)
         fused = lowmem.FusedConfig(rule="lomo", lr=1.0, batching=False)
-        trainer = make(cls, net, fused, learning_rate=1.0, **arguments)
+        trainer = make(cls, net, fused, COMPUTED, learning_rate=1.0, **arguments)
         trainer.train()
         runs.append(weights(trainer.model))
     assert ("HeadGradient", True) in offers["model.embed_tokens.weight"]
@@ -131,7 +132,8 @@ class Doubled(torch.nn.Linear):
 def test_models_train_the_same_with_computed_logits(kind, make, matrices, offers):
     """Whatever it does before and after the matrix: by SGD, in which a weight differs by as much as its gradient."""
     trainers = []
-    for cls, layers in ((FusedTrainer, LayersConfig(computed_gradients=False)), (FusedSFTTrainer, None)):
+    kinds = (FusedTrainer, LayersConfig(computed_gradients=False)), (FusedSFTTrainer, None), (FusedSFTTrainer, COMPUTED)
+    for cls, layers in kinds:
         assert not offers and not matrices
         net = small(kind)
         if kind == "falcon":
@@ -144,13 +146,14 @@ def test_models_train_the_same_with_computed_logits(kind, make, matrices, offers
                 raise
             pytest.skip(f"this transformers cannot train or save a {kind}: {error}")
         trainers.append(trainer)
-    ordinary, computed = trainers
-    assert losses(computed) == pytest.approx(losses(ordinary), rel=1e-4)
-    torch.testing.assert_close(weights(computed.model), weights(ordinary.model), rtol=1e-4, atol=1e-5)
+    ordinary, usual, computed = trainers
+    for trainer in (usual, computed):
+        assert losses(trainer) == pytest.approx(losses(ordinary), rel=1e-4)
+        torch.testing.assert_close(weights(trainer.model), weights(ordinary.model), rtol=1e-4, atol=1e-5)
     assert not matrices or add_fused_lm_head is None  # for the entropy
     if kind not in IN_PART:
         assert set().union(*offers.values()) == {("HeadGradient", True), ("EmbeddingGradient", True)}
-        assert described(computed.model, computed.optimizer).endswith(": never materialized")
+        assert described(computed.model, computed.optimizer, COMPUTED).endswith(": never materialized")
 
 
 LORA = {"target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}
@@ -233,8 +236,9 @@ class Rows(TorchDispatchMode):
         return result
 
 
+@pytest.mark.parametrize("computed", ["auto", True])
 @pytest.mark.parametrize("case", TRAINERS)
-def test_a_trainer_logs_and_learns_as_without_the_mixin(case, tokenizer, tmp_path):
+def test_a_trainer_logs_and_learns_as_without_the_mixin(case, computed, tokenizer, tmp_path):
     name, options = TRAINERS[case]
     try:
         cls, config = getattr(trl, f"{name}Trainer"), getattr(trl, f"{name}Config")
@@ -250,7 +254,7 @@ def test_a_trainer_logs_and_learns_as_without_the_mixin(case, tokenizer, tmp_pat
     rows = []
 
     def make(mixin):
-        parts = {"layers": LayersConfig(head_memory="64KiB")} if mixin else {}
+        parts = {"layers": LayersConfig(computed, head_memory="64KiB")} if mixin else {}
         if name != "SFT" and peft_config is None:
             parts["ref_model"] = small(kind, **tied)
         make_trainer = fused(cls) if mixin else cls
@@ -311,19 +315,20 @@ def test_smoothed_labels_equal_the_full_logits(make):
 
 
 @pytest.mark.parametrize(
-    ("rule", "vocabulary", "words"),
+    ("rule", "vocabulary", "layers", "words"),
     [
-        ("torch.optim.SGD", VOCABULARY, ": ordinary tensors"),
-        ("lomo", 300, ": ordinary tensors"),
-        ("lomo", VOCABULARY, ": never materialized"),
+        ("torch.optim.SGD", VOCABULARY, COMPUTED, ": ordinary tensors"),
+        ("lomo", 300, COMPUTED, ": ordinary tensors"),
+        ("lomo", VOCABULARY, COMPUTED, ": never materialized"),
+        ("lomo", VOCABULARY, LayersConfig(), ": ordinary tensors, which take least time (computed_gradients: auto)"),
     ],
 )
-def test_a_run_reports_which_gradients_are_tensors(rule, vocabulary, words, make):
+def test_a_run_reports_which_gradients_are_tensors(rule, vocabulary, layers, words, make):
     net = small("llama", vocab_size=vocabulary)
-    trainer = make(FusedTrainer, net, lowmem.FusedConfig(rule=rule))
-    assert described(net, trainer.create_optimizer()).endswith(words)
+    trainer = make(FusedTrainer, net, lowmem.FusedConfig(rule=rule), layers)
+    assert described(net, trainer.create_optimizer(), layers).endswith(words)
     net.requires_grad_(False)
-    assert described(net, trainer.optimizer) == "the head and the embedding are not trained"
+    assert described(net, trainer.optimizer, layers) == "the head and the embedding are not trained"
 
 
 @needs_trls_head

@@ -5,10 +5,10 @@ import torch
 import transformers as hf
 from torch import nn
 
-import lowmem
 from lowmem.errors import UnsupportedError
 from lowmem.hf import layers
 from lowmem.hf.packing import check_borders
+from lowmem.layers.config import LayersConfig
 from lowmem.layers.embedding import ComputedEmbedding
 
 SIZES = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
@@ -59,8 +59,9 @@ def test_embeddings_are_found_by_get_input_embeddings(make, source, target, chan
     for side, kind in (("input", source), ("output", target)):
         module = layers.embedding(model, side)
         assert module is None if kind is None else isinstance(module, kind)
-    layers.change(model, lowmem.LayersConfig())
-    assert sum(isinstance(module, ComputedEmbedding) for module in model.modules()) == changed
+    for computed, count in (("auto", 0), (True, changed)):
+        layers.change(model, LayersConfig(computed_gradients=computed))
+        assert sum(isinstance(module, ComputedEmbedding) for module in model.modules()) == count
 
 
 class Unnamed(hf.LlamaForCausalLM):

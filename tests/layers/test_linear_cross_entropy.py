@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lowmem.errors import ConfigError, UnsupportedError
-from lowmem.layers import head_gradient, head_tiles
+from lowmem.layers import head_tiles
 from lowmem.layers.head import METRICS, Head, linear_cross_entropy, token_losses
 
 TOKENS, SIZE, VOCABULARY = 37, 48, 1003
@@ -173,12 +173,44 @@ def test_on_a_cpu_a_block_is_cast_a_few_rows_at_a_time(monkeypatch):
     (expected,) = torch.autograd.grad(
         torch.nn.functional.cross_entropy(hidden.float() @ weight.float().t(), labels), weight
     )
-    monkeypatch.setattr(head_gradient, "_CPU_SLICE", 70 * 64 * 4)
+    monkeypatch.setattr(head_tiles, "SLICE", 70 * 64 * 4)
     loss, casts = linear_cross_entropy(hidden, weight, labels), []
-    monkeypatch.setattr(head_tiles, "_product", lambda left, right: casts.append(right.shape[1]) or left @ right)
+    monkeypatch.setattr(
+        head_tiles, "_product", lambda left, right: casts.append(right.shape[1]) or left.float() @ right.float()
+    )
     (grad,) = torch.autograd.grad(loss, weight)
     torch.testing.assert_close(grad, expected, rtol=0.01, atol=1e-5)
     assert casts == [70, 70, 70, 70, 20]
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 4e-3)])
+@pytest.mark.parametrize("options", [{}, {"softcap": 20.0, "temperature": 1.3}, {"label_smoothing": 0.1}], ids=str)
+def test_stored_probabilities_give_the_same_gradients(options, dtype, tolerance, inputs):
+    """With as many logits as before, none of which is computed again in backward."""
+    hidden, weight, _, labels = inputs
+    labels, scales = labels.clamp(min=0), torch.rand(TOKENS) + 0.5
+    for memory, stored in ((1 << 20, True), (SMALL, False)):
+        exact, mine = leaves([hidden.to(dtype), weight.to(dtype)], torch.float64), leaves((hidden, weight), dtype)
+        losses, *_ = token_losses(*mine, None, labels, Head(memory=memory, **options), keeps=True)
+        assert (losses.grad_fn.saved_tensors[-1] is not None) is stored
+        (losses * scales).sum().backward()
+        for token, scale in enumerate(scales):
+            (
+                scale * reference(exact[0][token : token + 1], exact[1], None, labels[token : token + 1], **options)
+            ).backward()
+        for one, other in zip(mine, exact, strict=True):
+            assert relative(one.grad, other.grad) <= tolerance
+
+
+def test_the_gradient_of_a_log_sum_does_not_take_stored_probabilities(inputs):
+    hidden, weight, _, labels = inputs
+    grads = []
+    for keeps in (False, True):
+        mine = leaves((hidden, weight), torch.float32)
+        losses, log_sums, _ = token_losses(*mine, None, labels.clamp(min=0), Head(), keeps=keeps)
+        (losses.sum() + log_sums.square().sum()).backward()
+        grads.append([tensor.grad for tensor in mine])
+    torch.testing.assert_close(*grads)
 
 
 @pytest.mark.parametrize("memory", [1 << 20, 4 << 20])

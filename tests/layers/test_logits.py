@@ -129,7 +129,7 @@ def linear():
 @pytest.mark.parametrize("name", [*IN_TILES, *BY_MATRIX])
 def test_every_read_equals_a_matrix(name, linear, matrices):
     read = {**IN_TILES, **BY_MATRIX}[name]
-    head = LazyHead(linear, 20_000, lambda *_: nullcontext())
+    head = LazyHead(linear, lambda *_: nullcontext(), memory=20_000)
     for context in (nullcontext(), torch.no_grad()):
         with context:
             for actual, expected in zip(run(head, linear, read), run(linear, linear, read), strict=True):
@@ -142,7 +142,7 @@ def test_every_read_equals_a_matrix(name, linear, matrices):
 
 
 def test_shape_and_dtype_need_no_matrix(linear, matrices):
-    logits = LazyHead(linear, None, lambda *_: nullcontext())(torch.zeros(2, 5, SIZE))
+    logits = LazyHead(linear, lambda *_: nullcontext())(torch.zeros(2, 5, SIZE))
     assert (logits.shape, logits.dtype, logits.ndim) == ((2, 5, VOCABULARY), torch.float32, 3)
     assert logits.bfloat16().dtype == torch.bfloat16
     assert logits.requires_grad and not logits.detach().requires_grad
@@ -151,7 +151,7 @@ def test_shape_and_dtype_need_no_matrix(linear, matrices):
 
 
 def test_autocast_applies_as_in_the_head(linear):
-    head = LazyHead(linear, None, lambda *_: nullcontext())
+    head = LazyHead(linear, lambda *_: nullcontext())
     device = linear.weight.device.type
     with torch.autocast(device, torch.bfloat16):
         logits, expected = head(torch.ones(2, SIZE)), linear(torch.ones(2, SIZE))
@@ -162,5 +162,5 @@ def test_autocast_applies_as_in_the_head(linear):
 
 
 def test_a_head_has_the_attributes_of_its_layer(linear):
-    head = LazyHead(linear, None, lambda *_: nullcontext())
+    head = LazyHead(linear, lambda *_: nullcontext())
     assert head.weight is linear.weight and head.bias is linear.bias and head.in_features == SIZE

@@ -52,7 +52,15 @@ EIGHT_BITS = {"rule": "adamw", "state_storage": "8bit", "rounding": "compensated
 IN_TEN_BITS = {"rule": "adalomo", "weight_format": "int10"}
 
 
-@pytest.mark.parametrize("computed", [True, False])
+@pytest.mark.parametrize("device", ["gpu", "cpu"])
+@pytest.mark.parametrize("vocab_size", [512, 4096])
+def test_the_default_head_takes_no_more_than_trls(write, vocab_size, device):
+    layers = [{}, {"layers": {"computed_gradients": False}}]
+    peaks = [planned(write(vocab_size=vocab_size, **each), device=device).peak for each in layers]
+    assert peaks[0] <= peaks[1]
+
+
+@pytest.mark.parametrize("computed", ["auto", True, False])
 @pytest.mark.parametrize(
     ("command", "fused", "rows", "each"),
     [

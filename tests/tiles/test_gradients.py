@@ -32,6 +32,7 @@ class InBlocks:
     grad: Tensor
     block_rows: int
     reads: int = 0
+    stored_bytes: int = 0
 
     def add_to(self, rows, start):
         self.reads += 1
@@ -101,6 +102,19 @@ def test_a_sweep_can_read_a_gradient_repeatedly(view, tile, param):
         torch.testing.assert_close(getattr(sums[0], kind), getattr(sums[1], kind), rtol=1e-5, atol=1e-5)
     # three passes over 7 blocks, of which each but the first begins with the block that the one before has left
     assert contribution.reads == 3 * 7 - 2
+
+
+@pytest.mark.parametrize(("blocks", "reads"), [(0, 3 * 7 - 2), (2, 7 + 2 * 4), (7, 7)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_that_fit_are_computed_once(dtype, blocks, reads, param):
+    """With the bits of rows that are computed again, and of a tensor that is rounded to the dtype once."""
+    contribution = InBlocks(torch.randn(ROWS, COLS), 8, stored_bytes=blocks * 8 * COLS * dtype.itemsize)
+    computed = ComputedGradient((ROWS, COLS), param.device, [contribution], dtype)
+    starts = range(0, ROWS, 8)
+    for order in (starts, starts[::-1], starts):
+        for start in order:
+            assert torch.equal(computed.read(start), contribution.grad[start : start + 8].to(dtype))
+    assert contribution.reads == reads
 
 
 @pytest.mark.troubleshooting("this rule reads the gradient once more")
