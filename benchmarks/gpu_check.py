@@ -112,8 +112,9 @@ def computed_gradients(report: Report, small: bool) -> None:
             head = nn.Parameter(normal(vocabulary, hidden, dtype=dtype) * 0.1)
             compute_gradient(embedding)
             opt = lowmem.FusedOptimizer(
-                [embedding.weight, head], rule="adamw", lr=1e-2, rounding="nearest", compile=compile
-            )
+                [embedding.weight, head], rule="adamw", lr=1e-2, rounding="nearest", state_storage="float32",
+                compile=compile,
+            )  # fmt: skip
             for tokens in (400, 380, 17, 512):
                 ids = torch.randint(vocabulary, (tokens,), device=DEVICE)
                 opt.backward(linear_cross_entropy(embedding(ids), head, ids.roll(-1)))

@@ -33,8 +33,8 @@ PLANS = {
     MODEL: {
         "adalomo": ADALOMO,
         **FORMATS,
-        "adamw": ADAMW,
-        "adamw, bfloat16 states": (*ADAMW, "--fused.state_storage", "bfloat16"),
+        "adamw": (*ADAMW, "--fused.state_storage", "float32"),
+        "adamw, bfloat16 states": ADAMW,
         "lion": ("--fused.rule", "lion"),
         "lomo, clipped": ("--fused.rule", "lomo", *CLIPPED),
         **STATES,

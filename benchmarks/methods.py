@@ -214,7 +214,7 @@ def all_methods(more_rules: Sequence[str] = ()) -> dict[str, Method]:
         "adalomo, stochastic": {"rule": "adalomo", "rounding": "stochastic"},
         "adalomo, int10": {"rule": "adalomo", "weight_format": "int10"},
         "adalomo, int12": {"rule": "adalomo", "weight_format": "int12"},
-        **{rule: {"rule": rule} for rule in ("adamw", *more_rules)},
+        **{rule: {"rule": rule, "state_storage": "float32"} for rule in ("adamw", *more_rules)},
     }
     return {
         FLOOR: Method(drop_gradients, "floor"),

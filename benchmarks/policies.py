@@ -34,7 +34,7 @@ METHODS = {
     BASE: ours(policy="immediate"),
     "two_pass": ours(policy="two_pass", clip_norm=1.0),
     "deferred": deferred(),
-    "deferred, rule adamw": deferred(rule="adamw"),
+    "deferred, rule adamw": deferred(rule="adamw", state_storage="float32"),
     "ordinary AdamW(fused=True)": Method(ADAMW),
     f"{FLOOR}{EIGHT}": Method(drop_gradients, "floor", micro_batches=8),
     f"deferred, float32 accumulation{EIGHT}": deferred(8),

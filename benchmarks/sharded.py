@@ -111,7 +111,7 @@ def by_engine(engine: Any) -> Step:
 
 
 ADALOMO = partial(fused, rule="adalomo", compile=True)
-ADAMW = partial(fused, rule="adamw", compile=True)
+ADAMW = partial(fused, rule="adamw", state_storage="float32", compile=True)
 FLOOR = "ZeRO-3, floor"
 
 

@@ -82,6 +82,7 @@ def lomo_optim_update(param: Tensor, grad: Tensor) -> Update:
 
 
 def ours(rule: str, nearest: str | None = None, dtype: Any = None, **options: Any) -> UpdateMethod:
+    options = {"state_storage": "float32", **options}
     return UpdateMethod(partial(lowmem_update, rule=rule, **options), "ours", nearest=nearest, dtype=dtype)
 
 

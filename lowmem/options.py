@@ -86,8 +86,10 @@ class FusedConfig:
             may set it.
         state_storage: how elementwise optimizer states are stored: "float32"; "bfloat16" or "float16", both rounded
             stochastically; "8bit", quantized with a scale per group of 32 elements of a row, rounded stochastically;
-            "8bit_64", the same in groups of 64; "8bit_nearest", the same rounded to nearest; or a registered storage. A
-            param group may set it.
+            "8bit_64", the same in groups of 64; "8bit_nearest", the same rounded to nearest; or a registered storage.
+            "auto" takes no more memory than an optimizer of PyTorch: "bfloat16" for bfloat16 and float16 weights,
+            "float32" for float32 weights and with `rounding="master"`. If states are loaded, it continues in the
+            storage in which they were saved. A param group may set it.
         convert_states: convert loaded states that were saved in another `state_storage`.
         weight_format: "int8", "int10" or "int12": a trainer quantizes the weights of linear layers, embeddings and
             experts to this many bits (in a loop, call `lowmem.quantize_`). None does not quantize.
@@ -118,7 +120,7 @@ class FusedConfig:
     store: Store | None = None
     accumulation_dtype: Literal["float32", "gradient"] = "float32"
     rounding: str = "auto"
-    state_storage: str = "float32"
+    state_storage: str = "auto"
     convert_states: bool = False
     weight_format: str | None = None
     placement: placements.Choice = "auto"
@@ -197,7 +199,7 @@ class FusedConfig:
         except ConfigError as error:
             raise ConfigError(f"{place}{error}") from None
         require_known(f"{place}rounding", complete["rounding"], ["auto", *storage.roundings()])
-        require_known(f"{place}state_storage", complete["state_storage"], storage.state_storages())
+        require_known(f"{place}state_storage", complete["state_storage"], ["auto", *storage.state_storages()])
         return rule, complete
 
     def _check_group(self, group: Mapping[str, Any], place: str) -> None:

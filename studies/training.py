@@ -242,8 +242,8 @@ def train(
         model.load_state_dict(pretrained(size, task, work), strict=False)  # the head is the embedding
     prepare(model)
     first = [weight.clone() for weight in matrices(model)]
-    settings = {"lr": lr, "rounding": rounding, "seed": seed, "compile": size != "1M", **options}
-    optimizer = lowmem.FusedOptimizer(parameters(model), rule, **settings)
+    settings = {"lr": lr, "rounding": rounding, "state_storage": "float32", "seed": seed, "compile": size != "1M"}
+    optimizer = lowmem.FusedOptimizer(parameters(model), rule, **settings | options)
     trained = torch.compile(model) if compile_model else model
     updates = task.updates * task.batch // batch
     rates = schedule(optimizer, updates)

@@ -460,7 +460,7 @@ def test_lowmem_rules_prints_measured_values():
     ended = lowmem("rules")
     assert (ended.status, ended.err) == (0, "")
     rows = {line.split()[0]: line.split()[1:] for line in ended.out.partition("import path")[0].splitlines() if line}
-    assert rows["lomo"][:2] == ["0", "0.01"] and rows["adamw"][0] == "8"
+    assert rows["lomo"][:2] == ["0", "0.01"] and rows["adamw"][0] == "4"
     assert rows["torch.optim.AdamW"][0] == "4"
     assert rows["compensated"] == ["4"] and rows["bfloat16"][0] == "2"  # of a weight, of a state
     for row in rules.table():

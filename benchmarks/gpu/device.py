@@ -129,7 +129,8 @@ class Updates:
             lowmem.quantize_(module, weights)
         self.params = [linear.weight for linear in module]
         self._grads = [normal(*size, dtype=dtype, offset=offset) for _ in range(count)]
-        self._opt = lowmem.FusedOptimizer(self.params, **{"lr": 1e-2, "batching": False, **options})
+        options = {"lr": 1e-2, "batching": False, "state_storage": "float32", **options}
+        self._opt = lowmem.FusedOptimizer(self.params, **options)
         self.first_seconds = seconds(self.run)
 
     @torch.no_grad()

@@ -10,6 +10,7 @@ from lowmem.errors import CheckpointError
 from lowmem.rules import require
 from lowmem.rules.moments import averages, correction, moment_states, next_count
 from lowmem.rules.rule import Hyper, ParamSpec, State, UpdateRule, register
+from lowmem.tiles.storage import STORED_DTYPES
 from lowmem.tiles.sweep import Sweep
 from lowmem.tiles.tile import Tile
 
@@ -64,7 +65,7 @@ def of_torch(
     Raises:
         CheckpointError: it was trained with an option that the rule does not support, or with other parameter names.
     """
-    converted = []
+    converted, loaded = [], dict[Any, dict[str, Tensor]]()
     for n, (group, ours) in enumerate(zip(groups, own, strict=True)):
         coupled = group["weight_decay"] != 0 and not group.get("decoupled_weight_decay", True)
         options = {"amsgrad": group["amsgrad"], "maximize": group.get("maximize"), "coupled weight_decay": coupled}
@@ -75,9 +76,13 @@ def of_torch(
         if group.get("param_names", ours["param_names"]) != ours["param_names"]:
             raise CheckpointError(f"group {n} of the saved torch optimizer has other parameters or a different order")
         hyper = {key: group[key] for key in ours.keys() & group.keys()}
-        converted.append({**ours, **hyper, "lr": float(group["lr"]), "rule": "adamw", "state_storage": "float32"})
-    # a weight of 16 bits has states of 16 bits there
-    return converted, {
-        key: {name: value.long() if name == "step" else value.float() for name, value in state.items()}
-        for key, state in states.items()
-    }
+        own_states = {key: states[key] for key in group["params"] if key in states}
+        # a weight of 16 bits has states of 16 bits there
+        dtypes = {value.dtype for state in own_states.values() for name, value in state.items() if name != "step"}
+        kept = ours["state_storage"] == "auto" and len(dtypes) == 1 and dtypes <= {*STORED_DTYPES}
+        dtype = dtypes.pop() if kept else torch.float32
+        stored = str(dtype).removeprefix("torch.")
+        converted.append({**ours, **hyper, "lr": float(group["lr"]), "rule": "adamw", "state_storage": stored})
+        for key, state in own_states.items():
+            loaded[key] = {name: value.long() if name == "step" else value.to(dtype) for name, value in state.items()}
+    return converted, loaded

@@ -141,7 +141,7 @@ class UpdateRule(ABC):
         shape, nbytes = (4096, 4096), 0
         spec = self.spec("", shape, {**self.defaults, "rounding": "auto"})
         for state in spec.states.values():
-            dtype = torch.bfloat16 if state.dtype == "weight" else state.dtype or torch.float32
+            dtype = torch.bfloat16 if state.held_as_asked or state.dtype == "weight" else state.dtype or torch.float32
             nbytes += math.prod(spec.view.state_shape(state.extent, shape) + state.extra) * dtype.itemsize
         return nbytes / math.prod(shape)
 

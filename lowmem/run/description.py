@@ -5,7 +5,7 @@ from typing import Any
 
 from lowmem.hf import layers
 from lowmem.placements import in_group, shape_of
-from lowmem.step.record import weights_in_words
+from lowmem.step.record import states_in_words, weights_in_words
 
 # When parameters are updated, by policy.
 _WHEN = {
@@ -20,7 +20,7 @@ def describe(trainer: Any) -> dict[str, str]:
     model, args, optimizer = trainer.model, trainer.args, trainer.optimizer
     topics = {
         "model": f"{type(model).__name__}, {_count([*model.parameters()])}, {str(model.dtype).removeprefix('torch.')}",
-        "optimizer": _optimizer(optimizer, trainer.fused.state_storage),
+        "optimizer": _optimizer(optimizer),
     }
     if in_group():
         share = "a shard of the parameters" if optimizer.placement in ("zero3", "fsdp2") else "all parameters"
@@ -33,14 +33,15 @@ def describe(trainer: Any) -> dict[str, str]:
     return topics
 
 
-def _optimizer(optimizer: Any, state_storage: str) -> str:
+def _optimizer(optimizer: Any) -> str:
     params: dict[str, list[Any]] = {}  # by rule and learning rate
     for group in optimizer.param_groups:
         rate = "" if group.get("lr") is None else f", lr {group['lr']:g}"
         params.setdefault(group["rule"] + rate, []).extend(group["params"])
     rules = [f"{rule}: {_count(group)}" if len(params) > 1 else rule for rule, group in params.items()]
-    weights = weights_in_words(optimizer._records.values())
-    states = "" if state_storage == "float32" else f", states in {state_storage}"
+    records = optimizer._records.values()
+    weights, states = weights_in_words(records), states_in_words(records)
+    states = "" if states in ("", "float32") else f", states in {states}"
     compiled = ", compiled in the first step (10 to 20 seconds)" if optimizer.compiled else ""
     return f"{'; '.join(rules)}; weights in {weights}{states}, fused into backward{compiled}"
 

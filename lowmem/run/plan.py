@@ -227,7 +227,7 @@ def _savings_of_weights(recipe: Recipe) -> Iterator[dict[str, Any]]:
         yield {"fused.weight_format": "int12"}
     with suppress(LowmemError):  # a rule may need the name of a parameter
         states = [state for rule, group in groups for state in rule.spec("", (4096, 4096), group).states.values()]
-        if fused.state_storage in ("float32", "bfloat16") and any(state.held_as_asked for state in states):
+        if fused.state_storage in ("auto", "float32", "bfloat16") and any(state.held_as_asked for state in states):
             yield {"fused.state_storage": "8bit"}
     if any(rule.name not in _SMALL_STATES for rule, _ in groups):
         yield {"fused.rule": "adalomo", "learning_rate": AdaLomo.usual_lr[0]}

@@ -43,8 +43,9 @@ def load(loop: StepLoop, saved: Mapping[str, Any], *, numbered: bool) -> None:
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise CheckpointError(f"the saved optimizer is damaged: {type(error).__name__}: {error}") from error
     loop.cycle.tear("its state was only partly loaded")  # until everything is loaded
-    for group, saved_group in zip(parameters.param_groups, saved["param_groups"], strict=True):
-        group.update({key: value for key, value in saved_group.items() if key != "params"})
+    for added, saved_group in zip(parameters.groups, saved["param_groups"], strict=True):
+        added.live.update({key: value for key, value in saved_group.items() if key != "params"})
+        added.settings["state_storage"] = added.live["state_storage"]
     parameters.clear_states()
     for owner in owners.values():
         owner.record.choose_program(parameters.shard)
@@ -112,8 +113,9 @@ def _refuse_other_groups(groups: Sequence[Group], saved_groups: Sequence[Mapping
         )
     for n, (group, other) in enumerate(zip(groups, saved_groups, strict=True)):
         where = f" in group {n}" if len(groups) > 1 else ""
+        adopted = state_storages() if group["state_storage"] == "auto" else ()
         for key in ENGINE_KEYS:
-            if other.get(key) != group[key]:
+            if other.get(key) != group[key] and not (key == "state_storage" and other.get(key) in adopted):
                 raise CheckpointError(
                     f"the saved optimizer has {key} {other.get(key)!r}{where}, but this one has {group[key]!r}"
                     + (". convert_states=True converts it" if key == "state_storage" else "")
@@ -167,7 +169,7 @@ def _converted(parameters: Parameters, saved: Mapping[str, Any]) -> Mapping[str,
     groups, states = [], dict(saved["state"])
     for group, other in zip(parameters.param_groups, saved["param_groups"], strict=False):
         groups.append({**other, "state_storage": group["state_storage"]})
-        for name in other["params"] if other.get("state_storage") in state_storages() else ():
+        for name in other["params"] if other.get("state_storage") in ("auto", *state_storages()) else ():
             if name in by_name and name in states:
                 settings = ({**group, **saved_group} for saved_group in (other, groups[-1]))
                 then, now = (by_name[name].program_of(each, parameters.shard) for each in settings)

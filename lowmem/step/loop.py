@@ -257,9 +257,10 @@ def claim(record: ParamRecord, parameters: Parameters, hooks: Hooks) -> None:
             f"parameter {record.name!r} is complex, which is not supported. Store its real and imaginary parts in the "
             "last dimension of a real parameter, and compute with torch.view_as_complex(param)"
         )
-    if record.form is not None and (record.extra or state.get(record.param)):
+    has_states = record.form is not None and bool(record.extra or state.get(record.param))
+    if has_states:
         record.refuse_misfits(state[record.param], shard)
-    record.choose_program(shard)
+    record.choose_program(shard, has_states)
     matrix = len(record.span.shape) == 2 and record.span.numel > SMALL and record.param.is_contiguous()
     reads_blocks = shard.sharded or not record.rule.needs_dense_gradient  # a reduced shard is a tensor
     record.computes = matrix and parameters.placement.reducer.takes_computed and reads_blocks

@@ -101,9 +101,9 @@ class Parameters:
                 )
         claimed = [record for record in self.records.values() if record.claimed]
         claimed = [record for record in claimed if record.param.ndim > 1] or claimed
-        for storage in {record.group.live["state_storage"] for record in claimed} - {"float32"}:
+        for storage in {record.group.live["state_storage"] for record in claimed} - {"auto", "float32"}:
             held = [record for record in claimed if record.group.live["state_storage"] == storage]
-            if not any(state.held_as_asked for record in held for state in record.program.spec.states.values()):
+            if not any(record.program.state_storage for record in held):
                 rules = " and ".join(sorted({repr(record.rule.name) for record in held}))
                 raise ConfigError(
                     f"state_storage={storage!r} has no effect: rule {rules} has no elementwise state whose storage can "

@@ -58,6 +58,7 @@ class Program:
         span: the elements of each parameter on this rank.  layout: their rectangles.
         ranks: the ranks that each parameter is sharded over; None if it is complete.
         weight: the storage of the weight.  states: the storages of the states of the parameter's size, by name.
+        state_storage: the name that decides them; None if the rule decides all of them.
         members: number of parameters that it updates at once, as a stack.
         compiled: its compiled code, by the kind of arguments; None where there is none.
     """
@@ -69,6 +70,7 @@ class Program:
     ranks: Ranks | None
     weight: Storage
     states: Mapping[str, Storage]
+    state_storage: str | None
     members: int = 1
     compiled: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
     _stacked: dict[int, "Program"] = field(default_factory=dict, init=False, repr=False)
@@ -179,18 +181,20 @@ def make_program(placed: Placed, rule: UpdateRule, group: Mapping[str, Any], sha
             _require_quantizable(rule, rounding)
         small = Float(dtype, draws=dtype in ROUNDED_DTYPES)
         weight = fitting(weight_storage(rounding, dtype), small) if quantized is None else quantized.format
+        chosen = state_storage_of(group["state_storage"], weight)
         for name, state in spec.states.items():
             if state.extent != "full":
                 continue
             if state.dtype is None:
-                states[name] = fitting(of_state(group["state_storage"], state.signed), FLOAT32)
+                states[name] = fitting(of_state(chosen, state.signed), FLOAT32)
             else:
                 states[name] = Float(dtype if state.dtype == "weight" else state.dtype)
     except UnsupportedError as error:
         raise UnsupportedError(f"parameter {placed.name!r} of shape {list(span.shape)} {error}") from None
     if rounding == "nearest" and dtype in ROUNDED_DTYPES:
         _warn_of_lost_updates(dtype, rule.name if rule.materializes else None)
-    return Program(rule, spec, span, layout, shard.ranks_of(placed.param), weight, states)
+    state_storage = chosen if any(state.held_as_asked for state in spec.states.values()) else None
+    return Program(rule, spec, span, layout, shard.ranks_of(placed.param), weight, states, state_storage)
 
 
 def _require_quantizable(rule: UpdateRule, rounding: str) -> None:
@@ -215,6 +219,14 @@ def weight_storage(rounding: str, dtype: torch.dtype) -> Storage:
 def rounding_of(rule: UpdateRule, group: Mapping[str, Any], dtype: torch.dtype) -> str:
     """Returns the rounding of a group's weights of this dtype. "auto" is the rule's default."""
     return rule.rounding(group, dtype) if group["rounding"] == "auto" else str(group["rounding"])
+
+
+def state_storage_of(name: str, weight: Storage) -> str:
+    """Returns the name of the storage of states of a weight in this storage. "auto" depends on whether the weight has
+    32 bits.
+    """
+    has_32_bits = any(part.dtype == torch.float32 for part in weight.parts)
+    return name if name != "auto" else "float32" if has_32_bits else "bfloat16"
 
 
 @functools.cache

@@ -23,7 +23,7 @@ class AddedGroup:
 
     Attributes:
         live: the dict in `param_groups`, which schedulers edit.
-        settings: a copy, made when the group was added.
+        settings: a copy, made when the group was added. "auto" becomes the storage of states that are loaded.
         count: the number of its parameters at that time.
         programs: of its parameters, by the properties that they share.
         memory: the tensors that its rule's own clipping by norm keeps; empty before the first step.
@@ -85,9 +85,14 @@ class ParamRecord(Placed):
         """Returns how the parameter is updated and stored if its group has these settings; see `make_program`."""
         return make_program(Placed(self.name, self.param, shard.span(self.param)), self.rule, group, shard)
 
-    def choose_program(self, shard: Shard) -> None:
-        """Decides how the parameter is updated and stored, by the present settings of its group."""
-        program = self.program_of(self.group.live, shard)
+    def settings(self, has_states: bool) -> Group:
+        """The present settings of its group. States that it has stay in their storage."""
+        kept = self.program.state_storage if has_states else None
+        return {**self.group.live, "state_storage": kept} if kept else self.group.live
+
+    def choose_program(self, shard: Shard, has_states: bool = False) -> None:
+        """Decides how the parameter is updated and stored."""
+        program = self.program_of(self.settings(has_states), shard)
         self.span = program.span
         like = self.param.dtype, self.param.device, self.span, program.spec, program.ranks
         self.program = self.group.programs.setdefault((*like, program.weight, *program.states.items()), program)
@@ -108,7 +113,7 @@ class ParamRecord(Placed):
         """Raises `StepError` if the parameter has changed so that its states, residual or master copy no longer fit."""
         assert self.form is not None
         was, now, before = self.form[:3], shard.form(self.param)[:3], self.program
-        after = self.program_of(self.group.live, shard)
+        after = self.program_of(self.settings(has_states=True), shard)
         # a residual or a master copy belongs to one weight, and states of a third-party optimizer may
         of_weight = before.extra_names or after.extra_names or not state.keys() <= after.kept.keys()
         fits = before.kept == after.kept and before.span.shape == after.span.shape
@@ -130,6 +135,12 @@ class ParamRecord(Placed):
 def weights_in_words(records: Iterable[ParamRecord]) -> str:
     """The dtypes and formats of weights, with their rounding."""
     return ", ".join(dict.fromkeys(map(_weight_in_words, records)))
+
+
+def states_in_words(records: Iterable[ParamRecord]) -> str:
+    """The storages of elementwise states of matrices, by name."""
+    programs = (record.program for record in records if record.claimed)
+    return ", ".join(dict.fromkeys(p.state_storage for p in programs if p.state_storage and len(p.span.shape) > 1))
 
 
 def _weight_in_words(record: ParamRecord) -> str:

@@ -5,7 +5,7 @@ by number is returned by `torch.optim.Optimizer.state_dict`. It also has states 
 `torch.distributed.checkpoint.load` loads only into tensors that exist.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ from lowmem.placements.base import Shard
 from lowmem.step.loop import StepLoop
 from lowmem.step.parameters import Parameters
 from lowmem.step.program import Program
-from lowmem.step.record import ParamRecord
+from lowmem.step.record import AddedGroup, ParamRecord
 from lowmem.step.updates import initial_tensors
 from lowmem.tiles.layout import Span
 
@@ -61,11 +61,12 @@ def named(loop: StepLoop, *, lazy: bool) -> dict[str, Any]:
     loop.drop_failed()
     loop.report.settle()
     loop.cycle.refuse_open("save")
-    groups = [
-        {**{k: v for k, v in group.items() if k not in ("params", "param_names")}, "params": group["param_names"]}
-        for group in parameters.param_groups
-    ]
     states, records = parameters.states, list(loop.records.values())
+    groups = [
+        {k: v for k, v in added.live.items() if k not in ("params", "param_names")}
+        | {"params": added.live["param_names"], "state_storage": _state_storage(added, records)}
+        for added in parameters.groups
+    ]
     updated = [each for each in records if (each.param in states or each.extra) and "program" in vars(each)]
     for record in updated:
         loop.updates.begin_state(record)  # the loop may have reset some states
@@ -104,6 +105,12 @@ def numbered(loop: StepLoop) -> dict[str, Any]:
     state = {number: states.pop(name) for name, number in numbers.items() if name in states}
     groups[0][REST] = {**rest, "state": states}
     return {"state": state, "param_groups": groups}
+
+
+def _state_storage(group: AddedGroup, records: Iterable[ParamRecord]) -> str:
+    """The storage of the states of a group. "auto" stays if it has none, or several."""
+    names = {record.program.state_storage for record in records if record.group is group and record.claimed} - {None}
+    return str(names.pop() if len(names) == 1 else group.live["state_storage"])
 
 
 def _initial(parameters: Parameters, record: ParamRecord) -> dict[str, Any]:

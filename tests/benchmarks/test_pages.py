@@ -48,7 +48,7 @@ PLANNED = {
     "`adalomo`": "adalomo",
     "`adalomo`, `weight_format: int12`": "adalomo, int12",
     "`adamw`, `state_storage: 8bit`": "adamw, 8bit states, clipped",
-    "`adamw`": "adamw",
+    "`adamw`": "adamw, bfloat16 states",
     "`lion`": "lion",
     "`lomo` with `max_grad_norm: 1`": "lomo, clipped",
 }

@@ -96,11 +96,11 @@ def test_items_sum_to_the_peak():
             {"min_dim_size_to_factor": 64, "beta1": 0.9, "dtype_momentum": "bfloat16"},
             2 + 2 * 64 * 4 / 64**2,
         ),
-        ("adafactor", {}, 4),
+        ("adafactor", {"state_storage": "float32"}, 4),
         ("adafactor_t2t", {"beta1": 0.9}, 2 + 2 * 64 * 4 / 64**2),
-        ("scaled_adam", {}, 8 + (8 + 4 + 4 + 4 * 4) / 64**2),
-        ("lans", {}, 8 + 8 / 64**2),
-        ("adamw", {}, 8 + 8 / 64**2),
+        ("scaled_adam", {"state_storage": "float32"}, 8 + (8 + 4 + 4 + 4 * 4) / 64**2),
+        ("lans", {"state_storage": "float32"}, 8 + 8 / 64**2),
+        ("adamw", {"state_storage": "float32"}, 8 + 8 / 64**2),
         ("adamw", {"state_storage": "bfloat16"}, 4 + 8 / 64**2),
         ("lion", {"state_storage": "float16"}, 2),
         ("adamw", {"state_storage": "8bit"}, 2 + 2 * 2 / 32 + 8 / 64**2),
@@ -111,6 +111,14 @@ def test_items_sum_to_the_peak():
 )
 def test_state_bytes(rule, options, expected, rounding, beside):
     assert state_bytes(rule, rounding, size=64, **options) == expected + beside
+
+
+@pytest.mark.parametrize(
+    ("rounding", "expected"), [("nearest", 4), ("stochastic", 4), ("compensated", 6), ("master", 12)]
+)
+@pytest.mark.parametrize("rule", ["adamw", "lans"])
+def test_states_have_the_bits_of_the_weights_by_default(rule, rounding, expected):
+    assert state_bytes(rule, rounding, size=64) == expected + 8 / 64**2
 
 
 def test_the_master_copy_of_lans_is_counted():

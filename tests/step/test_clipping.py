@@ -195,6 +195,7 @@ def test_t5x_threshold_comes_after_clip_value(size, policy):
     square = (2.0 / norm * clamped) ** 2
     options = {"global_norm_clip_threshold": 2.0, "clip_value": 1.0, "policy": policy, "factored": False}
     options |= {"multiply_by_parameter_scale": False, "clipping_threshold": None, "epsilon1": 1e-3, "beta1": 0.5}
+    options |= {"state_storage": "float32"}
     param = torch.nn.Parameter(torch.zeros_like(grad))
     opt = adafactor([param], lr=1.0, **options)
     give_gradients(opt, (param, grad))

@@ -126,3 +126,98 @@ def test_the_momentum_of_adafactor_has_the_requested_storage(variant):
     net, opt = make_optimizer("float32", dtype_momentum="bfloat16", **options)
     train(net, opt)
     assert opt.named_state_dict()["state"]["weight"]["m"].dtype == torch.bfloat16
+
+
+# -- "auto", the default -----------------------------------------------------------------------------------------------
+
+WEIGHTS = {"a": torch.bfloat16, "b": torch.float16, "c": torch.float32}
+
+
+def optimizer_of(dtypes, steps=1, **options):
+    """Weights of these dtypes, by name, and their optimizer after some steps."""
+    torch.manual_seed(0)
+    params = {name: nn.Parameter(torch.randn(24, 32).to(dtype)) for name, dtype in dtypes.items()}
+    opt = lowmem.FusedOptimizer(params.items(), rule="adamw", lr=1e-2, compile=False, **options)
+    opt.backward_all = lambda: opt.backward(sum(param.float().square().sum() for param in params.values()))
+    for _ in range(steps):
+        opt.backward_all()
+    return params, opt
+
+
+def stored(opt):
+    """The dtypes of the states, by parameter, and the storage of the first group as it is saved."""
+    saved = opt.named_state_dict()
+    dtypes = {name: state["exp_avg"].dtype for name, state in saved["state"].items()}
+    return dtypes, saved["param_groups"][0]["state_storage"]
+
+
+def test_states_have_the_bits_of_each_weight():
+    params, opt = optimizer_of(WEIGHTS)
+    assert stored(opt) == ({"a": torch.bfloat16, "b": torch.bfloat16, "c": torch.float32}, "auto")
+    others, resumed = optimizer_of(WEIGHTS, steps=0)
+    resumed.load_state_dict(opt.state_dict())
+    for name, param in params.items():
+        others[name].data.copy_(param)
+    for each in (opt, resumed):
+        each.backward_all()
+    assert stored(opt) == stored(resumed)
+    assert all(torch.equal(param, others[name]) for name, param in params.items())
+    _, other = optimizer_of(WEIGHTS, steps=0, state_storage="float32")
+    with pytest.raises(CheckpointError, match=r"has state_storage 'auto', but this one has 'float32'.*convert_states"):
+        other.load_state_dict(opt.state_dict())
+    _, other = optimizer_of(WEIGHTS, steps=0, state_storage="float32", convert_states=True)
+    other.load_state_dict(opt.state_dict())
+    assert stored(other) == (dict.fromkeys(WEIGHTS, torch.float32), "float32")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_storage_is_saved_by_name(dtype):
+    name = str(dtype).removeprefix("torch.")
+    _, opt = optimizer_of({"a": dtype})
+    assert stored(opt) == ({"a": dtype}, name)
+    _, other = optimizer_of({"a": dtype}, steps=0, state_storage=name)
+    other.load_state_dict(opt.state_dict())
+    assert stored(other) == ({"a": dtype}, name)
+
+
+@pytest.mark.parametrize("then", ["float32", "8bit"])
+@pytest.mark.parametrize("form", ["state_dict", "named_state_dict"])
+def test_states_that_are_loaded_stay_as_they_are(then, form):
+    """As in a checkpoint from before "auto" was the default. They are trained as with the storage that they have."""
+    runs = []
+    for options in ({"state_storage": then}, {}):
+        params, opt = optimizer_of({"a": torch.bfloat16}, steps=0, **options)
+        saved = getattr(optimizer_of({"a": torch.bfloat16}, state_storage=then)[1], form)()
+        getattr(opt, f"load_{form}")(saved)
+        for _ in range(2):
+            opt.backward_all()
+        runs.append((params["a"], stored(opt)))
+    assert torch.equal(runs[0][0], runs[1][0])
+    assert runs[0][1] == runs[1][1] and runs[1][1][1] == then
+
+
+def test_states_that_are_loaded_are_converted():
+    _, opt = optimizer_of({"a": torch.bfloat16}, state_storage="float32")
+    _, other = optimizer_of({"a": torch.bfloat16}, steps=0, convert_states=True)
+    other.load_state_dict(opt.state_dict())
+    assert stored(other) == ({"a": torch.bfloat16}, "bfloat16")
+
+
+def test_an_unregistered_storage_is_not_loaded():
+    _, opt = optimizer_of({"a": torch.bfloat16})
+    saved = opt.named_state_dict()
+    saved["param_groups"][0]["state_storage"] = "theirs"
+    with pytest.raises(CheckpointError, match="has state_storage 'theirs', but this one has 'auto'"):
+        optimizer_of({"a": torch.bfloat16}, steps=0)[1].load_named_state_dict(saved)
+
+
+@pytest.mark.parametrize(("start", "end"), [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)])
+def test_states_of_a_weight_that_is_converted_stay_as_they_are(start, end):
+    params, opt = optimizer_of({"a": start})
+    params["a"].data = params["a"].data.to(end)
+    opt.backward_all()
+    assert stored(opt)[0] == {"a": start}
+    params, opt = optimizer_of({"a": start}, steps=0)
+    params["a"].data = params["a"].data.to(end)
+    opt.backward_all()
+    assert stored(opt)[0] == {"a": end}  # there were none

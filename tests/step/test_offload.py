@@ -112,7 +112,8 @@ SHAPES = [(3, 4), (5,), (2, 3, 2), (), (20_000,)]
 
 def watched(dtype=torch.float32, shapes=SHAPES, **options):
     params = [torch.nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in shapes]
-    return params, lowmem.FusedOptimizer(params, rule=Witness(), policy="deferred", **options)
+    options = {"policy": "deferred", "state_storage": "float32", **options}
+    return params, lowmem.FusedOptimizer(params, rule=Witness(), **options)
 
 
 def micro_batches(count, dtype, seed=0):

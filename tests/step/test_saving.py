@@ -200,16 +200,18 @@ def test_a_torch_state_is_loaded(cls, named, seldom):
     again.load_state_dict(through_file(opt.state_dict()))  # and is saved as any other
 
 
-def test_a_torch_state_in_bfloat16():
-    """States of torch have the dtype of the weight; loaded, they are float32 with the same values."""
+@pytest.mark.parametrize(("options", "dtype"), [({}, BF16), ({"state_storage": "float32"}, F32)])
+def test_a_torch_state_in_bfloat16(options, dtype):
+    """States of torch have the dtype of the weight; loaded, they have the same values, by default in the same dtype."""
     theirs, ours = (nn.Parameter(torch.ones(4).bfloat16()) for _ in range(2))
     plain = ADAMW([theirs])
     theirs.grad = torch.arange(4.0).bfloat16()
     plain.step()
-    opt = lowmem.FusedOptimizer([ours], rule="adamw")
+    opt = lowmem.FusedOptimizer([ours], rule="adamw", **options)
     opt.load_state_dict(plain.state_dict())
     for name in ("exp_avg", "exp_avg_sq"):
-        assert torch.equal(opt.state[ours][name], plain.state[theirs][name].float())
+        assert opt.state[ours][name].dtype == dtype
+        assert torch.equal(opt.state[ours][name].float(), plain.state[theirs][name].float())
     give_gradients(opt, (ours, torch.ones(4).bfloat16()))
     assert opt.state[ours]["step"].item() == 2
 

@@ -63,7 +63,7 @@ def test_registering():
         register("int8_by_64")(Int8)
     with pytest.raises(ConfigError, match=r"'int8_by_65' is unknown\. Did you mean 'int8_by_64'"):
         lowmem.FusedConfig(state_storage="int8_by_65")
-    with pytest.raises(ConfigError, match="Choose from float32"):
+    with pytest.raises(ConfigError, match="Choose from auto, float32"):
         lowmem.FusedConfig(state_storage="master")
 
 
