@@ -1,0 +1,98 @@
+"""A trainer with the mixin, by default, takes at most the memory of the trainer without it, in each phase of a run.
+
+The model is large enough that weights, gradients and optimizer states are most of the memory.
+"""
+
+import weakref
+
+import pytest
+import torch
+import transformers as hf
+from support import trainers as builders
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
+
+SIZES = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 4}
+PHASES = {"evaluate": "evaluation", "_save_checkpoint": "saving"}
+SLACK = 1 << 16  # bytes of counters, norms and other small tensors
+
+
+class Peaks(TorchDispatchMode):
+    """The most bytes of tensors in each phase, among the tensors that operations return and those of `count`."""
+
+    def __init__(self):
+        super().__init__()
+        self.live, self.phase, self.most = 0, "training", {}
+        self._storages = WeakIdKeyDictionary()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        self.count(leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor))
+        return result
+
+    def count(self, tensors):
+        for storage in (tensor.untyped_storage() for tensor in tensors if not tensor.is_meta):
+            if storage not in self._storages:
+                self._storages[storage] = storage.nbytes()
+                self._change(storage.nbytes())
+                weakref.finalize(storage, self._change, -storage.nbytes()).atexit = False
+
+    def during(self, phase, call):
+        """The same function, which runs as a phase of its own."""
+
+        def run(*args, **keywords):
+            before, self.phase = self.phase, phase
+            self._change(0)
+            try:
+                return call(*args, **keywords)
+            finally:
+                self.phase = before
+
+        return run
+
+    def _change(self, nbytes):
+        self.live += nbytes
+        self.most[self.phase] = max(self.most.get(self.phase, 0), self.live)
+
+
+def model(row):
+    torch.manual_seed(0)
+    head = hf.LlamaForSequenceClassification if row == "Reward" else hf.LlamaForCausalLM
+    return head(hf.LlamaConfig(**SIZES, vocab_size=4096, num_labels=1, **builders.special())).bfloat16()
+
+
+def peaks(row, mixin, folder):
+    """Two steps with the defaults of the trainer, each with an evaluation and a checkpoint."""
+    builders.require(row)
+    cls, config, options, keywords = builders.ROWS[row]()
+    keywords |= {"model": model(row), "eval_dataset": keywords["train_dataset"].select(range(4))}
+    if "ref_model" in keywords:
+        keywords["ref_model"] = model(row)
+    elif row in ("GRPO", "RLOO"):  # the reference model is loaded from here
+        keywords["model"].save_pretrained(folder / "model")
+        keywords["model"].config._name_or_path = str(folder / "model")
+    often = {
+        f"{what}_{key}": value for what in ("eval", "save") for key, value in (("strategy", "steps"), ("steps", 1))
+    }
+    args = config(**builders.quiet(folder, max_steps=2, **often) | options)
+    trainer = (builders.fused(cls) if mixin else cls)(args=args, **keywords)
+    counted = Peaks()
+    for each in filter(None, (trainer.model, getattr(trainer, "ref_model", None))):
+        counted.count((*each.parameters(), *each.buffers()))
+    for name, phase in PHASES.items():
+        setattr(trainer, name, counted.during(phase, getattr(trainer, name)))
+    with counted:
+        trainer.train()
+    return counted.most
+
+
+@pytest.mark.cpu_only("offloaded gradients are counted too")
+@pytest.mark.parametrize("row", ["SFT", "DPO", "KTO", "Reward", "GRPO", "RLOO"])
+def test_defaults_take_at_most_the_memory_of_the_plain_trainer(row, tmp_path, monkeypatch):
+    builders.tokenizer()  # is trained on short sentences
+    monkeypatch.setattr(builders, "SENTENCES", [" ".join([sentence] * 5) for sentence in builders.SENTENCES])
+    plain, fused = (peaks(row, mixin, tmp_path / str(mixin)) for mixin in (False, True))
+    assert fused.keys() == plain.keys() == {"training", *PHASES.values()}
+    for phase, nbytes in plain.items():
+        assert fused[phase] <= nbytes + SLACK, phase
