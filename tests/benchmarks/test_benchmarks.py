@@ -9,10 +9,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import dispatch, long_context, measurement, methods, step, update
+from benchmarks import defaults, dispatch, long_context, measurement, methods, step, update
 from benchmarks.measurement import SIZES, Workload
 from benchmarks.methods import FLOOR, drop_gradients, fused, hooked, ordinary
 from benchmarks.processes import MeasurementError, alone
+from lowmem import FusedConfig
 
 SMALL = ("--size", "1M", "--tokens", "8", "--steps", "1", "--rounds", "1")
 
@@ -39,6 +40,7 @@ def fake_peak(model, tokens, setting, **changes):
 COMMANDS = {  # arguments, and a line of what is printed
     step: ([*SMALL, "--dtype", "bfloat16", *only(FLOOR, "AdamW, fused", "FlashOptim AdamW")], "| AdamW, fused "),
     update: (["--size", "64", "--rounds", "1", *only("adalomo, eager", update.BASE)], "| adalomo, eager "),
+    defaults: (["--rounds", "1"], "| 512 × 64 | 55% of the weights | 16 |"),
     dispatch: (["--count", "3", "--repeats", "1"], "| 3 tensors of | bare hook |"),
     long_context: (["--tokens", "65536"], "| Llama-3.2-1B | 24 GiB |"),
 }
@@ -50,6 +52,8 @@ def run(monkeypatch, nothing_installed, tmp_path, capsys):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     for module in (step, update):
         monkeypatch.setattr(module, "alone", lambda function, *args, folder=None: function(*args))
+    monkeypatch.setattr(defaults, "SHAPES", ((1, 64, 512, 16),))
+    monkeypatch.setattr(defaults, "FusedConfig", lambda **options: FusedConfig(rule="lomo"))
     monkeypatch.setattr(long_context, "peak", fake_peak)
     monkeypatch.setattr(long_context, "planned", lambda model, tokens: SimpleNamespace(items={"weights": 2**20}))
 

@@ -1,0 +1,115 @@
+"""The time of a step of `FusedSFTTrainer` by default, and with computed gradients, relative to TRL's loss.
+
+    python -m benchmarks.defaults [--rounds 5]
+
+All trainers of a shape train in this process, a few steps at a time in turn. On a CPU, the processor time of the
+process is measured, which other processes change least. A shape is a Llama and the tokens of a step. Figures are lower
+quartiles.
+"""
+
+import tempfile
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import transformers
+from datasets import Dataset
+from trl import SFTConfig
+
+from benchmarks import reports
+from benchmarks.measurement import llama, sync
+from benchmarks.pages import markdown
+from benchmarks.reports import command
+from lowmem import FusedConfig
+from lowmem.layers.config import LayersConfig
+from lowmem.trainer import FusedSFTTrainer
+from scripts.make_model import train_tokenizer
+
+# Layers, hidden size, vocabulary, tokens.
+SHAPES = ((6, 384, 4096, 512), (4, 256, 16384, 512), (2, 768, 32000, 128), (2, 768, 32000, 1024), (2, 576, 49152, 400))
+BASE = "all off (TRL's loss)"
+SETTINGS = {BASE: False, "default": "auto", "computed gradients": True}
+STEPS = 4  # per turn, of which the first is not counted
+
+
+class Clock(transformers.TrainerCallback):  # type: ignore[misc]
+    """Measures the steps of a trainer."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        sync()
+        self._start = _now()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        sync()
+        if state.global_step > 1:
+            self.times.append(_now() - self._start)
+
+
+def _now() -> float:
+    return time.perf_counter() if torch.cuda.is_available() else time.process_time()
+
+
+def trainer(shape: Sequence[int], layers: LayersConfig, folder: str, dtype: str, clock: Clock) -> FusedSFTTrainer:
+    depth, hidden, vocabulary, tokens = shape
+    model = llama(depth, hidden, 3 * hidden, vocabulary, dtype, checkpointing=False)
+    rows = [{"input_ids": ids, "labels": ids} for ids in torch.randint(vocabulary, (STEPS, tokens)).tolist()]
+    args = SFTConfig(
+        folder, max_steps=STEPS, per_device_train_batch_size=1, learning_rate=1e-3, max_grad_norm=0, max_length=tokens,
+        gradient_checkpointing=False, bf16=False, save_strategy="no", report_to="none", disable_tqdm=True,
+        logging_strategy="no",
+    )  # fmt: skip
+    options: dict[str, Any] = {"fused": FusedConfig(rule="adalomo", compile=True), "layers": layers}
+    tokenizer, data = train_tokenizer(["some words"], 270), Dataset.from_list(rows)
+    made = FusedSFTTrainer(
+        model, args=args, train_dataset=data, processing_class=tokenizer, callbacks=[clock], **options
+    )
+    made.remove_callback(transformers.PrinterCallback)
+    return made
+
+
+def measured(shape: Sequence[int], rounds: int, dtype: str, folder: str) -> dict[str, float]:
+    """The seconds of a step by setting."""
+    clocks = {name: Clock() for name in SETTINGS}
+    trainers = {n: trainer(shape, LayersConfig(value), folder, dtype, clocks[n]) for n, value in SETTINGS.items()}
+    for n in range(rounds + 1):
+        for name in sorted(trainers, reverse=bool(n % 2)):
+            trainers[name].train()
+            if n == 0:
+                clocks[name].times.clear()
+    return {name: sorted(clock.times)[len(clock.times) // 4] for name, clock in clocks.items()}
+
+
+def tables(report: Any) -> dict[str, str]:
+    rows = []
+    for row in report["results"]:
+        base, shape = row["seconds"][BASE], row["shape"]
+        columns = {name: f"{row['seconds'][name] / base:.2f}" for name in SETTINGS if name != BASE}
+        share = {"head and embedding": f"{row['share']:.0%} of the weights"}
+        rows.append(
+            {"words × hidden size": f"{shape[2]:,} × {shape[1]}", **share, "tokens": f"{shape[3]:,}", **columns}
+        )
+    return {"": markdown(rows)}
+
+
+@command
+def main(argv: Sequence[str] | None = None) -> None:
+    options = reports.make_parser(__doc__, {"rounds": (5, "turns of each trainer")}).parse_args(argv)
+    results = []
+    with reports.output(options.out), tempfile.TemporaryDirectory() as folder:
+        for shape in SHAPES:
+            total = sum(
+                param.numel()
+                for param in llama(shape[0], shape[1], 3 * shape[1], *shape[2:3], "bfloat16", "meta").parameters()
+            )
+            seconds = measured(shape, options.rounds, options.dtype, folder)
+            results.append({"shape": shape, "share": 2 * shape[1] * shape[2] / total, "seconds": seconds})
+        settings = {"rounds": options.rounds, "dtype": options.dtype}
+        reports.publish(options.out, "defaults", settings, tables, results=results)
+
+
+if __name__ == "__main__":
+    main()
