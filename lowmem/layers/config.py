@@ -15,11 +15,9 @@ class LayersConfig:
     Attributes:
         computed_gradients: "auto" computes the loss from tiles of logits. The gradients of the output head and the
             embedding are tensors, which takes least time. With True the optimizer computes them, block by block, as it
-            reads them. This holds on one device, for rules of lowmem, and for micro-batches of up to a quarter as many
-            tokens as the vocabulary has; for longer ones the gradient hardly takes more memory than the tensors from
-            which it is computed. Under ZeRO-3, they are computed and reduced block by block, so a rank has only its
-            shard of them. Under FSDP2, on replicated ranks, and for third-party optimizers, they are tensors. False
-            uses TRL's losses.
+            reads them: on one device, for rules of lowmem, and for micro-batches of up to a quarter as many tokens as
+            the vocabulary has. Under ZeRO-3, they are computed and reduced block by block, so a rank has only its shard
+            of them. Otherwise they are tensors. False uses TRL's losses.
         head_memory: additional memory for computing the loss and these gradients, such as "1GiB". More is faster. None
             is 128 MiB on a CPU and 512 MiB on a GPU. The logits of one token are the least.
         mlp_tile: tokens that an MLP computes at a time. Backward computes them once more. None computes all at once.

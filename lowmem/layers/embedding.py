@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lowmem.layers.head_tiles import default_memory
+from lowmem.layers.head_tiles import Head
 from lowmem.step import hooks
 from lowmem.tiles.gradients import Contribution
 
@@ -80,7 +80,7 @@ class _Embedding(torch.autograd.Function):
         padding = -1 if ctx.padding is None else ctx.padding  # no index is -1
         flat = indices.reshape(-1).long()
         flat = flat.masked_fill(flat == padding, -1)
-        memory = ctx.memory or default_memory(grad.device)
+        memory = Head(memory=ctx.memory).available(grad.device)
         if hooks.offer(ctx.weight, EmbeddingGradient(flat, grad.reshape(-1, grad.shape[-1]), memory)):
             return None, None, None, None
         return None, torch.ops.aten.embedding_dense_backward(grad, indices, ctx.rows, padding, False), None, None

@@ -1,9 +1,8 @@
 """The output head: the cross-entropy of logits of which one tile exists at a time.
 
-Logits are the product of hidden states [tokens, hidden] and a weight [vocabulary, hidden]. Forward computes all logits
-of some tokens at a time. It stores the log-sum-exp of each token, and the gradient of its hidden state up to a factor.
-The gradient of rows of the weight depends only on those rows, the hidden states and the log-sum-exps. It is computed in
-backward, or when the optimizer reads it.
+Logits are the product of hidden states [tokens, hidden] and a weight [vocabulary, hidden]. Forward takes some tokens at
+a time. It stores the log-sum-exp of each, and the gradient of its hidden state up to a factor. The gradient of rows of
+the weight depends only on those rows, the hidden states and the log-sum-exps. Backward or the optimizer computes it.
 """
 
 from collections.abc import Callable, Sequence

@@ -63,7 +63,7 @@ class Head:
 
     def available(self, device: torch.device) -> int:
         """Bytes of temporaries on a device."""
-        return self.memory or default_memory(device)
+        return self.memory or (MEMORY if device.type == "cpu" else GPU_MEMORY)
 
     @property
     def slope(self) -> float:
@@ -160,11 +160,6 @@ class Head:
         tokens = max(1, -(-tokens // max(parts, 1)))
         rows = max(1, int((side - row * tokens) / (row + tokens)))
         return tokens, min(rows if rows < 64 else rows // 64 * 64, vocabulary)
-
-
-def default_memory(device: torch.device) -> int:
-    """Returns the default memory for the temporaries of a head or an embedding, in bytes."""
-    return MEMORY if device.type == "cpu" else GPU_MEMORY
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:

@@ -58,9 +58,7 @@ class Source:
     def losses(
         self, targets: Tensor, metrics: Sequence[str] = (), label_smoothing: Any = 0.0, keeps: bool = False
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Computes the loss of each row, its log-sum-exp, and the given `METRICS`, each of the shape of `targets`.
-        keeps: see `token_losses`.
-        """
+        """Computes losses, log-sum-exps and `METRICS` of the shape of `targets`; see `token_losses`."""
         head, shape = replace(self.head, label_smoothing=label_smoothing), self.hidden.shape[:-1]
         matrices, gather = (self.hidden.flatten(0, -2), self.weight, self.bias), self.gather_weight
         with gather():

@@ -1,5 +1,4 @@
-"""Gradients that are computed as they are read: a block of rows at a time. The first blocks are stored, as many as fit
-into the memory of their contributions, and the others are computed again for each pass of a rule.
+"""Gradients that are computed as they are read: a block of rows at a time, again in each pass if it is not stored.
 
 The gradients of an output head and of an embedding have a row per word of the vocabulary, and are larger than any
 other. The tensors that they are computed from are small: hidden states, or indices and the gradient of the output.
