@@ -192,6 +192,12 @@ def _pairs(one: Rehearsal) -> set[tuple[str, ...]]:
 # -- inputs ------------------------------------------------------------------------------------------------------------
 
 
+def corpus() -> tuple[list[str], Any]:
+    """Texts from the standard library, and a tokenizer for them."""
+    texts = [f"{pair['instruction']}\n{pair['output']}\n" for pair in collect(Path(sysconfig.get_path("stdlib")))[0]]
+    return texts, train_tokenizer(texts[:2000], 4096)
+
+
 def write_inputs(folder: Path, steps: int, models: Sequence[str] = tuple(MODELS), longest: int = LONGEST) -> None:
     """Writes models with random weights, chats from the standard library, and the arguments that all runs share.
 
@@ -200,9 +206,7 @@ def write_inputs(folder: Path, steps: int, models: Sequence[str] = tuple(MODELS)
         models: names of those to write.
         longest: tokens of the longest chat.
     """
-    pairs, _ = collect(Path(sysconfig.get_path("stdlib")))
-    texts = [f"{pair['instruction']}\n{pair['output']}\n" for pair in pairs]
-    tokenizer = train_tokenizer(texts[:2000], 4096)
+    texts, tokenizer = corpus()
     for name in models:
         make_model(folder / name, tokenizer, **LAYERS, **MODELS[name])
     tokens = tokenizer("".join(texts), add_special_tokens=False)["input_ids"]

@@ -3,13 +3,14 @@
 import json
 import os
 import signal
+import time
 from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from benchmarks import defaults, dispatch, long_context, measurement, methods, step, update
+from benchmarks import defaults, dispatch, long_context, measurement, methods, phases, step, update
 from benchmarks.measurement import SIZES, Workload
 from benchmarks.methods import FLOOR, drop_gradients, fused, hooked, ordinary
 from benchmarks.processes import MeasurementError, alone
@@ -147,3 +148,20 @@ def test_a_process_returns_its_result_its_error_or_its_status(tmp_path):
         alone(json.loads, "")
     with pytest.raises(MeasurementError, match=f"^its process exited with status {-signal.SIGABRT}$"):
         alone(os.abort)
+
+
+# -- phases ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.cpu_only("the memory of a process")
+def test_memory_counts_in_the_phase_that_has_it(tmp_path):
+    """Phases of this process, which allocates 64 MiB in the second one."""
+    folder = tmp_path / "phases"
+    with phases.sampled(folder) as peaks, (folder / str(os.getpid())).open("w", buffering=1) as file:
+        for phase, size in (("idle", 0), ("load", 64), ("step", 0)):
+            print(time.monotonic(), phase, file=file)
+            memory = torch.ones(size << 20, dtype=torch.uint8)
+            time.sleep(0.2)
+            del memory
+    assert peaks["load"] == pytest.approx(64 << 20, abs=16 << 20)
+    assert peaks["step"] <= 16 << 20
