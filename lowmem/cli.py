@@ -11,9 +11,8 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 from rich.console import Console
@@ -38,6 +37,7 @@ from lowmem.tiles import storage
 # Modules that import transformers, trl or datasets are imported in functions, so that `lowmem --help` is fast.
 if TYPE_CHECKING:
     from lowmem.run.memory import StepMemory
+    from lowmem.run.plan import RunPlan
     from lowmem.run.recipe import Recipe
 
 # TRL's training commands, and the summary of each in `--help`.
@@ -173,24 +173,29 @@ def plan(command: argparse.Namespace, rest: Sequence[str]) -> int:
     recipe = _recipe(command, rest, _plan_options)
     from lowmem.run import plan as planning
 
-    options, device = recipe.options, recipe.device or "gpu"
+    options, ranks = recipe.options, recipe.options.ranks or 1
+    require.number(">= 1", whole=True)("--ranks", ranks)
     memory = None if options.memory is None else parse_bytes(options.memory, "--memory")
-    with stage("planning a step"):
-        step, summary = planning.plan(recipe)
-    print_topics(summary)
+    with stage("planning a run"):
+        planned = planning.plan(recipe, ranks)
+    print_topics(planned.summary)
     out.print()
-    out.print(_step_table(step))
-    out.print(f"\nNot counted: {planning.NOT_COUNTED[device]}.", soft_wrap=True)
-    figures = {"device": device, **summary, **step.figures(), "memory": memory, "ways": {}}
-    fits = memory is None or step.peak <= memory
+    out.print(_step_table(planned.step))
+    out.print()
+    out.print(_phase_table(planned, ranks))
+    figures = {"device": recipe.device, "ranks": ranks, **planned.figures(), "memory": memory, "ways": {}}
+    fits, found = memory is None or planned.needed <= memory, cast("Recipe | None", recipe)
     if memory is not None:
-        margin = f"{size(abs(memory - step.peak))} {'to spare' if fits else 'too much'}"
+        margin = f"{size(abs(memory - planned.needed))} {'to spare' if fits else 'too much'}"
         verdict = "fits in" if fits else "does not fit in"
         out.print(f"\n{verdict} {size(memory)}: {margin}", style="bold")
         if not fits:
-            figures["ways"] = _ways(recipe, memory)
+            found, figures["ways"] = _fitting(recipe, ranks, memory)
     if options.json is not None:
         write_file(options.json, (json.dumps(figures, indent=2) + "\n").encode())
+    if options.write is not None and found is not None:
+        write_file(options.write, found.to_yaml().encode())
+        out.print(f"written: {options.write}", soft_wrap=True)
     return 0 if fits else 1
 
 
@@ -211,30 +216,29 @@ def _inspect_options(parser: Any) -> None:
 
 def _plan_options(parser: Any) -> None:
     group = parser.add_argument_group("lowmem plan")
-    group.add_argument("--memory", metavar="SIZE", help="such as 24GiB; print whether a step fits, or what would fit")
+    group.add_argument(
+        "--memory", metavar="SIZE", help="of each device, as 24GiB; print whether the run fits, or what would"
+    )
+    group.add_argument("--ranks", type=int, metavar="N", help="number of processes, each with one device (1)")
+    group.add_argument("--write", type=Path, metavar="FILE", help="write the YAML of the run, or of one that fits")
     group.add_argument("--device", choices=("gpu", "cpu"), help="the device to train on (gpu)")
     group.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file")
 
 
-def _ways(recipe: "Recipe", memory: int) -> dict[str, int]:
-    """Plans arguments that reduce memory, one by one and, if none is enough, together: argument → bytes at the peak."""
-    from lowmem.run import plan as planning
+def _fitting(recipe: "Recipe", ranks: int, memory: int) -> tuple["Recipe | None", dict[str, int]]:
+    """Plans and prints arguments that reduce memory. Returns the recipe with the first ones that fit, or None, and the
+    bytes that each device needs by the words of the arguments.
+    """
+    from lowmem.run import ways
 
-    peaks: dict[str, int] = {}
-
-    def add(words: str, values: dict[str, Any]) -> None:
-        with stage(f"planning with {words}"), suppress(LowmemError):  # an argument may conflict with another
-            peaks[words] = planning.plan(recipe.having(**values)).step.peak
-
-    ways = planning.ways(recipe)
-    for words, values in ways.items():
-        add(words, values)
-    if peaks and min(peaks.values()) > memory:
-        add(" ".join(peaks), {name: value for words in peaks for name, value in ways[words].items()})
-    for words, nbytes in peaks.items():
-        verdict = Text("fits", "green") if nbytes <= memory else "does not fit"
-        out.print(Text.assemble(f"  {words}  {size(nbytes)}, ", verdict), soft_wrap=True)
-    return peaks
+    fitting, needs = None, {}
+    with stage("planning arguments that reduce memory"):
+        for way, changed, needed in ways.planned(recipe, ranks, memory):
+            needs[way.words] = needed
+            verdict = Text("fits", "green") if needed <= memory else "does not fit"
+            out.print(Text.assemble(f"  {way.words}  {size(needed)}, ", verdict, f" ({way.cost})"), soft_wrap=True)
+            fitting = changed if fitting is None and needed <= memory else fitting
+    return fitting, needs
 
 
 def generate(command: argparse.Namespace, rest: Sequence[str]) -> None:
@@ -254,14 +258,23 @@ def _table(*headings: str, numbers: Sequence[str]) -> Table:
 
 
 def _step_table(step: "StepMemory") -> Table:
-    table = _table(f"peak, in {step.during}", "memory", "", numbers=["memory"])
+    table = _table(f"peak of a step, in {step.during}", "memory", "", numbers=["memory"])
     for kind, nbytes in step.items.items():
         largest = (f"{tensor}: {size(part)}" for tensor, part in step.temporaries if part >= nbytes / 10)
         table.add_row(kind, size(nbytes), ", ".join(largest) if kind == "temporaries" else "")
     table.add_row("total", size(step.peak), style="bold")
     table.add_row("floor", size(step.floor), "weights, states, buffers, batch and the largest gradient")
-    if step.host_peak >= 2**20:
-        table.add_row("on the host", size(step.host_peak), "offloaded gradients and activations")
+    return table
+
+
+def _phase_table(planned: "RunPlan", ranks: int) -> Table:
+    columns = ["on each device", "on the host, per rank"] if ranks > 1 else ["on the device", "on the host"]
+    columns.append("on the disk")
+    table = _table("phase", *columns, numbers=columns)
+    for name, phase in planned.phases.items():
+        table.add_row(name, *(size(nbytes) if nbytes >= 2**20 else "" for nbytes in phase))
+    table.add_row("reserve", size(planned.reserve), "", "")
+    table.add_row("needed", size(planned.needed), "", "", style="bold")
     return table
 
 

@@ -12,7 +12,19 @@ from lowmem.placements.base import Local, Placement, Shard
 from lowmem.placements.ranks import Ranks, in_group
 from lowmem.placements.replicated import Replicated
 
-__all__ = ["Choice", "Placement", "Ranks", "fill", "find", "full_tensor", "in_group", "nbytes", "release", "shape_of"]
+__all__ = [
+    "Choice",
+    "Placement",
+    "Ranks",
+    "fill",
+    "find",
+    "full_tensor",
+    "in_group",
+    "nbytes",
+    "release",
+    "shape_of",
+    "stored",
+]
 
 Choice = Literal["auto", "local", "replicated", "zero3", "fsdp2"]
 
@@ -69,6 +81,11 @@ def full_tensor(tensor: Tensor) -> Tensor:
 def fill(tensor: Tensor, full: Tensor) -> None:
     """Copies a full tensor into a parameter or buffer. Each rank takes its shard."""
     _shard_of(tensor).fill(tensor, full)
+
+
+def stored(tensor: Tensor) -> Tensor:
+    """Returns the tensor that holds this rank's shard of a parameter or buffer between its uses."""
+    return _shard_of(tensor).stored(tensor)
 
 
 def release(tensor: Tensor) -> None:

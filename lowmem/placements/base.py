@@ -55,6 +55,10 @@ class Shard:
         """Returns the shard of a quantized parameter; None if it is not quantized."""
         return param if isinstance(param, QuantizedWeight) else None
 
+    def stored(self, param: Tensor) -> Tensor:
+        """Returns the tensor that holds the shard between two uses of the parameter."""
+        return param
+
     def read(self, param: Tensor) -> Tensor:
         """Returns the shard on the device that computes, sharing the parameter's memory if possible."""
         return param.detach()

@@ -50,8 +50,11 @@ class _Rows(FlatShard):
     def quantized(self, param: Any) -> QuantizedWeight | None:
         return super().quantized(self.read(param))
 
+    def stored(self, param: Any) -> Tensor:
+        return param.detach().to_local()  # type: ignore[no-any-return]
+
     def read(self, param: Any) -> Tensor:
-        return param.detach().to_local().view(-1)  # type: ignore[no-any-return]
+        return self.stored(param).view(-1)
 
 
 class _Reduced(Reducer):

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lowmem.optimizer import FusedOptimizer
+from lowmem.placements import stored
 from lowmem.step.program import Program, Result
 from lowmem.tiles.quantized import QuantizedWeight, tensors_of
 from lowmem.tiles.stored import StoredTiles
@@ -69,6 +71,24 @@ class _Tracker(TorchDispatchMode):
             self._allocation(value)
         return result
 
+    def __enter__(self) -> "_Tracker":
+        resize, tracker = torch.UntypedStorage.resize_, self
+
+        def resize_(storage: torch.UntypedStorage, size: int) -> None:  # no operation: FSDP2 frees and allocates by it
+            resize(storage, size)
+            allocation = tracker._by_storage.get(storage)
+            if allocation is not None and allocation.nbytes != storage.nbytes():
+                tracker._release(allocation)
+                tracker._allocate(storage, allocation.device, allocation.tensor)
+
+        self._resizing = patch.object(torch.UntypedStorage, "resize_", resize_)
+        self._resizing.start()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._resizing.stop()
+
     def label(self, tensors: Iterable[Tensor], kind: str) -> None:
         """Sets the kind of the storages of tensors. Those that are new are allocated now."""
         for tensor in tensors:
@@ -109,13 +129,19 @@ class _Tracker(TorchDispatchMode):
         allocation: _Allocation | None = self._by_storage.get(storage)
         if allocation is None:
             name = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
-            allocation = self._by_storage[storage] = _Allocation(storage.nbytes(), tensor.device, name, self._tick())
-            self.allocations.append(allocation)
-            weakref.finalize(storage, self._release, allocation).atexit = False
+            allocation = self._allocate(storage, tensor.device, name)  # the storage of a fake tensor is on "meta"
+        return allocation
+
+    def _allocate(self, storage: torch.UntypedStorage, device: torch.device, tensor: str) -> _Allocation:
+        allocation = _Allocation(storage.nbytes(), device, tensor, self._tick())
+        self._by_storage[storage] = allocation
+        self.allocations.append(allocation)
+        weakref.finalize(storage, self._release, allocation).atexit = False
         return allocation
 
     def _release(self, allocation: _Allocation) -> None:
-        allocation.died = self._tick()
+        if allocation.died is None:  # not resized before
+            allocation.died = self._tick()
 
     def _tick(self) -> int:
         self.now += 1
@@ -131,44 +157,54 @@ class StepMemory:
     host_peak: int  # bytes on the host, if the model is on a GPU
     largest_gradient: int
     temporaries: tuple[tuple[str, int], ...]  # dtype and shape, and bytes, of the three largest
+    host_weights: int = 0  # bytes of offloaded weights
+    evaluation: int = 0  # bytes at the peak of an evaluation after the step; 0 without one
 
     @property
     def peak(self) -> int:
         return sum(self.items.values())
 
     @property
+    def rest(self) -> int:
+        """Weights, states, buffers and the batch: what stays between two steps."""
+        return sum(self.items[kind] for kind in (WEIGHTS, STATES, BUFFERS))
+
+    @property
     def floor(self) -> int:
-        """Weights, states, buffers, the batch and the largest gradient, which fused training always needs."""
-        return sum(self.items[kind] for kind in (WEIGHTS, STATES, BUFFERS)) + self.largest_gradient
+        """What stays between two steps, and the largest gradient: fused training always needs it."""
+        return self.rest + self.largest_gradient
 
     def figures(self) -> dict[str, Any]:
         """Plain values for a file."""
-        names = ("peak", "during", "floor", "host_peak", "items", "largest_gradient", "temporaries")
+        names = ("peak", "during", "floor", "host_peak", "items", "largest_gradient", "temporaries", "evaluation")
         return {name.removesuffix("_peak"): getattr(self, name) for name in names}
 
 
 def step_memory(model: nn.Module, make_optimizer: Callable[[], FusedOptimizer],
                 losses: Sequence[Callable[[], Tensor]], batch: Sequence[Tensor],
-                others: Sequence[nn.Module] = ()) -> StepMemory:  # fmt: skip
-    """Records every tensor of an optimizer's first step. Its states count from the beginning of the step.
+                others: Sequence[nn.Module] = (), evaluate: Callable[[], None] | None = None,
+                steps: int = 1) -> StepMemory:  # fmt: skip
+    """Records every tensor of an optimizer's first steps. Its states count from the beginning.
 
     Args:
-        model: in training mode; its parameters have no optimizer hooks yet.
+        model: in training mode, and sharded. Its parameters have no optimizer hooks yet.
         make_optimizer: returns the optimizer that takes the step.
         losses: one callable per micro-batch, which computes its loss.
         batch: tensors that exist during the whole step.
         others: models that are not trained, such as a reference model.
+        evaluate: evaluates a batch after the steps.
+        steps: 2 if the first one differs: DeepSpeed learns in it which parameters to prefetch.
     """
     tracker = _Tracker()
-    tracker.label((param for each in (model, *others) for param in each.parameters()), WEIGHTS)
-    tracker.label([*model.buffers(), *batch], BUFFERS)
+    tracker.label((stored(param) for each in (model, *others) for param in each.parameters()), WEIGHTS)
+    tracker.label([*(buffer for each in (model, *others) for buffer in each.buffers()), *batch], BUFFERS)
     tracker.now = 0
     backwards = []
     with tracker:
         optimizer = make_optimizer()
         optimizer._updates.observer = tracker
-        for number, loss in enumerate(losses, start=1):
-            last, forward = number == len(losses), tracker.now
+        for number, loss in enumerate([*losses] * steps, start=1):
+            last, forward = number % len(losses) == 0, tracker.now
             with nullcontext() if last else optimizer.accumulate():
                 value = loss()
                 tracker.label_unknown(ACTIVATIONS, since=forward)
@@ -182,27 +218,35 @@ def step_memory(model: nn.Module, make_optimizer: Callable[[], FusedOptimizer],
         memories = [group.memory for group in optimizer._parameters.groups]
         leaves = tree_leaves([list(optimizer.state.values()), extras, memories])
         tracker.label((leaf for leaf in leaves if isinstance(leaf, Tensor)), STATES)
-    return _at_peak(tracker, next(model.parameters()).device, backwards)
+        end = tracker.now
+        if evaluate is not None:
+            evaluate()
+    device = batch[0].device if batch else next(model.parameters()).device
+    return _at_peak(tracker, device, backwards, end)
 
 
-def _at_peak(tracker: _Tracker, device: torch.device, backwards: Sequence[tuple[int, int]]) -> StepMemory:
-    """Sums the recorded storages that are live at the peak, by kind."""
-    end = tracker.now + 1
-    changes = np.zeros((2, end + 1), dtype=np.int64)  # on the model's device, and on the host if that is another
-    spans = []
+def _at_peak(tracker: _Tracker, device: torch.device, backwards: Sequence[tuple[int, int]], end: int) -> StepMemory:
+    """Sums the recorded storages that are live at the peak of the step, which ends at the moment `end`, by kind."""
+    last = tracker.now + 1
+    changes = np.zeros((2, last + 1), dtype=np.int64)  # on the model's device, and on the host if that is another
+    spans, host_weights = [], 0
     for allocation in tracker.allocations:
         on_host = int(allocation.device.type != device.type)
         born = 0 if allocation.kind in (WEIGHTS, STATES, BUFFERS) else allocation.born
-        died = end if allocation.died is None else allocation.died
+        died = last if allocation.died is None else allocation.died
         changes[on_host, born] += allocation.nbytes
         changes[on_host, died] -= allocation.nbytes
+        host_weights += allocation.nbytes * (on_host and allocation.kind == WEIGHTS)
         if not on_host:
             spans.append((born, died, allocation))
     live, host = changes.cumsum(axis=1)[:, :-1]
-    moment = int(live.argmax())
+    moment = int(live[: end + 1].argmax())
     at_peak = [allocation for born, died, allocation in spans if born <= moment < died]
     items = {kind: sum(a.nbytes for a in at_peak if (a.kind or TEMPORARIES) == kind) for kind in KINDS}
     temporaries = sorted(((a.tensor, a.nbytes) for a in at_peak if not a.kind), key=lambda pair: pair[1], reverse=True)
     during = "backward" if any(first <= moment <= last for first, last in backwards) else "forward"
     largest_gradient = max((a.nbytes for a in tracker.allocations if a.kind == GRADIENTS), default=0)
-    return StepMemory(items, during, int(host.max()), largest_gradient, tuple(temporaries[:3]))
+    evaluation = int(live[end + 1 : -1].max()) if end < tracker.now else 0
+    return StepMemory(
+        items, during, int(host.max()), largest_gradient, tuple(temporaries[:3]), host_weights, evaluation
+    )

@@ -18,9 +18,11 @@ from typing import Any
 
 import torch
 import yaml
+from torch import nn
 
 from lowmem.errors import ConfigError, LowmemError, require_packages
-from lowmem.hf.arguments import check_number
+from lowmem.hf.arguments import Inputs, check_number
+from lowmem.hf.optim import with_learning_rate
 from lowmem.layers.config import LayersConfig
 from lowmem.options import DynamicScale, FusedConfig
 from lowmem.run import secrets
@@ -91,16 +93,18 @@ class Recipe:
         settings = {name: Setting(name, value) for name, value in values.items()}
         return replace(self, settings={**self.settings, **settings})
 
-    def alone(self, folder: str, **attributes: Any) -> "Recipe":
-        """Returns the recipe of a trainer in another folder, on one device, which reports and evaluates nothing.
+    def alone(self, folder: str, *, sharded: bool = False, **attributes: Any) -> "Recipe":
+        """Returns the recipe of a trainer in another folder, which reports and evaluates nothing.
 
         Args:
             folder: its `output_dir`.
+            sharded: it shards its model, if this recipe does.
             attributes: others of the trainer's arguments. They are not checked again, and ignored if it has none.
         """
         recipe, training = copy.copy(self), copy.copy(self.training)
         attributes |= {"output_dir": folder, "report_to": [], "eval_strategy": "no"}
-        attributes |= {"deepspeed": None, "fsdp": type(training.fsdp)()}
+        if not sharded:
+            attributes |= {"deepspeed": None, "fsdp": type(training.fsdp)()}
         vars(training).update({name: value for name, value in attributes.items() if hasattr(training, name)})
         vars(recipe)["training"] = training  # the dataclass is frozen
         return recipe
@@ -120,6 +124,13 @@ class Recipe:
         name = (self.training.model_init_kwargs or {}).get("dtype", self.model.dtype)
         dtype = getattr(torch, str(name).removeprefix("torch."), None)
         return dtype if isinstance(dtype, torch.dtype) else torch.get_default_dtype()
+
+    @cached_property
+    def optimizer(self) -> FusedConfig:
+        """The options of the optimizer. Raises if the arguments cannot be trained with."""
+        completed = Inputs(None, self.training, None, self.fused).options(self.training)
+        with_learning_rate(self.training, completed, nn.Module())
+        return completed
 
     @property
     def source(self) -> dict[str, Any]:

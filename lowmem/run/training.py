@@ -15,7 +15,7 @@ from transformers.trainer_utils import has_length
 
 from lowmem.errors import ConfigError, LowmemError
 from lowmem.placements import in_group
-from lowmem.run import build, data, plan, report
+from lowmem.run import build, data, plan, report, ways
 from lowmem.run.boundary import blaming, is_out_of_memory, reason
 from lowmem.run.description import describe
 from lowmem.run.folder import RunFolder
@@ -161,8 +161,8 @@ def _explained(recipe: Recipe, folder: RunFolder) -> Iterator[None]:
             again = f" Then continue with: {command}" if folder.begun else ""
             advice = ""
             with suppress(Exception):  # the error of memory matters more
-                if ways := ", ".join(plan.ways(recipe)):
-                    advice = f" Arguments that reduce the memory of a step: {ways}."
+                if found := ", ".join(way.words for way in ways.ways(recipe)):
+                    advice = f" Arguments that reduce the memory of a step: {found}."
                 plan.require_plannable(recipe)
                 advice += " `lowmem plan` shows by how much."
             raise LowmemError(f"out of memory: {reason(error)}.{advice}{again}") from error

@@ -1,0 +1,271 @@
+"""The trainer of a run with fake tensors: nothing is allocated, and nothing is downloaded but the model's config.json.
+
+The model is built from its configuration, and the rows are the longest that the run can meet.
+"""
+
+import copy
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+from datasets import Dataset
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+from torch._subclasses.fake_tensor import is_fake
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    TrainingArguments,
+)
+
+from lowmem.errors import ConfigError
+from lowmem.hf import sharding
+from lowmem.hf.layers import positions
+from lowmem.run import build
+from lowmem.run.boundary import blaming
+from lowmem.run.recipe import Recipe
+
+# Arguments that are unset, because a plan creates its own rows.
+_OF_DATA: dict[str, Any] = {
+    "dataset_num_proc": None, "assistant_only_loss": False, "completion_only_loss": None, "chat_template_path": None,
+    "eos_token": None, "pad_token": None, "precompute_ref_log_probs": False,
+}  # fmt: skip
+
+# The options of activation checkpointing, before and since transformers 5.23.
+_KWARGS = ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs")
+
+# Columns of log-probabilities of a reference model, which are in the data if they were computed before.
+_REFERENCES = ("ref_chosen_logps", "ref_rejected_logps", "ref_logps", "ref_KL_logps")
+
+_MIN_OFFLOAD = 1024  # TRL offloads activations of at least so many bytes
+LONGEST = 1024  # tokens of a row where max_length is None
+
+
+class FakeRun(NamedTuple):
+    """A trainer with fake weights, which has sharded them; its other models; and its largest batches."""
+
+    trainer: Any
+    others: list[PreTrainedModel]
+    batch: dict[str, Any]
+    evaluated: dict[str, Any] | None
+
+    def loss(self) -> Tensor:
+        """The loss of a micro-batch."""
+        with self.trainer.compute_loss_context_manager():
+            loss: Tensor = self.trainer.compute_loss(self.trainer.model, dict(self.batch))
+        return loss
+
+    def evaluate(self) -> None:
+        """Evaluates a batch."""
+        assert self.evaluated is not None
+        self.trainer.prediction_step(self.trainer.model.eval(), dict(self.evaluated), prediction_loss_only=True)
+
+
+@contextmanager
+def running(recipe: Recipe, folder: str, device: torch.device) -> Iterator[FakeRun]:
+    """A context in which the trainer of a run computes with fake tensors on `device`.
+
+    Args:
+        recipe: the arguments of the run. Its trainer creates the output folder, which is `folder`.
+    """
+    config = model_config(recipe)
+    fake = FakeTensorMode(allow_non_fake_inputs=True)  # torch.tensor(n, device="meta") is not a fake tensor
+    of_args = property(lambda args: args._setup_devices and device)  # which have the CPU
+    with warnings.catch_warnings(), patch.object(TrainingArguments, "device", of_args):
+        warnings.simplefilter("ignore")  # of DeepSpeed and PyTorch, about the ranks that do not exist
+        trainer, others = _trainer(recipe, config, folder, fake, device)
+        batches = [_batch(trainer, recipe.training.per_device_train_batch_size)]
+        if recipe.training.eval_strategy != "no":
+            batches.append(_batch(trainer, recipe.training.per_device_eval_batch_size))
+        with fake, _Values(), _recomputed_and_offloaded(trainer.model, recipe.training), _autocast_on_meta():
+            trainer._shard()
+            fakes = tree_map_only(Tensor, lambda value: torch.empty_like(value, device=device), batches)
+            yield FakeRun(trainer, others, fakes[0], fakes[1] if len(fakes) > 1 else None)
+
+
+def model_config(recipe: Recipe) -> Any:
+    """Returns the configuration of a recipe's model. Raises `ConfigError` if it cannot be read."""
+    name = recipe.model.model_name_or_path
+    if name is None:
+        raise ConfigError("no model: set model_name_or_path to a directory with a config.json, or a name on the Hub")
+    try:
+        with blaming("model_name_or_path"):
+            return AutoConfig.from_pretrained(name, revision=recipe.model.model_revision, trust_remote_code=False)
+    except ConfigError as error:
+        raise ConfigError(
+            f"model_name_or_path: a plan needs the config.json of {name!r}, which cannot be read ({error}). Download "
+            f"it on a machine with network access (hf download {name} config.json), and set model_name_or_path to its "
+            "directory"
+        ) from error
+
+
+def checkpointing_kwargs(args: Any) -> dict[str, Any]:
+    """Returns the options of activation checkpointing."""
+    return args.gradient_checkpointing_kwargs or {}
+
+
+def checkpointing(args: Any) -> str:
+    """Returns the name of activation checkpointing, in arguments and methods; transformers 5.23 has changed it."""
+    return "activation_checkpointing" if hasattr(args, "activation_checkpointing") else "gradient_checkpointing"
+
+
+def _trainer(
+    recipe: Recipe, config: Any, folder: str, fake: FakeTensorMode, device: torch.device
+) -> tuple[Any, list[PreTrainedModel]]:
+    """The trainer of a run, with fake weights and two rows of data, and its other models."""
+    args, adapted = recipe.training, recipe.model.use_peft
+    length = args.max_length or LONGEST
+    rows = _rows(recipe.command, length)
+    names = ["ref_model"] if recipe.command in ("dpo", "kto") and not adapted else []
+    masked = args.per_device_train_batch_size > 1 or getattr(args, "packing", False)
+    if (sharded := sharding.of(args)) is not None:
+        sharded.prepare(recipe.dtype)
+    with fake, device:
+        model, *others = (_empty_model(recipe, config, masked) for _ in range(1 + len(names)))
+    if (places := positions(model)) is not None and places < length:
+        raise ConfigError(f"max_length={length}: the model has {places:,} positions; set max_length: {places}")
+    for item in (model, *others):
+        item.hf_device_map = dict.fromkeys(("", "model"), device.type)  # keeps Accelerate from moving the model
+    changed = dict(_OF_DATA)
+    if device.type == "meta":  # a trainer on this device raises for offloading, which `_recomputed_and_offloaded` adds
+        inside = {name: value for name, value in checkpointing_kwargs(args).items() if name != "offload"} or None
+        changed |= {"activation_offloading": False, **dict.fromkeys(_KWARGS, inside)}
+    options = {"processing_class": _tokenizer(), **dict(zip(names, others, strict=True))}
+    with device if adapted else nullcontext():  # of adapters, which the trainer creates
+        trainer = build.trainer(recipe.alone(folder, sharded=True, **changed), rows, None, model, **options)
+    for module in trainer.model.modules() if adapted else ():
+        for name, param in module.named_parameters(recurse=False):
+            if not is_fake(param):
+                setattr(module, name, nn.Parameter(fake.from_tensor(param.detach()), param.requires_grad))
+    if getattr(args, "precompute_ref_log_probs", False):
+        trainer.precompute_ref_logps, trainer.ref_model, others = True, None, []
+    return trainer, others
+
+
+@contextmanager
+def _recomputed_and_offloaded(model: Any, args: Any) -> Iterator[None]:
+    """Applies what the arguments say of activations."""
+    if args.gradient_checkpointing:
+        kwargs = {"use_reentrant": False, **checkpointing_kwargs(args)}
+        which = {name: kwargs.pop(name) for name in ("every_n_layers", "offload") if name in kwargs}
+        getattr(model, f"{checkpointing(args)}_enable")(kwargs, **which)
+    hooks = saved_tensors_hooks(_offload, lambda packed: packed[1].to(packed[0]))
+    with hooks if getattr(args, "activation_offloading", False) else nullcontext():
+        yield
+
+
+@contextmanager
+def _autocast_on_meta() -> Iterator[None]:
+    """Lets code ask about autocast on "meta", where torch raises: TRL's head (2.13), transformers 4's positions, and
+    DeepSpeed's linear layers.
+    """
+    enabled, dtype, autocast = torch.is_autocast_enabled, torch.get_autocast_dtype, torch.autocast
+
+    def on_cpu(device_type: str, *options: Any, **named: Any) -> Any:
+        return autocast(device_type.replace("meta", "cpu"), *options, **named)
+
+    asked = patch.object(torch, "is_autocast_enabled", lambda on="cuda": on != "meta" and enabled(on))
+    converted = patch.object(torch, "get_autocast_dtype", lambda on: dtype(on.replace("meta", "cpu")))
+    with asked, converted, patch.object(torch, "autocast", on_cpu):
+        yield
+
+
+def _empty_model(recipe: Recipe, config: Any, masked: bool) -> PreTrainedModel:
+    """The model from its configuration, on the device of the context, without the memory of attention scores."""
+    attention = recipe.model.attn_implementation or "sdpa"
+    fake = _MASKED if masked else _UNMASKED
+    config, kind = copy.deepcopy(config), AutoModelForCausalLM
+    if recipe.command == "reward":
+        config.num_labels, kind = 1, AutoModelForSequenceClassification
+    with blaming("model_name_or_path: no model can be built from its configuration"):
+        return kind.from_config(
+            config, trust_remote_code=False, dtype=recipe.dtype,
+            attn_implementation=fake if attention == "sdpa" else attention,
+        )  # fmt: skip
+
+
+def _rows(command: str, length: int) -> Dataset:
+    """Two rows of `length` tokens at most. One is a token shorter than the other, so that a batch has padding and a
+    mask.
+    """
+    if command == "sft":
+        ids = [[1] * length for length in (length, length - 1)]
+        return Dataset.from_dict({"input_ids": ids, "labels": ids})
+    prompt, answers = length // 2, length - length // 2 - 1  # TRL adds an end token
+    prompts, answer = ["a" + " a" * (prompt - 1)] * 2, [" a" * answers, " a" * (answers - 1)]
+    if command == "kto":
+        return Dataset.from_dict({"prompt": prompts, "completion": answer, "label": [True, False]})
+    return Dataset.from_dict({"prompt": prompts, "chosen": answer, "rejected": answer})
+
+
+def _batch(trainer: Any, size: int) -> dict[str, Any]:
+    """A batch of `size` of the longest rows."""
+    rows = [dict(trainer.train_dataset[n % 2]) for n in range(size)]
+    if getattr(trainer, "precompute_ref_logps", False):
+        for row in rows:
+            row |= dict.fromkeys(_REFERENCES, 0.0)
+    return dict(trainer.data_collator(rows))
+
+
+def _tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer for which every word is a token, in place of the model's, which would be downloaded."""
+    words = Tokenizer(models.WordLevel({"<pad>": 0, "a": 1, "</s>": 2}, unk_token="<pad>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>", pad_token="<pad>")
+
+
+class _Values(TorchDispatchMode):
+    """Values of fake tensors where code asks for them: integers are 1, other numbers 1/2, elements of a mask True."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        aten = torch.ops.aten
+        if func is aten._local_scalar_dense.default:
+            return True if args[0].dtype == torch.bool else 0.5 if args[0].is_floating_point() else 1
+        if func is aten.nonzero.default:
+            return args[0].new_empty((args[0].numel(), args[0].ndim), dtype=torch.int64)
+        if func in (aten.index.Tensor, aten.index_put.default, aten.index_put_.default):
+            mask = args[1][0]
+            if len(args[1]) == 1 and mask is not None and mask.dtype == torch.bool:
+                selected = (mask.numel(), *args[0].shape[mask.ndim :])
+                return args[0].new_empty(selected) if func is aten.index.Tensor else torch.empty_like(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+def _offload(saved: Tensor) -> tuple[torch.device, Tensor]:
+    """TRL's activation offloading without its streams: tensors saved for backward are on the host."""
+    stays = isinstance(saved, nn.Parameter) or saved.nbytes < _MIN_OFFLOAD
+    return saved.device, saved if stays else saved.cpu()
+
+
+def _attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+               **options: Any) -> tuple[Tensor, None]:  # fmt: skip
+    """`sdpa` with a kernel that does not hold all attention scores, as on GPUs and CPUs.
+
+    With fake tensors, PyTorch chooses a kernel that holds them, and transformers creates a mask where none is needed.
+    """
+    if attention_mask is not None:  # sdpa then repeats keys and values for each head and converts the mask to numbers
+        groups = getattr(module, "num_key_value_groups", 1)
+        key, value = (x.unsqueeze(2).expand(-1, -1, groups, -1, -1).flatten(1, 2) for x in (key, value))
+        zero, lowest = (torch.full((), number, dtype=query.dtype, device=query.device) for number in (0, -torch.inf))
+        attention_mask = torch.where(attention_mask, zero, lowest)
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    masks = {"is_causal": attention_mask is None, "attn_mask": attention_mask}
+    return kernel(query, key, value, **masks, scale=options["scaling"])[0].transpose(1, 2).contiguous(), None
+
+
+_UNMASKED, _MASKED = "fake", "fake_masked"
+for _name in (_UNMASKED, _MASKED):
+    AttentionInterface.register(_name, _attention)
+AttentionMaskInterface.register(_MASKED, AttentionMaskInterface()["sdpa"])

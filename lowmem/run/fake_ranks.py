@@ -1,0 +1,69 @@
+"""The process group of a plan: this process is rank 0, and the other ranks do not exist.
+
+PyTorch's "fake" backend does nothing in a collective, so a plan needs neither processes nor a launcher. FSDP2 and
+DeepSpeed ZeRO-3 run their own code, and take a GPU's fake tensors, which are on "meta", for those of an accelerator.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from accelerate.state import AcceleratorState
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group, _fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import _disable_current_modes
+
+from lowmem.hf import sharding
+from lowmem.placements import agreement
+
+
+@contextmanager
+def fake_ranks(count: int, device: torch.device, *, zero3: bool) -> Iterator[None]:
+    """A context in which this process is rank 0 of `count`. Trainers' arguments that are parsed in it see the ranks.
+
+    Args:
+        device: of the fake tensors.
+        zero3: DeepSpeed shards the model.
+    """
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    values = ("0", "0", str(count), str(count), "localhost", "0")
+    with ExitStack() as stack:
+        stack.enter_context(patch.dict(os.environ, dict(zip(names, values, strict=True)), ACCELERATE_USE_CPU="true"))
+        dist.init_process_group("cpu:fake,meta:fake", store=FakeStore(), rank=0, world_size=count)
+        stack.callback(AcceleratorState._reset_state, reset_partial_state=True)
+        stack.callback(dist.destroy_process_group)
+        for place, name, replacement in (*_PATCHES, *(_of_deepspeed(device) if zero3 else ())):
+            stack.enter_context(patch.object(place, name, replacement, create=name == "meta"))
+        yield
+
+
+def _mesh(device_type: str, *shape: Any, **names: Any) -> Any:
+    with _disable_current_modes():  # it computes with the numbers of the ranks
+        return init_device_mesh(device_type, *shape, **names)
+
+
+# Objects, their attributes, and what replaces these.
+_PATCHES: tuple[tuple[Any, str, Any], ...] = (
+    (agreement, "differences", lambda *_: []),
+    (sharding, "init_device_mesh", _mesh),
+    (torch, "meta", torch.cpu),  # streams and events that do nothing
+    (_fully_shard, "_get_device_from_mesh", lambda mesh: torch.device(mesh.device_type)),
+    (_fsdp_param_group.FSDPParamGroup, "_validate_no_meta_params", lambda group: None),
+)
+
+
+def _of_deepspeed(device: torch.device) -> Iterator[tuple[Any, str, Any]]:
+    import deepspeed
+    from deepspeed.accelerator import get_accelerator
+    from deepspeed.runtime.zero import partitioned_param_coordinator
+
+    for name in ("device_name", "current_device_name", "current_device"):
+        yield get_accelerator(), name, lambda *_: device.type
+    yield deepspeed.comm.comm, "cdb", None  # another plan may have had another number of ranks
+    yield deepspeed.ops, "__compatible_ops__", {**deepspeed.ops.__compatible_ops__, "deepspeed_shm_comm": False}
+    yield partitioned_param_coordinator, "assert_ints_same_as_other_ranks", lambda ints: None

@@ -1,0 +1,144 @@
+"""Arguments that reduce the memory of a run, what each costs, and which of them make it fit."""
+
+import json
+import shlex
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+
+from lowmem.errors import LowmemError
+from lowmem.rules import AdaLomo
+from lowmem.run.description import offloaded, recomputed
+from lowmem.run.fake import LONGEST, checkpointing, checkpointing_kwargs
+from lowmem.run.plan import plan
+from lowmem.run.recipe import Recipe
+from lowmem.step.program import rounding_of
+
+_SMALL_STATES = ("lomo", "adalomo", "adafactor", "adafactor_t2t")  # rules with almost no states
+_MLP_TILE = 4096  # tokens that an MLP computes at a time, where a plan proposes it
+
+
+@dataclass(frozen=True)
+class Way:
+    """Values of arguments that reduce the memory of a run, and their cost in time and quality.
+
+    Attributes:
+        ranks: processes that these values are for, if they are more than before.
+    """
+
+    values: dict[str, Any]
+    cost: str
+    ranks: int | None = None
+
+    @property
+    def words(self) -> str:
+        """The arguments on the command line."""
+        values = self.values if self.ranks is None else {**self.values, "ranks": self.ranks}
+        texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in values.items()}
+        words = (f"--{name} {shlex.quote(text)}" for name, text in texts.items())
+        return " ".join(words).replace("--fsdp true", "--fsdp")  # which takes no value
+
+
+def ways(recipe: Recipe, ranks: int = 1) -> list[Way]:
+    """Returns the ways to reduce the memory of a run that are valid in its recipe. Those that change the training most
+    come last.
+    """
+    valid = []
+    kinds = (_of_weights(recipe), _of_activations(recipe), _of_ranks(recipe, ranks), _of_rows(recipe))
+    for way in chain(*kinds):
+        with suppress(LowmemError):  # values may conflict with others of the recipe
+            _ = recipe.having(**way.values).optimizer  # raises
+            valid.append(way)
+    return valid
+
+
+def planned(recipe: Recipe, ranks: int, memory: int) -> Iterator[tuple[Way, Recipe, int]]:
+    """Plans the ways one by one. If none makes the run fit in `memory`, adds one after the other until it fits.
+
+    Yields:
+        A way, the recipe with its values, and the bytes that each device needs.
+    """
+    best, found = None, ways(recipe, ranks)
+    for way in found:
+        with suppress(LowmemError):  # its model may not have what it changes
+            changed = recipe.having(**way.values)
+            needed = plan(changed, way.ranks or ranks).needed
+            best = needed if best is None else min(best, needed)
+            yield way, changed, needed
+    together = next(iter(found), None)
+    for way in found[1:]:
+        if together is None or best is None or best <= memory or way.ranks is not None:
+            continue
+        with suppress(LowmemError):
+            both = Way({**together.values, **way.values}, f"{together.cost}; {way.cost}")
+            changed = recipe.having(**both.values)
+            best = plan(changed, ranks).needed
+            together = both
+            yield both, changed, best
+
+
+def _of_weights(recipe: Recipe) -> Iterator[Way]:
+    if recipe.model.use_peft:  # adapters have small states, and their base model may be quantized already
+        return
+    fused, args = recipe.optimizer, recipe.training
+    groups = [fused.complete({k: v for k, v in group.items() if k != "match"}) for group in ({}, *fused.groups)]
+    if recipe.layers.computed_gradients is not True:
+        yield Way({"layers.computed_gradients": True}, "the head takes up to 2.2 times as long; equal results")
+    nearest = any(rounding_of(rule, group, torch.bfloat16) == "nearest" for rule, group in groups)
+    if recipe.dtype == torch.float32 and not nearest:
+        yield Way({"dtype": "bfloat16"}, "faster; learns as float32 in our studies")
+    if fused.rounding in ("compensated", "compensated8", "master"):
+        yield Way({"fused.rounding": "stochastic"}, "no time; learns as well in our studies")
+    with suppress(LowmemError):  # a rule may need the name of a parameter
+        states = [state for rule, group in groups for state in rule.spec("", (4096, 4096), group).states.values()]
+        if fused.state_storage in ("auto", "float32", "bfloat16") and any(state.held_as_asked for state in states):
+            yield Way({"fused.state_storage": "8bit"}, "no loss in our fine-tuning study")
+    if any(rule.name not in _SMALL_STATES for rule, _ in groups):
+        rate = AdaLomo.usual_lr[0]
+        yield Way({"fused.rule": "adalomo", "learning_rate": rate}, "better than AdamW in our study; another rate")
+    quantizable = recipe.command == "sft" and not (args.deepspeed or args.fsdp) and recipe.layers.computed_gradients
+    quantizable &= fused.weight_format is None and fused.rounding in ("auto", "stochastic")
+    if quantizable and not any(rule.materializes for rule, _ in groups):
+        yield Way({"fused.weight_format": "int12"}, "slower steps; learns as bfloat16 in our study")
+
+
+def _of_activations(recipe: Recipe) -> Iterator[Way]:
+    args, name = recipe.training, checkpointing(recipe.training)
+    on_gpu = recipe.device == "gpu" or (recipe.device is None and torch.cuda.is_available())
+    if not recomputed(args):
+        yield Way({name: True}, "one more forward per step; equal results")
+    elif on_gpu and args.gradient_checkpointing and not offloaded(args):
+        with_kwargs = name == "activation_checkpointing"  # of transformers, since 5.23; before, of TRL
+        kwargs = {f"{name}_kwargs": {**checkpointing_kwargs(args), "offload": True}}
+        yield Way(kwargs if with_kwargs else {"activation_offloading": True}, "copies to the host; equal results")
+    tile, rows, length = recipe.layers.mlp_tile, args.per_device_train_batch_size, _length(args)
+    if rows * length >= 2 * _MLP_TILE and (tile is None or tile > _MLP_TILE):
+        yield Way({"layers.mlp_tile": _MLP_TILE}, "the forward of MLPs once more per step; equal results")
+
+
+def _of_ranks(recipe: Recipe, ranks: int) -> Iterator[Way]:
+    sharded = recipe.training.deepspeed or recipe.training.fsdp
+    possible = sharded or hasattr(recipe.training, "fsdp_plugin_args")  # from transformers 5 on
+    if recipe.device == "gpu" and not recipe.model.use_peft and possible:
+        values = {} if sharded else {"fsdp": True}
+        if not sharded and ranks > 1:
+            yield Way(values, "gathers weights in forward and backward; equal results", ranks)
+        yield Way(values, "more GPUs, and a larger batch", 2 * ranks)
+
+
+def _of_rows(recipe: Recipe) -> Iterator[Way]:
+    args = recipe.training
+    for fewer in sorted(
+        {args.per_device_train_batch_size // 2, 1} - {0, args.per_device_train_batch_size}, reverse=True
+    ):
+        yield Way({"per_device_train_batch_size": fewer}, "a smaller batch")
+    if hasattr(args, "max_length"):
+        yield Way({"max_length": _length(args) // 2}, "longer rows are cut off")
+
+
+def _length(args: Any) -> int:
+    return getattr(args, "max_length", None) or LONGEST
