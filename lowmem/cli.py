@@ -137,7 +137,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def train(command: argparse.Namespace, rest: Sequence[str]) -> int:
     """`lowmem sft` and the other training commands."""
-    recipe = _recipe(command, rest)
+    recipe = _recipe(command, rest, _train_options, device=None)
     from lowmem.run import training
 
     stopped = training.train(recipe)
@@ -177,13 +177,14 @@ def plan(command: argparse.Namespace, rest: Sequence[str]) -> int:
     require.number(">= 1", whole=True)("--ranks", ranks)
     memory = None if options.memory is None else parse_bytes(options.memory, "--memory")
     with stage("planning a run"):
-        planned = planning.plan(recipe, ranks)
+        recipe, planned = planning.plan_within(recipe, ranks, memory)
     print_topics(planned.summary)
     out.print()
     out.print(_step_table(planned.step))
     out.print()
     out.print(_phase_table(planned, ranks))
     figures = {"device": recipe.device, "ranks": ranks, **planned.figures(), "memory": memory, "ways": {}}
+    figures["computed_gradients"] = recipe.layers.computed_gradients
     fits, found = memory is None or planned.needed <= memory, cast("Recipe | None", recipe)
     if memory is not None:
         margin = f"{size(abs(memory - planned.needed))} {'to spare' if fits else 'too much'}"
@@ -199,13 +200,20 @@ def plan(command: argparse.Namespace, rest: Sequence[str]) -> int:
     return 0 if fits else 1
 
 
-def _recipe(command: argparse.Namespace, rest: Sequence[str], options: Callable[[Any], None] | None = None) -> "Recipe":
-    """The recipe of a training command for this machine; with further options, for the device that `--device` names."""
+def _recipe(
+    command: argparse.Namespace, rest: Sequence[str], options: Callable[[Any], None], device: str | None = "gpu"
+) -> "Recipe":
+    """The recipe of a training command with further options, for this machine or the device that `--device` names."""
     with stage("starting"):
         configured(rest)  # sets environment variables before libraries are imported
         _quiet()
         from lowmem.run.recipe import parse
-    return parse(command.training, rest, device=None if options is None else "gpu", more=options)
+    return parse(command.training, rest, device=device, more=options)
+
+
+def _train_options(parser: Any) -> None:
+    group = parser.add_argument_group("lowmem: memory")
+    group.add_argument("--force", action="store_true", help="train even if the planned memory is not available")
 
 
 def _inspect_options(parser: Any) -> None:

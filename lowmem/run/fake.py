@@ -74,14 +74,16 @@ class FakeRun(NamedTuple):
 
 
 @contextmanager
-def running(recipe: Recipe, folder: str, device: torch.device) -> Iterator[FakeRun]:
+def running(recipe: Recipe, folder: str, device: torch.device, *, real: bool = False) -> Iterator[FakeRun]:
     """A context in which the trainer of a run computes with fake tensors on `device`.
 
     Args:
         recipe: the arguments of the run. Its trainer creates the output folder, which is `folder`.
+        real: it computes with real tensors, of random weights, to measure what a plan predicts.
     """
     config = model_config(recipe)
-    fake = FakeTensorMode(allow_non_fake_inputs=True)  # torch.tensor(n, device="meta") is not a fake tensor
+    # torch.tensor(n, device="meta") is not a fake tensor
+    fake = None if real else FakeTensorMode(allow_non_fake_inputs=True)
     of_args = property(lambda args: args._setup_devices and device)  # which have the CPU
     with warnings.catch_warnings(), patch.object(TrainingArguments, "device", of_args):
         warnings.simplefilter("ignore")  # of DeepSpeed and PyTorch, about the ranks that do not exist
@@ -89,10 +91,16 @@ def running(recipe: Recipe, folder: str, device: torch.device) -> Iterator[FakeR
         batches = [_batch(trainer, recipe.training.per_device_train_batch_size)]
         if recipe.training.eval_strategy != "no":
             batches.append(_batch(trainer, recipe.training.per_device_eval_batch_size))
-        with fake, _Values(), _recomputed_and_offloaded(trainer.model, recipe.training), _autocast_on_meta():
+        with (
+            fake or nullcontext(),
+            nullcontext() if real else _Values(),
+            _recomputed_and_offloaded(trainer.model, recipe.training),
+            _autocast_on_meta(),
+        ):
             trainer._shard()
-            fakes = tree_map_only(Tensor, lambda value: torch.empty_like(value, device=device), batches)
-            yield FakeRun(trainer, others, fakes[0], fakes[1] if len(fakes) > 1 else None)
+            if not real:
+                batches = tree_map_only(Tensor, lambda value: torch.empty_like(value, device=device), batches)
+            yield FakeRun(trainer, others, batches[0], batches[1] if len(batches) > 1 else None)
 
 
 def model_config(recipe: Recipe) -> Any:
@@ -122,21 +130,23 @@ def checkpointing(args: Any) -> str:
 
 
 def _trainer(
-    recipe: Recipe, config: Any, folder: str, fake: FakeTensorMode, device: torch.device
+    recipe: Recipe, config: Any, folder: str, fake: FakeTensorMode | None, device: torch.device
 ) -> tuple[Any, list[PreTrainedModel]]:
-    """The trainer of a run, with fake weights and two rows of data, and its other models."""
+    """The trainer of a run, with weights that nobody has trained and two rows of data, and its other models."""
     args, adapted = recipe.training, recipe.model.use_peft
     length = args.max_length or LONGEST
     rows = _rows(recipe.command, length)
     names = ["ref_model"] if recipe.command in ("dpo", "kto") and not adapted else []
-    masked = args.per_device_train_batch_size > 1 or getattr(args, "packing", False)
+    attention = recipe.model.attn_implementation or "sdpa"
+    if fake is not None and attention == "sdpa":
+        attention = _MASKED if args.per_device_train_batch_size > 1 or getattr(args, "packing", False) else _UNMASKED
     if (sharded := sharding.of(args)) is not None:
         sharded.prepare(recipe.dtype)
-    with fake, device:
-        model, *others = (_empty_model(recipe, config, masked) for _ in range(1 + len(names)))
+    with fake or nullcontext(), device:
+        model, *others = (_untrained(recipe, config, attention) for _ in range(1 + len(names)))
     if (places := positions(model)) is not None and places < length:
         raise ConfigError(f"max_length={length}: the model has {places:,} positions; set max_length: {places}")
-    for item in (model, *others):
+    for item in () if fake is None else (model, *others):
         item.hf_device_map = dict.fromkeys(("", "model"), device.type)  # keeps Accelerate from moving the model
     changed = dict(_OF_DATA)
     if device.type == "meta":  # a trainer on this device raises for offloading, which `_recomputed_and_offloaded` adds
@@ -147,7 +157,7 @@ def _trainer(
         trainer = build.trainer(recipe.alone(folder, sharded=True, **changed), rows, None, model, **options)
     for module in trainer.model.modules() if adapted else ():
         for name, param in module.named_parameters(recurse=False):
-            if not is_fake(param):
+            if fake is not None and not is_fake(param):
                 setattr(module, name, nn.Parameter(fake.from_tensor(param.detach()), param.requires_grad))
     if getattr(args, "precompute_ref_log_probs", False):
         trainer.precompute_ref_logps, trainer.ref_model, others = True, None, []
@@ -182,18 +192,13 @@ def _autocast_on_meta() -> Iterator[None]:
         yield
 
 
-def _empty_model(recipe: Recipe, config: Any, masked: bool) -> PreTrainedModel:
-    """The model from its configuration, on the device of the context, without the memory of attention scores."""
-    attention = recipe.model.attn_implementation or "sdpa"
-    fake = _MASKED if masked else _UNMASKED
+def _untrained(recipe: Recipe, config: Any, attention: str) -> PreTrainedModel:
+    """The model from its configuration, on the device of the context."""
     config, kind = copy.deepcopy(config), AutoModelForCausalLM
     if recipe.command == "reward":
         config.num_labels, kind = 1, AutoModelForSequenceClassification
     with blaming("model_name_or_path: no model can be built from its configuration"):
-        return kind.from_config(
-            config, trust_remote_code=False, dtype=recipe.dtype,
-            attn_implementation=fake if attention == "sdpa" else attention,
-        )  # fmt: skip
+        return kind.from_config(config, trust_remote_code=False, dtype=recipe.dtype, attn_implementation=attention)
 
 
 def _rows(command: str, length: int) -> Dataset:

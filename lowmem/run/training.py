@@ -15,7 +15,7 @@ from transformers.trainer_utils import has_length
 
 from lowmem.errors import ConfigError, LowmemError
 from lowmem.placements import in_group
-from lowmem.run import build, data, plan, report, ways
+from lowmem.run import build, data, plan, precheck, report, ways
 from lowmem.run.boundary import blaming, is_out_of_memory, reason
 from lowmem.run.description import describe
 from lowmem.run.folder import RunFolder
@@ -35,6 +35,8 @@ def train(recipe: Recipe) -> int | None:
     folder = RunFolder(Path(recipe.training.output_dir), recipe.training.resume_from_checkpoint, rank())
     with folder.opened(), _explained(recipe, folder):
         checkpoint = folder.start()
+        if not recipe.options.force:
+            recipe = precheck.fitted(recipe)
         with stage("loading the data"):
             train, evaluation = data.load(recipe)
         with stage("loading the model and tokenizing"):

@@ -1,0 +1,163 @@
+"""Plans against measured peaks: the tensors of a step on real ranks of a CPU, by model, placement, rule and storage.
+
+    python -m benchmarks.plans [--only "..."] [--out benchmarks/results]
+
+Each placement is one group of processes, which trains every model by every method for one step, under ZeRO-3 for two.
+The peak is of all tensors of rank 0. The plan is `lowmem plan --device cpu --ranks N` with the same arguments.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig
+
+from benchmarks import reports
+from benchmarks.pages import ROOT, markdown
+from benchmarks.reports import command
+from lowmem.run.fake import running
+from lowmem.run.memory import StepMemory, step_memory
+from lowmem.run.plan import plan
+from lowmem.run.recipe import Recipe, parse
+
+SMALL = {"hidden_size": 256, "intermediate_size": 640, "num_hidden_layers": 3, "vocab_size": 8192}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 512}
+MIXED = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+DENSE = {**SMALL, **HEADS}
+ADAPTERS = ("--use_peft", "--lora_target_modules", "all-linear")
+# Name → type and changed values of its configuration, command, and more words
+MODELS: dict[str, tuple[str, dict[str, Any], str, tuple[str, ...]]] = {
+    "Llama": ("llama", {**DENSE, "tie_word_embeddings": False}, "sft", ()),
+    "Llama, tied": ("llama", {**DENSE, "tie_word_embeddings": True}, "sft", ()),
+    "Qwen3, tied": ("qwen3", {**DENSE, "tie_word_embeddings": True}, "sft", ()),
+    "Mistral": ("mistral", DENSE, "sft", ()),
+    "Gemma 2": ("gemma2", DENSE, "sft", ("--attn_implementation", "eager")),
+    "GPT-2": ("gpt2", {"n_embd": 256, "n_layer": 3, "n_head": 4, "vocab_size": 8192, "n_positions": 512}, "sft", ()),
+    "Qwen3, experts": ("qwen3_moe", {**DENSE, **MIXED}, "sft", ()),
+    "Llama, LoRA": ("llama", DENSE, "sft", ADAPTERS),
+    "Llama, int12": ("llama", DENSE, "sft", ("--fused.weight_format", "int12")),
+    "Llama, DPO": ("llama", DENSE, "dpo", ()),
+    "Llama, KTO": ("llama", DENSE, "kto", ()),
+    "Llama, reward": ("llama", DENSE, "reward", ()),
+}
+# Name → ranks, and words
+PLACEMENTS: dict[str, tuple[int, tuple[str, ...]]] = {
+    "one device": (1, ()),
+    "replicated, 2": (2, ()),
+    "FSDP2, 2": (2, ("--fsdp",)),
+    "FSDP2, 3": (3, ("--fsdp",)),
+    "ZeRO-3, 2": (2, ("--deepspeed", "configs/zero3.json")),
+    "ZeRO-3, 3": (3, ("--deepspeed", "configs/zero3.json")),
+    "ZeRO-3, offloaded, 2": (2, ("--deepspeed", "configs/zero3_offload.json")),
+}
+RULES = {
+    f"{rule}, {storage}": ("--fused.rule", rule, "--learning_rate", "1e-3", "--fused.state_storage", storage)
+    for rule, storage in (("adalomo", "float32"), ("adamw", "float32"), ("adamw", "bfloat16"), ("lion", "bfloat16"))
+}
+USUAL = (
+    "--dtype", "bfloat16", "--bf16", "false", "--max_length", "128", "--per_device_train_batch_size", "2",
+    "--max_grad_norm", "0", "--report_to", "none", "--fused.compile", "false", "--output_dir", "unused",
+)  # fmt: skip
+# Combinations of model and placement that are refused.
+REFUSED = {("Llama, int12", "ZeRO-3")}
+
+
+def recipes(
+    placement: str, models: Sequence[str], folder: Path, *, device: str | None
+) -> Iterator[tuple[str, str, Recipe]]:
+    """Model, method and recipe of every combination that a placement has."""
+    for model in models:
+        if (model, placement.partition(",")[0]) in REFUSED:
+            continue
+        kind, values, method, words = MODELS[model]
+        path = folder / model.replace(" ", "_")
+        AutoConfig.for_model(kind, **values).save_pretrained(path)
+        for rule, of_rule in RULES.items():
+            sharding = PLACEMENTS[placement][1]
+            argv = ["--model_name_or_path", str(path), *USUAL, *words, *of_rule, *sharding]
+            if "int12" in model and sharding:
+                argv += ["--fsdp_config", '{"cpu_ram_efficient_loading": false}']
+            yield model, rule, parse(method, argv, device=device)
+
+
+def stepped(recipe: Recipe, *, real: bool) -> StepMemory:
+    """The memory of a real step on this rank, or of a fake one."""
+    args = recipe.training
+    with tempfile.TemporaryDirectory() as folder, running(recipe, folder, torch.device("cpu"), real=real) as run:
+        tensors = [*filter(torch.is_tensor, run.batch.values())]
+        steps = 2 if args.deepspeed else 1
+        model = run.trainer.model.train()
+        return step_memory(model, run.trainer.create_optimizer, [run.loss], tensors, run.others, steps=steps)
+
+
+def measure(placement: str, models: Sequence[str], folder: Path) -> dict[str, dict[str, int]]:
+    """Peaks of this rank, by model and method."""
+    peaks: dict[str, dict[str, int]] = {}
+    for model, rule, recipe in recipes(placement, models, folder, device=None):
+        peaks.setdefault(model, {})[rule] = stepped(recipe, real=True).peak
+    return peaks
+
+
+def compare(placement: str, models: Sequence[str] = tuple(MODELS)) -> dict[str, dict[str, dict[str, int]]]:
+    """Measured and planned bytes of all combinations of a placement, by model and method."""
+    ranks = PLACEMENTS[placement][0]
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "peaks.json"
+        launcher = ["-m", "torch.distributed.run", "--nproc_per_node", str(ranks), "--standalone"] if ranks > 1 else []
+        words = [
+            sys.executable,
+            "-W",
+            "ignore",
+            *launcher,
+            "-m",
+            "benchmarks.plans",
+            "--rank",
+            placement,
+            str(file),
+            *models,
+        ]
+        subprocess.run([sys.executable, *words], check=True, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        peaks = json.loads(file.read_text())
+        for model, rule, recipe in recipes(placement, models, Path(folder), device="cpu"):
+            peaks[model][rule] = {"measured": peaks[model][rule], "planned": plan(recipe, ranks).step.peak}
+        return peaks  # type: ignore[no-any-return]
+
+
+def tables(report: Any) -> dict[str, str]:
+    """The largest difference of each model and placement, over the methods."""
+
+    def worst(model: str, placement: str) -> str:
+        pairs = report["peaks"].get(placement, {}).get(model, {}).values()
+        found = [each["planned"] / each["measured"] - 1 for each in pairs]
+        return f"{max(found, key=abs):+.2%}" if found else "–"
+
+    return {"": markdown([{"model": model, **{name: worst(model, name) for name in PLACEMENTS}} for model in MODELS])}
+
+
+@command
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = reports.make_parser(__doc__, {}, dtype=False, only="placements")
+    options = parser.parse_args(argv)
+    names = [name for name in PLACEMENTS if not options.only or name in options.only]
+    with reports.output(options.out):
+        peaks = {}
+        for name in names:
+            print(name, flush=True)
+            peaks[name] = compare(name)
+        reports.publish(options.out, "plans", {"models": list(MODELS), "rules": list(RULES)}, tables, peaks=peaks)
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "--rank":
+        with tempfile.TemporaryDirectory() as path:
+            of_rank = measure(sys.argv[2], sys.argv[4:], Path(path))
+        if int(os.environ.get("RANK", 0)) == 0:
+            Path(sys.argv[3]).write_text(json.dumps(of_rank))
+    else:
+        main()

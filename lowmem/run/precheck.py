@@ -1,0 +1,101 @@
+"""Whether a run fits, before its weights are loaded or fetched."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch import distributed
+
+from lowmem.errors import ConfigError, LowmemError
+from lowmem.placements import in_group
+from lowmem.run.fake import model_config
+from lowmem.run.recipe import Recipe
+from lowmem.run.terminal import out, rank, size, stage, warn
+
+# The weights of a model that is not planned: its run is faster than its plan.
+_SMALL = 256 << 20
+
+# Variables of launchers, which a plan in another process must not see.
+_OF_LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_", "ACCELERATE_", "TORCHELASTIC_")
+
+
+def fitted(recipe: Recipe) -> Recipe:
+    """Plans a run for the memory that is free on rank 0. Every rank calls it.
+
+    Returns:
+        The recipe, with computed gradients if it leaves them to the plan and the run does not fit otherwise.
+
+    Raises:
+        LowmemError: the run does not fit.
+    """
+    answer: list[Any] = [_answer(recipe) if rank() == 0 else None]
+    if in_group():
+        distributed.broadcast_object_list(answer)
+    problem, values = answer[0]
+    if problem:
+        raise LowmemError(problem)
+    return recipe.having(**values) if values else recipe
+
+
+def _answer(recipe: Recipe) -> tuple[str | None, dict[str, Any]]:
+    """Why the run does not fit, or None, and the arguments that the plan has chosen."""
+    model, args = Path(recipe.model.model_name_or_path or ""), recipe.training
+    files = [file for file in model.glob("*") if file.suffix in (".safetensors", ".bin")] if model.is_dir() else []
+    if files and sum(file.stat().st_size for file in files) < _SMALL:
+        return None, {}
+    try:
+        model_config(recipe)
+    except ConfigError:  # loading the model will say it
+        return None, {}
+    ranks, on_gpu = args.world_size, args.device.type != "cpu"
+    on_host = psutil.virtual_memory().available // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    memory = torch.cuda.mem_get_info(args.device)[0] if on_gpu else on_host
+    device = "gpu" if on_gpu else "cpu"
+    with stage("planning the memory of the run"):
+        planned = _planned(recipe, ranks, device)
+    if isinstance(planned, str):
+        out.print(f"memory     not planned: {planned}", soft_wrap=True)
+        return None, {}
+    if planned["needed"] > memory:  # shows what makes it fit
+        planned = _planned(recipe, ranks, device, "--memory", f"{memory / 2**20:.2f}MiB")
+        assert not isinstance(planned, str)
+    host, disk = (max(phase[where] for phase in planned["phases"].values()) for where in ("host", "disk"))
+    if (free := shutil.disk_usage(args.output_dir).free) < disk:
+        warn(f"{args.output_dir} needs {size(disk)} for checkpoints, but its disk has {size(free)}")
+    out.print(f"memory     {size(planned['needed'])} of {size(memory)} per process (planned)", soft_wrap=True)
+    if planned["needed"] > memory:
+        need, where, has = planned["needed"], "on the GPU of each process" if on_gpu else "for each process", memory
+    elif on_gpu and host > on_host:
+        need, where, has = host, "on the host for each process", on_host
+    else:
+        chosen = planned["computed_gradients"]
+        return None, {} if chosen == recipe.layers.computed_gradients else {"layers.computed_gradients": chosen}
+    return (
+        f"the run does not fit: it needs {size(need)} {where}, which has {size(has)}. --force trains nevertheless",
+        {},
+    )
+
+
+def _planned(recipe: Recipe, ranks: int, device: str, *words: str) -> dict[str, Any] | str:
+    """The figures of a plan in another process, so that nothing of it stays here; or why there is none. With further
+    words, the plan is printed.
+    """
+    env = {name: value for name, value in os.environ.items() if not name.startswith(_OF_LAUNCHERS)}
+    with tempfile.TemporaryDirectory() as folder:
+        config, file = Path(folder, "config.yaml"), Path(folder, "plan.json")
+        config.write_text(recipe.to_yaml(), encoding="utf-8")
+        options = ["--config", str(config), "--ranks", str(ranks), "--device", device, "--json", str(file), *words]
+        ended = subprocess.run(
+            [sys.executable, "-m", "lowmem", "plan", recipe.command, *options],
+            env=env | {"CUDA_VISIBLE_DEVICES": ""}, capture_output=not words, text=True,
+        )  # fmt: skip
+        if ended.returncode in (0, 1) and file.exists():
+            return dict(json.loads(file.read_text()))
+        return (ended.stderr or "").strip().rpartition("\n")[2].removeprefix("error: ")
