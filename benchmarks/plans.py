@@ -110,18 +110,7 @@ def compare(placement: str, models: Sequence[str] = tuple(MODELS)) -> dict[str, 
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "peaks.json"
         launcher = ["-m", "torch.distributed.run", "--nproc_per_node", str(ranks), "--standalone"] if ranks > 1 else []
-        words = [
-            sys.executable,
-            "-W",
-            "ignore",
-            *launcher,
-            "-m",
-            "benchmarks.plans",
-            "--rank",
-            placement,
-            str(file),
-            *models,
-        ]
+        words = [*launcher, "-m", "benchmarks.plans", "--rank", placement, str(file), *models]
         subprocess.run([sys.executable, *words], check=True, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"})
         peaks = json.loads(file.read_text())
         for model, rule, recipe in recipes(placement, models, Path(folder), device="cpu"):

@@ -165,7 +165,7 @@ def _explained(recipe: Recipe, folder: RunFolder) -> Iterator[None]:
             with suppress(Exception):  # the error of memory matters more
                 if found := ", ".join(way.words for way in ways.ways(recipe)):
                     advice = f" Arguments that reduce the memory of a step: {found}."
-                plan.require_plannable(recipe)
+                plan.require_plannable(recipe, recipe.training.world_size)
                 advice += " `lowmem plan` shows by how much."
             raise LowmemError(f"out of memory: {reason(error)}.{advice}{again}") from error
         if not isinstance(error, LowmemError):

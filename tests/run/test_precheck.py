@@ -1,0 +1,52 @@
+"""A run that does not fit ends before its data and its weights are loaded."""
+
+from types import SimpleNamespace
+
+import psutil
+import pytest
+from support import runs
+from transformers import LlamaConfig
+
+from lowmem.run import data, precheck
+
+SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+
+
+@pytest.fixture
+def config(tmp_path, monkeypatch):
+    """The YAML file of a run whose model has no weights yet, on a machine with 1.001 GiB of memory."""
+    LlamaConfig(**SIZES, vocab_size=4096).save_pretrained(tmp_path / "model")
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=2**30 + 2**20))
+    return runs.write(tmp_path, "sft", model_name_or_path=str(tmp_path / "model"), max_length=32)
+
+
+def test_a_run_that_does_not_fit_is_refused(config, tmp_path, monkeypatch):
+    """It shows the plan of what would fit, and leaves no files."""
+    monkeypatch.setattr(data, "load", lambda recipe: pytest.fail("the data was loaded"))
+    ended = runs.lowmem("sft", "--config", config)
+    assert ended.status == 2
+    assert "error: the run does not fit: it needs 1." in ended.err and "--force trains nevertheless" in ended.err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_is_forced(config, monkeypatch):
+    """It fails where it reads the model, whose files do not exist."""
+    monkeypatch.setattr(precheck, "fitted", lambda recipe: pytest.fail("the run was planned"))
+    ended = runs.lowmem("sft", "--config", config, "--force")
+    assert ended.status == 2 and "loading the model" in ended.out and "does not fit" not in ended.err
+
+
+def test_a_run_that_fits_says_what_it_needs(config, monkeypatch):
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=2**40))
+    ended = runs.lowmem("sft", "--config", config)
+    assert "memory     1." in ended.out and "of 1024.00 GiB per process (planned)" in ended.out
+    assert "loading the model" in ended.out and "does not fit" not in ended.err
+
+
+@pytest.mark.parametrize("weights", [0, 2**20])
+def test_a_small_model_and_a_command_without_a_plan_are_trained(config, tmp_path, monkeypatch, weights):
+    """Without weights the plan of an unsupported argument is tried, and the reason printed."""
+    if weights:
+        (tmp_path / "model" / "model.safetensors").write_bytes(bytes(weights))
+    ended = runs.lowmem("sft", "--config", config, "--torch_compile", "true")
+    assert ("memory     not planned: torch_compile cannot be planned" in ended.out) == (not weights)
