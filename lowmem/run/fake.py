@@ -119,6 +119,12 @@ def model_config(recipe: Recipe) -> Any:
         ) from error
 
 
+def offloaded_to_nvme(args: Any) -> dict[str, Any] | None:
+    """Returns DeepSpeed's options of offloaded weights, if they are on NVMe."""
+    options = args.hf_deepspeed_config.get_value("zero_optimization.offload_param") or {}
+    return options if options.get("device") == "nvme" else None
+
+
 def checkpointing_kwargs(args: Any) -> dict[str, Any]:
     """Returns the options of activation checkpointing."""
     return args.gradient_checkpointing_kwargs or {}
@@ -141,6 +147,8 @@ def _trainer(
     if fake is not None and attention == "sdpa":
         attention = _MASKED if args.per_device_train_batch_size > 1 or getattr(args, "packing", False) else _UNMASKED
     if (sharded := sharding.of(args)) is not None:
+        if fake is not None and args.deepspeed and (nvme := offloaded_to_nvme(args)):
+            nvme["device"] = "cpu"  # fake tensors cannot be written
         sharded.prepare(recipe.dtype)
     with fake or nullcontext(), device:
         model, *others = (_untrained(recipe, config, attention) for _ in range(1 + len(names)))

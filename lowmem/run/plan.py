@@ -13,7 +13,7 @@ import torch
 from lowmem.errors import ConfigError, UnsupportedError
 from lowmem.placements import nbytes
 from lowmem.run.description import describe
-from lowmem.run.fake import LONGEST, model_config, running
+from lowmem.run.fake import LONGEST, model_config, offloaded_to_nvme, running
 from lowmem.run.fake_ranks import fake_ranks
 from lowmem.run.memory import BUFFERS, STATES, WEIGHTS, StepMemory, step_memory
 from lowmem.run.recipe import Recipe
@@ -89,6 +89,7 @@ def plan(recipe: Recipe, ranks: int = 1) -> RunPlan:
     device = DEVICES[recipe.device or "gpu"]
     _ = recipe.optimizer  # raises here, where no weights are fake
     zero3 = bool(recipe.training.deepspeed)
+    nvme = offloaded_to_nvme(recipe.training) if zero3 else None
     with (
         tempfile.TemporaryDirectory() as folder,
         fake_ranks(ranks, device, zero3=zero3) if ranks > 1 else nullcontext(),
@@ -104,6 +105,10 @@ def plan(recipe: Recipe, ranks: int = 1) -> RunPlan:
                 trainer.model, trainer.create_optimizer, losses, tensors, run.others, evaluate, steps=1 + zero3
             )
             phases, summary = _phases(trainer, step, ranks), describe(trainer)
+    if nvme is not None:
+        buffers = nvme.get("buffer_count", 5) * nvme.get("buffer_size", 10**8) * recipe.dtype.itemsize
+        moved = step.host_weights
+        phases = {name: Phase(p.device, p.host - moved + buffers, p.disk + ranks * moved) for name, p in phases.items()}
     micro = f"{args.gradient_accumulation_steps} micro-batches of " if args.gradient_accumulation_steps > 1 else ""
     rows = f"{micro}{args.per_device_train_batch_size} x {args.max_length or LONGEST} tokens"
     return RunPlan(step, phases, {**summary, "step": rows}, RESERVE[recipe.device or "gpu"])
@@ -160,6 +165,8 @@ def require_plannable(recipe: Recipe, ranks: int = 1) -> None:
     sharded = next((name for name in ("deepspeed", "fsdp") if getattr(recipe.training, name)), None)
     if sharded and ranks < 2:
         raise ConfigError(f"{sharded} shards the model over several processes: say how many with --ranks N")
+    if (getattr(recipe.training, "fsdp_plugin_args", None) or {}).get("cpu_offload"):
+        raise UnsupportedError("fsdp_config.cpu_offload cannot be planned. Omit it to plan weights on the device")
     values = recipe.values
     autocast = values.get("fp16") or (recipe.dtype == torch.float32 and values.get("bf16") is not False)
     if recipe.device != "cpu" and autocast:

@@ -100,7 +100,9 @@ def _of_weights(recipe: Recipe) -> Iterator[Way]:
     if any(rule.name not in _SMALL_STATES for rule, _ in groups):
         rate = AdaLomo.usual_lr[0]
         yield Way({"fused.rule": "adalomo", "learning_rate": rate}, "better than AdamW in our study; another rate")
-    quantizable = recipe.command == "sft" and not (args.deepspeed or args.fsdp) and recipe.layers.computed_gradients
+    quantizable = (
+        recipe.command == "sft" and not (args.deepspeed or args.fsdp) and recipe.layers.computed_gradients is not False
+    )
     quantizable &= fused.weight_format is None and fused.rounding in ("auto", "stochastic")
     if quantizable and not any(rule.materializes for rule, _ in groups):
         yield Way({"fused.weight_format": "int12"}, "slower steps; learns as bfloat16 in our study")

@@ -306,3 +306,52 @@ def test_shipped_configurations_are_planned(config, model, tmp_path):
     missing = (layers - 2) * of_a_layer + 2 * (tokens - 4096) * shipped.hidden_size
     gib = (step.peak + rounding * missing) / 2**30
     assert (0.6 if "24gb" in config else 0.5) < gib / int(config.rpartition("_")[2].removesuffix("gb")) < 1
+
+
+@pytest.mark.parametrize("device", ["gpu", "cpu"])
+def test_ranks_share_the_weights(write, device):
+    """Replicated: all of them. FSDP2 and ZeRO-3: a share, with the states; offloaded, they are on the host."""
+    whole, ways = planned(write(), device=device), {}
+    for name, words in {
+        "replicated": [], "fsdp2": ["--fsdp"], "zero3": ["--deepspeed", "configs/zero3.json"],
+    }.items():  # fmt: skip
+        ways[name] = planned(write(), *words, device=device, ranks=4)
+    assert ways["replicated"].items["weights"] == whole.items["weights"] == 2 * PARAMETERS
+    for name in ("fsdp2", "zero3"):
+        assert ways[name].items["weights"] == pytest.approx(2 * PARAMETERS / 4, rel=0.01)
+    again = planned(write(), "--fsdp", device=device, ranks=2)
+    assert again.items["weights"] == pytest.approx(2 * PARAMETERS / 2, rel=0.01)
+
+
+@pytest.mark.parametrize("where", ["cpu", "nvme"])
+def test_offloaded_weights_are_on_the_host_or_on_the_disk(write, where, tmp_path):
+    config = json.loads((runs.CONFIGS[0].parent / "zero3_offload.json").read_text())
+    config["zero_optimization"]["offload_param"] |= {"device": where, "nvme_path": "/nowhere", "buffer_size": 10**6}
+    recipe = parse("sft", ["--config", write(), "--deepspeed", json.dumps(config)], device="gpu")
+    result = plan.plan(recipe, 2)
+    shard, buffers = result.step.host_weights, 5 * 10**6 * 2
+    assert result.step.items["weights"] == 0 and shard == pytest.approx(PARAMETERS, rel=0.01)
+    assert (
+        result.phases["evaluation" if "evaluation" in result.phases else "step"].host
+        >= (shard, buffers)[where == "nvme"]
+    )
+    saved = result.phases["save"].disk - (2 * shard if where == "nvme" else 0)
+    assert saved == pytest.approx(
+        2 * 2 * PARAMETERS, rel=0.1
+    )  # the old checkpoint and the new one; AdaLomo's states are small
+
+
+def test_phases_of_a_run(write):
+    path = write(save_total_limit=2, fused={"rule": "adamw", "state_storage": "float32"}, learning_rate=2e-5)
+    result = plan.plan(parse("sft", ["--config", path], device="gpu"))
+    phases = result.phases
+    assert list(phases) == ["load", "step", "save", "resume", "end"]
+    assert (
+        result.needed
+        == phases["step"].device + plan.RESERVE["gpu"]
+        == max(p.device for p in phases.values()) + 3 * 2**29
+    )
+    checkpoint = (2 + 8) * PARAMETERS
+    assert phases["save"].disk == pytest.approx(3 * checkpoint, rel=0.01)
+    assert phases["end"].disk == pytest.approx(2 * checkpoint + 2 * PARAMETERS, rel=0.01)
+    assert phases["load"].device == pytest.approx(2 * PARAMETERS, rel=0.01)
