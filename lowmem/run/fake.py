@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
+from accelerate import Accelerator
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
@@ -85,7 +86,14 @@ def running(recipe: Recipe, folder: str, device: torch.device, *, real: bool = F
     # torch.tensor(n, device="meta") is not a fake tensor
     fake = None if real else FakeTensorMode(allow_non_fake_inputs=True)
     of_args = property(lambda args: args._setup_devices and device)  # which have the CPU
-    with warnings.catch_warnings(), patch.object(TrainingArguments, "device", of_args):
+    prepared = patch.object(
+        Accelerator, "prepare_model", lambda _, model, **__: model
+    )  # which would move it to the CPU
+    with (
+        warnings.catch_warnings(),
+        patch.object(TrainingArguments, "device", of_args),
+        nullcontext() if real else prepared,
+    ):
         warnings.simplefilter("ignore")  # of DeepSpeed and PyTorch, about the ranks that do not exist
         trainer, others = _trainer(recipe, config, folder, fake, device)
         batches = [_batch(trainer, recipe.training.per_device_train_batch_size)]
