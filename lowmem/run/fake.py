@@ -30,6 +30,7 @@ from transformers import (
     PreTrainedTokenizerFast,
     TrainingArguments,
 )
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from lowmem.errors import ConfigError
 from lowmem.hf import sharding
@@ -154,6 +155,8 @@ def _trainer(
     attention = recipe.model.attn_implementation or "sdpa"
     if fake is not None and attention == "sdpa":
         attention = _MASKED if args.per_device_train_batch_size > 1 or getattr(args, "packing", False) else _UNMASKED
+    if not args.deepspeed:  # of an earlier plan: transformers would partition the model
+        unset_hf_deepspeed_config()
     if (sharded := sharding.of(args)) is not None:
         if fake is not None and args.deepspeed and (nvme := offloaded_to_nvme(args)):
             nvme["device"] = "cpu"  # fake tensors cannot be written

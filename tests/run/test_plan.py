@@ -327,30 +327,27 @@ def test_ranks_share_the_weights(write, device):
 def test_offloaded_weights_are_on_the_host_or_on_the_disk(write, where, tmp_path):
     config = json.loads((runs.CONFIGS[0].parent / "zero3_offload.json").read_text())
     config["zero_optimization"]["offload_param"] |= {"device": where, "nvme_path": "/nowhere", "buffer_size": 10**6}
-    recipe = parse("sft", ["--config", write(), "--deepspeed", json.dumps(config)], device="gpu")
+    words = ["--deepspeed", json.dumps(config), "--save_strategy", "steps"]
+    recipe = parse("sft", ["--config", write(), *words], device="gpu")
     result = plan.plan(recipe, 2)
     shard, buffers = result.step.host_weights, 5 * 10**6 * 2
     assert result.step.items["weights"] == 0 and shard == pytest.approx(PARAMETERS, rel=0.01)
-    assert (
-        result.phases["evaluation" if "evaluation" in result.phases else "step"].host
-        >= (shard, buffers)[where == "nvme"]
-    )
+    assert result.phases["step"].host >= (buffers if where == "nvme" else shard)
     saved = result.phases["save"].disk - (2 * shard if where == "nvme" else 0)
-    assert saved == pytest.approx(
-        2 * 2 * PARAMETERS, rel=0.1
-    )  # the old checkpoint and the new one; AdaLomo's states are small
+    assert saved == pytest.approx(2 * 2 * PARAMETERS, rel=0.1)  # the old checkpoint and the new one; few states
 
 
 def test_phases_of_a_run(write):
-    path = write(save_total_limit=2, fused={"rule": "adamw", "state_storage": "float32"}, learning_rate=2e-5)
+    path = write(
+        save_strategy="steps",
+        save_total_limit=2,
+        fused={"rule": "adamw", "state_storage": "float32"},
+        learning_rate=2e-5,
+    )
     result = plan.plan(parse("sft", ["--config", path], device="gpu"))
     phases = result.phases
     assert list(phases) == ["load", "step", "save", "resume", "end"]
-    assert (
-        result.needed
-        == phases["step"].device + plan.RESERVE["gpu"]
-        == max(p.device for p in phases.values()) + 3 * 2**29
-    )
+    assert result.needed == phases["step"].device + plan.RESERVE["gpu"]
     checkpoint = (2 + 8) * PARAMETERS
     assert phases["save"].disk == pytest.approx(3 * checkpoint, rel=0.01)
     assert phases["end"].disk == pytest.approx(2 * checkpoint + 2 * PARAMETERS, rel=0.01)
