@@ -233,7 +233,7 @@ def _at_peak(tracker: _Tracker, device: torch.device, backwards: Sequence[tuple[
     for allocation in tracker.allocations:
         on_host = int(allocation.device.type != device.type)
         born = 0 if allocation.kind in (WEIGHTS, STATES, BUFFERS) else allocation.born
-        died = last if allocation.died is None else allocation.died
+        died = last if allocation.died is None else min(allocation.died, last)  # a collection may have begun since
         changes[on_host, born] += allocation.nbytes
         changes[on_host, died] -= allocation.nbytes
         host_weights += allocation.nbytes * (on_host and allocation.kind == WEIGHTS)
