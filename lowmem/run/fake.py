@@ -87,14 +87,9 @@ def running(recipe: Recipe, folder: str, device: torch.device, *, real: bool = F
     # torch.tensor(n, device="meta") is not a fake tensor
     fake = None if real else FakeTensorMode(allow_non_fake_inputs=True)
     of_args = property(lambda args: args._setup_devices and device)  # which have the CPU
-    prepared = patch.object(
-        Accelerator, "prepare_model", lambda _, model, **__: model
-    )  # which would move it to the CPU
-    with (
-        warnings.catch_warnings(),
-        patch.object(TrainingArguments, "device", of_args),
-        nullcontext() if real else prepared,
-    ):
+    moved = patch.object(Accelerator, "prepare_model", lambda _, model, **__: model)  # to the CPU, by the original
+    arguments = patch.object(TrainingArguments, "device", of_args)
+    with warnings.catch_warnings(), arguments, nullcontext() if real else moved:
         warnings.simplefilter("ignore")  # of DeepSpeed and PyTorch, about the ranks that do not exist
         trainer, others = _trainer(recipe, config, folder, fake, device)
         batches = [_batch(trainer, recipe.training.per_device_train_batch_size)]

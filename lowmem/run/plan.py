@@ -68,9 +68,7 @@ class RunPlan(NamedTuple):
 
     def figures(self) -> dict[str, Any]:
         """Plain values for a file."""
-        phases = {
-            name: dict(zip(("device", "host", "disk"), phase, strict=True)) for name, phase in self.phases.items()
-        }
+        phases = {name: phase._asdict() for name, phase in self.phases.items()}
         return {**self.summary, **self.step.figures(), "phases": phases, "reserve": self.reserve, "needed": self.needed}
 
 

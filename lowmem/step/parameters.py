@@ -100,7 +100,7 @@ class Parameters:
                     f"rule {group.rule.name!r}: no parameter is called {name!r}.{did_you_mean(name, names)}"
                 )
         claimed = [record for record in self.records.values() if record.claimed]
-        claimed = [record for record in claimed if record.param.ndim > 1] or claimed
+        claimed = [record for record in claimed if len(record.span.shape) > 1] or claimed
         for storage in {record.group.live["state_storage"] for record in claimed} - {"auto", "float32"}:
             held = [record for record in claimed if record.group.live["state_storage"] == storage]
             if not any(record.program.state_storage for record in held):

@@ -91,7 +91,7 @@ def private_names():
     attributes with an underscore that nothing of ours defines."""
     trees = {str(path.relative_to(ROOT)): ast.parse(path.read_text()) for path in (ROOT / "lowmem").rglob("*.py")}
     nodes = [(path, node) for path, tree in trees.items() for node in ast.walk(tree)]
-    ours = {"_getframe", "_replace", "_actions", "_get_values", "_option_string_actions"}  # of Python
+    ours = {"_getframe", "_replace", "_asdict", "_actions", "_get_values", "_option_string_actions"}  # of Python
     ours |= {"_exit", "_run_exitfuncs", "_shutdown"}  # with which its multiprocessing ends a process, too
     ours |= CORE_ATEN
     for _, node in nodes:
