@@ -222,11 +222,15 @@ def step_memory(model: nn.Module, make_optimizer: Callable[[], FusedOptimizer],
         if evaluate is not None:
             evaluate()
     device = batch[0].device if batch else next(model.parameters()).device
-    return _at_peak(tracker, device, backwards, end)
+    return _at_peak(tracker, device, backwards, end, evaluated=evaluate is not None)
 
 
-def _at_peak(tracker: _Tracker, device: torch.device, backwards: Sequence[tuple[int, int]], end: int) -> StepMemory:
-    """Sums the recorded storages that are live at the peak of the step, which ends at the moment `end`, by kind."""
+def _at_peak(
+    tracker: _Tracker, device: torch.device, backwards: Sequence[tuple[int, int]], end: int, *, evaluated: bool
+) -> StepMemory:
+    """Sums the recorded storages that are live at the peak of the step, which ends at the moment `end`, by kind. An
+    evaluation may follow.
+    """
     last = tracker.now + 1
     changes = np.zeros((2, last + 1), dtype=np.int64)  # on the model's device, and on the host if that is another
     spans, host_weights = [], 0
@@ -246,7 +250,7 @@ def _at_peak(tracker: _Tracker, device: torch.device, backwards: Sequence[tuple[
     temporaries = sorted(((a.tensor, a.nbytes) for a in at_peak if not a.kind), key=lambda pair: pair[1], reverse=True)
     during = "backward" if any(first <= moment <= last for first, last in backwards) else "forward"
     largest_gradient = max((a.nbytes for a in tracker.allocations if a.kind == GRADIENTS), default=0)
-    evaluation = int(live[end + 1 : -1].max()) if end < tracker.now else 0
+    evaluation = int(live[end:].max()) if evaluated else 0
     return StepMemory(
         items, during, int(host.max()), largest_gradient, tuple(temporaries[:3]), host_weights, evaluation
     )
