@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
@@ -64,7 +65,7 @@ class _Tracker(TorchDispatchMode):
         self._firsts: dict[Any, tuple[Result, int, list[tuple[_Allocation, int, int]]]] = {}  # updates of programs
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if QuantizedWeight in types:  # its operations on plain tensors are recorded
+        if QuantizedWeight in types or DTensor in types:  # their operations on plain tensors are recorded
             return NotImplemented
         result = func(*args, **(kwargs or {}))
         for value in filter(torch.is_tensor, tree_leaves(result)):
