@@ -302,7 +302,7 @@ def test_no_argument_has_the_name_of_a_trl_argument(command):
         names = [action.dest for action in parser._actions]
         assert not theirs & {"help", *SECTIONS}
         assert sorted(name for name in names if "." not in name and name not in theirs) in (
-            ["config", "device", "help", "json", "memory", "traceback"],
+            ["config", "device", "help", "json", "memory", "ranks", "traceback", "write"],
             ["config", "device", "help", "samples", "traceback"],
         )
 
