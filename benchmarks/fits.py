@@ -1,4 +1,4 @@
-"""What fits: the memory per GPU of full fine-tuning, by model, number of GPUs and rule, as a picture.
+"""The memory per GPU of full fine-tuning by model, number of GPUs and rule, as a picture of what fits.
 
     python -m benchmarks.fits --out benchmarks/results
 
@@ -29,23 +29,9 @@ TOO_LARGE = "#e6e6e6"
 def needed(model: str, ranks: int, rule: str) -> dict[str, float]:
     """The bytes that each GPU needs, with the reserve, and the seconds that the plan took."""
     name, rate = RULES[rule]
-    words = [
-        "--config",
-        CONFIG,
-        "--model_name_or_path",
-        f"configs/models/{model}",
-        "--layers.computed_gradients",
-        "auto",
-    ]
-    words += [
-        "--fused.rule",
-        name,
-        "--learning_rate",
-        rate,
-        "--eval_strategy",
-        "no",
-        *(["--fsdp"] if ranks > 1 else []),
-    ]
+    words = ["--config", CONFIG, "--model_name_or_path", f"configs/models/{model}", "--eval_strategy", "no"]
+    words += ["--layers.computed_gradients", "auto", "--fused.rule", name, "--learning_rate", rate]
+    words += ["--fsdp"] if ranks > 1 else []
     start = time.perf_counter()
     nbytes = plan(parse("sft", words, device="gpu"), ranks).needed
     return {"needed": nbytes, "seconds": time.perf_counter() - start}
@@ -77,9 +63,8 @@ def tables(report: Any) -> dict[str, str]:
 
 
 def draw(report: Any, path: Path) -> None:
-    with picture(
-        path, "Full fine-tuning: GiB per GPU, and the smallest card that has them", (9, 3.4), len(RULES)
-    ) as panels:
+    title = "Full fine-tuning: GiB per GPU, and the smallest card that has them"
+    with picture(path, title, (9, 3.4), len(RULES)) as panels:
         for axes, rule in zip(panels, RULES, strict=True):
             for row, model in enumerate(MODELS):
                 for column, ranks in enumerate(RANKS):

@@ -21,8 +21,7 @@ from transformers import AutoConfig
 from benchmarks import reports
 from benchmarks.pages import ROOT, markdown
 from benchmarks.reports import command
-from lowmem.run.fake import running
-from lowmem.run.memory import StepMemory, step_memory
+from lowmem.run.fake import model_config, running
 from lowmem.run.plan import plan
 from lowmem.run.recipe import Recipe, parse
 
@@ -86,21 +85,12 @@ def recipes(
             yield model, rule, parse(method, argv, device=device)
 
 
-def stepped(recipe: Recipe, *, real: bool) -> StepMemory:
-    """The memory of a real step on this rank, or of a fake one."""
-    args = recipe.training
-    with tempfile.TemporaryDirectory() as folder, running(recipe, folder, torch.device("cpu"), real=real) as run:
-        tensors = [*filter(torch.is_tensor, run.batch.values())]
-        steps = 2 if args.deepspeed else 1
-        model = run.trainer.model.train()
-        return step_memory(model, run.trainer.create_optimizer, [run.loss], tensors, run.others, steps=steps)
-
-
 def measure(placement: str, models: Sequence[str], folder: Path) -> dict[str, dict[str, int]]:
     """Peaks of this rank, by model and method."""
     peaks: dict[str, dict[str, int]] = {}
     for model, rule, recipe in recipes(placement, models, folder, device=None):
-        peaks.setdefault(model, {})[rule] = stepped(recipe, real=True).peak
+        with running(recipe, model_config(recipe), torch.device("cpu"), real=True) as run:
+            peaks.setdefault(model, {})[rule] = run.step().peak
     return peaks
 
 
@@ -143,7 +133,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "--rank":
+    if sys.argv[1:2] == ["--rank"]:
         with tempfile.TemporaryDirectory() as path:
             of_rank = measure(sys.argv[2], sys.argv[4:], Path(path))
         if int(os.environ.get("RANK", 0)) == 0:

@@ -12,7 +12,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from rich.console import Console
@@ -185,7 +185,8 @@ def plan(command: argparse.Namespace, rest: Sequence[str]) -> int:
     out.print(_phase_table(planned, ranks))
     figures = {"device": recipe.device, "ranks": ranks, **planned.figures(), "memory": memory, "ways": {}}
     figures["computed_gradients"] = recipe.layers.computed_gradients
-    fits, found = memory is None or planned.needed <= memory, cast("Recipe | None", recipe)
+    fits = memory is None or planned.needed <= memory
+    found: Recipe | None = recipe
     if memory is not None:
         margin = f"{size(abs(memory - planned.needed))} {'to spare' if fits else 'too much'}"
         verdict = "fits in" if fits else "does not fit in"
@@ -225,7 +226,7 @@ def _inspect_options(parser: Any) -> None:
 def _plan_options(parser: Any) -> None:
     group = parser.add_argument_group("lowmem plan")
     group.add_argument(
-        "--memory", metavar="SIZE", help="of each device, as 24GiB; print whether the run fits, or what would"
+        "--memory", metavar="SIZE", help="of a device, as 24GiB; print whether the run fits, or what would"
     )
     group.add_argument("--ranks", type=int, metavar="N", help="number of processes, each with one device (1)")
     group.add_argument("--write", type=Path, metavar="FILE", help="write the YAML of the run, or of one that fits")

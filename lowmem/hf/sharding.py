@@ -148,10 +148,9 @@ class Zero3Sharding:
             # transformers 5.23 (modeling_utils.py) would partition every later model of this process
             unset_hf_deepspeed_config()
         _require_process_group("deepspeed")
-        if self._args.device.type == "cpu":
-            # DeepSpeed 0.19 (comm/torch.py, build_shm_op) compiles this op for half a minute. A process that is killed
-            # meanwhile leaves a lock behind, for which every later process waits.
-            deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        # DeepSpeed 0.19 (comm/torch.py, build_shm_op) compiles this op of CPUs for half a minute. A process that is
+        # killed meanwhile leaves a lock behind, for which every later process waits.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         deepspeed.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False, verbose=False)
 
     def shard(self, model: Any, accelerator: Any) -> None:

@@ -4,9 +4,10 @@ The model is built from its configuration, and the rows are the longest that the
 """
 
 import copy
+import tempfile
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -37,6 +38,7 @@ from lowmem.hf import sharding
 from lowmem.hf.layers import positions
 from lowmem.run import build
 from lowmem.run.boundary import blaming
+from lowmem.run.memory import StepMemory, step_memory
 from lowmem.run.recipe import Recipe
 
 # Arguments that are unset, because a plan creates its own rows.
@@ -52,6 +54,7 @@ _KWARGS = ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs")
 _REFERENCES = ("ref_chosen_logps", "ref_rejected_logps", "ref_logps", "ref_KL_logps")
 
 _MIN_OFFLOAD = 1024  # TRL offloads activations of at least so many bytes
+_MICRO_BATCHES = 3  # a micro-batch after the third needs the same memory as the third
 LONGEST = 1024  # tokens of a row where max_length is None
 
 
@@ -74,37 +77,46 @@ class FakeRun(NamedTuple):
         assert self.evaluated is not None
         self.trainer.prediction_step(self.trainer.model.eval(), dict(self.evaluated), prediction_loss_only=True)
 
+    def step(self) -> StepMemory:
+        """Records a step, and an evaluation if the run has any."""
+        trainer, evaluate = self.trainer, None if self.evaluated is None else self.evaluate
+        losses = [self.loss] * min(trainer.args.gradient_accumulation_steps, _MICRO_BATCHES)
+        tensors = [*filter(torch.is_tensor, (self.batch | (self.evaluated or {})).values())]
+        options = self.others, evaluate, 2 if trainer.args.deepspeed else 1
+        return step_memory(trainer.model.train(), trainer.create_optimizer, losses, tensors, *options)
+
 
 @contextmanager
-def running(recipe: Recipe, folder: str, device: torch.device, *, real: bool = False) -> Iterator[FakeRun]:
+def running(recipe: Recipe, config: Any, device: torch.device, *, real: bool = False) -> Iterator[FakeRun]:
     """A context in which the trainer of a run computes with fake tensors on `device`.
 
     Args:
-        recipe: the arguments of the run. Its trainer creates the output folder, which is `folder`.
+        recipe: the arguments of the run.
+        config: of its model; see `model_config`.
         real: it computes with real tensors, of random weights, to measure what a plan predicts.
     """
-    config = model_config(recipe)
     # torch.tensor(n, device="meta") is not a fake tensor
     fake = None if real else FakeTensorMode(allow_non_fake_inputs=True)
     of_args = property(lambda args: args._setup_devices and device)  # which have the CPU
-    moved = patch.object(Accelerator, "prepare_model", lambda _, model, **__: model)  # to the CPU, by the original
-    arguments = patch.object(TrainingArguments, "device", of_args)
-    with warnings.catch_warnings(), arguments, nullcontext() if real else moved:
+    with ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # of DeepSpeed and PyTorch, about the ranks that do not exist
+        stack.enter_context(patch.object(TrainingArguments, "device", of_args))
+        if not real:  # the original moves the model to the CPU
+            stack.enter_context(patch.object(Accelerator, "prepare_model", lambda _, model, **__: model))
+        folder = stack.enter_context(tempfile.TemporaryDirectory())  # a trainer creates its output folder
         trainer, others = _trainer(recipe, config, folder, fake, device)
         batches = [_batch(trainer, recipe.training.per_device_train_batch_size)]
         if recipe.training.eval_strategy != "no":
             batches.append(_batch(trainer, recipe.training.per_device_eval_batch_size))
-        with (
-            fake or nullcontext(),
-            nullcontext() if real else _Values(),
-            _recomputed_and_offloaded(trainer.model, recipe.training),
-            _autocast_on_meta(),
-        ):
-            trainer._shard()
-            if not real:
-                batches = tree_map_only(Tensor, lambda value: torch.empty_like(value, device=device), batches)
-            yield FakeRun(trainer, others, batches[0], batches[1] if len(batches) > 1 else None)
+        for context in () if fake is None else (fake, _Values()):
+            stack.enter_context(context)
+        stack.enter_context(_recomputed_and_offloaded(trainer.model, recipe.training))
+        stack.enter_context(_autocast_on_meta())
+        trainer._shard()
+        if not real:
+            batches = tree_map_only(Tensor, lambda value: torch.empty_like(value, device=device), batches)
+        yield FakeRun(trainer, others, batches[0], batches[1] if len(batches) > 1 else None)
 
 
 def model_config(recipe: Recipe) -> Any:

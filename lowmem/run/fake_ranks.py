@@ -66,5 +66,4 @@ def _of_deepspeed(device: torch.device) -> Iterator[tuple[Any, str, Any]]:
         yield get_accelerator(), name, lambda *_: device.type
     yield torch.nn.functional, "linear", torch.nn.functional.linear  # which zero.Init replaces for good
     yield deepspeed.comm.comm, "cdb", None  # another plan may have had another number of ranks
-    yield deepspeed.ops, "__compatible_ops__", {**deepspeed.ops.__compatible_ops__, "deepspeed_shm_comm": False}
     yield partitioned_param_coordinator, "assert_ints_same_as_other_ranks", lambda ints: None

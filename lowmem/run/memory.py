@@ -167,12 +167,12 @@ class StepMemory:
 
     @property
     def rest(self) -> int:
-        """Weights, states, buffers and the batch: what stays between two steps."""
+        """Weights, states, buffers and the batch, which stay between two steps."""
         return sum(self.items[kind] for kind in (WEIGHTS, STATES, BUFFERS))
 
     @property
     def floor(self) -> int:
-        """What stays between two steps, and the largest gradient: fused training always needs it."""
+        """`rest` and the largest gradient, which fused training always needs."""
         return self.rest + self.largest_gradient
 
     def figures(self) -> dict[str, Any]:

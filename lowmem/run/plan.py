@@ -4,7 +4,6 @@ The step has the run's own rule, policy, loss, checkpointing and placement, and 
 Nothing is allocated, and every machine predicts the same.
 """
 
-import tempfile
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -15,7 +14,7 @@ from lowmem.placements import nbytes
 from lowmem.run.description import describe
 from lowmem.run.fake import LONGEST, model_config, offloaded_to_nvme, running
 from lowmem.run.fake_ranks import fake_ranks
-from lowmem.run.memory import BUFFERS, STATES, WEIGHTS, StepMemory, step_memory
+from lowmem.run.memory import BUFFERS, STATES, WEIGHTS, StepMemory
 from lowmem.run.recipe import Recipe
 
 # The device of fake tensors. A GPU is "meta", so that its tensors differ from those on the host.
@@ -32,8 +31,6 @@ _ARGUMENTS = {
 
 # Memory that is not in tensors: CUDA's context, and what its allocator rounds up; Python and its libraries.
 RESERVE = {"gpu": 3 << 29, "cpu": 1 << 30}
-
-_MICRO_BATCHES = 3  # a micro-batch after the third needs the same memory as the third
 
 
 class Phase(NamedTuple):
@@ -82,26 +79,17 @@ def plan(recipe: Recipe, ranks: int = 1) -> RunPlan:
         ConfigError: the model's configuration cannot be read, or the arguments cannot be trained with.
         UnsupportedError: they cannot be planned.
     """
-    model_config(recipe)  # before the checks, which depend on its dtype
+    config = model_config(recipe)  # before the checks, which depend on its dtype
     require_plannable(recipe, ranks)
     device = DEVICES[recipe.device or "gpu"]
     _ = recipe.optimizer  # raises here, where no weights are fake
     zero3 = bool(recipe.training.deepspeed)
     nvme = offloaded_to_nvme(recipe.training) if zero3 else None
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        fake_ranks(ranks, device, zero3=zero3) if ranks > 1 else nullcontext(),
-    ):
+    with fake_ranks(ranks, device, zero3=zero3) if ranks > 1 else nullcontext():
         recipe = recipe.having()  # its arguments see the ranks
-        with running(recipe, folder, device) as run:
+        with running(recipe, config, device) as run:
             trainer, args = run.trainer, run.trainer.args
-            losses = [run.loss] * min(args.gradient_accumulation_steps, _MICRO_BATCHES)
-            tensors = [*filter(torch.is_tensor, (run.batch | (run.evaluated or {})).values())]
-            evaluate = None if run.evaluated is None else run.evaluate
-            trainer.model.train()
-            step = step_memory(
-                trainer.model, trainer.create_optimizer, losses, tensors, run.others, evaluate, steps=1 + zero3
-            )
+            step = run.step()
             phases, summary = _phases(trainer, step, ranks), describe(trainer)
     if nvme is not None:
         buffers = nvme.get("buffer_count", 5) * nvme.get("buffer_size", 10**8) * recipe.dtype.itemsize

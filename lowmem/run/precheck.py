@@ -1,4 +1,4 @@
-"""Whether a run fits, before its weights are loaded or fetched."""
+"""The check that a run fits, before its weights are loaded or fetched."""
 
 import json
 import os
@@ -45,7 +45,7 @@ def fitted(recipe: Recipe) -> Recipe:
 
 
 def _answer(recipe: Recipe) -> tuple[str | None, dict[str, Any]]:
-    """Why the run does not fit, or None, and the arguments that the plan has chosen."""
+    """The reason if the run does not fit, or None, and the arguments that the plan has chosen."""
     model, args = Path(recipe.model.model_name_or_path or ""), recipe.training
     files = [file for file in model.glob("*") if file.suffix in (".safetensors", ".bin")] if model.is_dir() else []
     if files and sum(file.stat().st_size for file in files) < _SMALL:
@@ -54,18 +54,16 @@ def _answer(recipe: Recipe) -> tuple[str | None, dict[str, Any]]:
         model_config(recipe)
     except ConfigError:  # loading the model will say it
         return None, {}
-    ranks, on_gpu = args.world_size, args.device.type != "cpu"
+    on_gpu = args.device.type != "cpu"
     on_host = psutil.virtual_memory().available // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     memory = torch.cuda.mem_get_info(args.device)[0] if on_gpu else on_host
-    device = "gpu" if on_gpu else "cpu"
     with stage("planning the memory of the run"):
-        planned = _planned(recipe, ranks, device)
-    if isinstance(planned, str):
-        out.print(f"memory     not planned: {planned}", soft_wrap=True)
+        planned, text = _planned(recipe, memory, "gpu" if on_gpu else "cpu")
+    if planned is None:
+        out.print(f"memory     not planned: {text}", soft_wrap=True)
         return None, {}
-    if planned["needed"] > memory:  # shows what makes it fit
-        planned = _planned(recipe, ranks, device, "--memory", f"{memory / 2**20:.2f}MiB")
-        assert not isinstance(planned, str)
+    if planned["needed"] > memory:  # what makes it fit
+        out.print(text, soft_wrap=True)
     host, disk = (max(phase[where] for phase in planned["phases"].values()) for where in ("host", "disk"))
     if (free := shutil.disk_usage(args.output_dir).free) < disk:
         warn(f"{args.output_dir} needs {size(disk)} for checkpoints, but its disk has {size(free)}")
@@ -77,25 +75,21 @@ def _answer(recipe: Recipe) -> tuple[str | None, dict[str, Any]]:
     else:
         chosen = planned["computed_gradients"]
         return None, {} if chosen == recipe.layers.computed_gradients else {"layers.computed_gradients": chosen}
-    return (
-        f"the run does not fit: it needs {size(need)} {where}, which has {size(has)}. --force trains nevertheless",
-        {},
-    )
+    problem = f"it needs {size(need)} {where}, which has {size(has)}"
+    return f"the run does not fit: {problem}. --force trains nevertheless", {}
 
 
-def _planned(recipe: Recipe, ranks: int, device: str, *words: str) -> dict[str, Any] | str:
-    """The figures of a plan in another process, so that nothing of it stays here; or why there is none. With further
-    words, the plan is printed.
-    """
+def _planned(recipe: Recipe, memory: int, device: str) -> tuple[dict[str, Any] | None, str]:
+    """The figures and the text of a plan in another process, of which nothing stays here; or None and the reason."""
     env = {name: value for name, value in os.environ.items() if not name.startswith(_OF_LAUNCHERS)}
     with tempfile.TemporaryDirectory() as folder:
         config, file = Path(folder, "config.yaml"), Path(folder, "plan.json")
         config.write_text(recipe.to_yaml(), encoding="utf-8")
-        options = ["--config", str(config), "--ranks", str(ranks), "--device", device, "--json", str(file), *words]
-        ended = subprocess.run(
-            [sys.executable, "-m", "lowmem", "plan", recipe.command, *options],
-            env=env | {"CUDA_VISIBLE_DEVICES": ""}, capture_output=not words, text=True,
-        )  # fmt: skip
+        words = [sys.executable, "-m", "lowmem", "plan", recipe.command, "--config", str(config), "--json", str(file)]
+        words += ["--ranks", str(recipe.training.world_size), "--device", device]
+        words += ["--memory", f"{memory / 2**20:.2f}MiB"]
+        env["CUDA_VISIBLE_DEVICES"] = ""
+        ended = subprocess.run(words, env=env, capture_output=True, text=True)
         if ended.returncode in (0, 1) and file.exists():
-            return dict(json.loads(file.read_text()))
-        return (ended.stderr or "").strip().rpartition("\n")[2].removeprefix("error: ")
+            return json.loads(file.read_text()), ended.stdout
+        return None, ended.stderr.strip().rpartition("\n")[2].removeprefix("error: ")

@@ -1,6 +1,7 @@
 """Arguments that reduce the memory of a run, what each costs, and which of them make it fit."""
 
 import json
+import math
 import shlex
 from collections.abc import Iterator
 from contextlib import suppress
@@ -62,23 +63,23 @@ def planned(recipe: Recipe, ranks: int, memory: int) -> Iterator[tuple[Way, Reci
     Yields:
         A way, the recipe with its values, and the bytes that each device needs.
     """
-    best, found = None, ways(recipe, ranks)
+    least, found = math.inf, ways(recipe, ranks)
     for way in found:
         with suppress(LowmemError):  # its model may not have what it changes
             changed = recipe.having(**way.values)
             needed = plan(changed, way.ranks or ranks).needed
-            best = needed if best is None else min(best, needed)
+            least = min(least, needed)
             yield way, changed, needed
-    together = next(iter(found), None)
-    for way in found[1:]:
-        if together is None or best is None or best <= memory or way.ranks is not None:
-            continue
+    alone = (way for way in found if way.ranks is None)
+    together = next(alone, None)
+    for way in alone:
+        if together is None or least <= memory:
+            return
         with suppress(LowmemError):
             both = Way({**together.values, **way.values}, f"{together.cost}; {way.cost}")
             changed = recipe.having(**both.values)
-            best = plan(changed, ranks).needed
-            together = both
-            yield both, changed, best
+            least, together = plan(changed, ranks).needed, both
+            yield both, changed, least
 
 
 def _of_weights(recipe: Recipe) -> Iterator[Way]:

@@ -185,6 +185,12 @@ def test_commands_that_cannot_be_planned_raise(write, words, instead):
         planned(write(), *words.split())
 
 
+def test_precomputed_references_need_no_reference_model(write):
+    path = write("dpo")
+    both, one = (planned(path, "--precompute_ref_log_probs", value, command="dpo") for value in ("false", "true"))
+    assert both.items["weights"] == 2 * one.items["weights"] == 2 * 2 * PARAMETERS
+
+
 REPEATED: list[dict] = [
     {"fused": {"rule": "adalomo", "rounding": "compensated"}},
     {"fused": {"rule": "adamw", "state_storage": "8bit"}, "gradient_accumulation_steps": 2},
