@@ -86,7 +86,8 @@ def replay(case: Case, **settings: Any) -> Result:
     """Drives the fused optimizer, with further `settings` of it, through a case and measures both deviations."""
     params = {name: torch.nn.Parameter(value) for name, value in case.init().items()}
     try:
-        opt = lowmem.FusedOptimizer(groups(case, params), **ADAPTERS[case.optimizer](case), **settings)
+        options = {**ADAPTERS[case.optimizer](case), "state_storage": "float32", **settings}
+        opt = lowmem.FusedOptimizer(groups(case, params), **options)
     except (NotReplayed, lowmem.LowmemError) as error:
         return Result(case.name, reason=str(error))
     try:

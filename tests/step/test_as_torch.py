@@ -153,6 +153,7 @@ def test_steps_equal_torch(policy, clip, loss_scale, kind, rule, overflows):
     ordinary, zoo = Zoo(kind, spoilt), Zoo(kind, spoilt)
     theirs = Ordinary(ordinary, rule, loss_scale)
     options = {**clip, **(ADAMW if rule != "lomo" else {}), "rounding": "nearest", "max_nonfinite_steps": None}
+    options["state_storage"] = "float32"  # as `torch.optim` has them in the reference
     opt = lowmem.FusedOptimizer(zoo.groups(), rule, policy=policy, loss_scale=loss_scale, **options)
     start, taken, clipped, nonfinite_gradients = weights(zoo), 0, 0, 0
     for step in range(STEPS):
