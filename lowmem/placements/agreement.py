@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lowmem.errors import ConfigError, UnsupportedError
-from lowmem.placements.placed import Placed
+from lowmem.placements.base import Placed
 from lowmem.tiles.quantized import tensors_of
 
 # Elements that a checksum converts to 64-bit integers at a time.

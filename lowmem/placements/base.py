@@ -4,25 +4,60 @@ The classes here are the placement on one device, and the base classes of the ot
 """
 
 import sys
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_module_registration_hook
 
 from lowmem.errors import UnsupportedError
-from lowmem.placements.placed import Placed
 from lowmem.placements.ranks import Ranks, in_group
-from lowmem.placements.wrappers import refuse_wrapped
 from lowmem.tiles.gradients import Gradient
 from lowmem.tiles.layout import Layout, Span, View
 from lowmem.tiles.quantized import QuantizedWeight, plain, tensors_of
 
-Reduced = Iterator[tuple[Placed, Gradient]]
-
 # References to a storage if it has one tensor. The expression that counts them holds the second one.
 _ONE_TENSOR = 2
+
+
+@dataclass(eq=False)
+class Placed:
+    """A parameter of an optimizer.
+
+    Attributes:
+        name, param: the parameter.
+        span: its elements on this rank.
+        claimed: its optimizer has decided how to update it, and is the only one that does.
+    """
+
+    name: str
+    param: Tensor
+    span: Span
+    claimed: bool = field(default=False, init=False)
+
+    @property
+    def trained(self) -> bool:
+        """Returns whether a gradient would update the parameter: it is claimed and not frozen."""
+        return self.claimed and self.param.requires_grad
+
+    @property
+    def reached(self) -> bool:
+        """Returns whether the graph of the running backward reaches the parameter. A parameter that reentrant
+        checkpointing or `fully_shard` hides from the graph is not reached.
+        """
+        if not self.trained:
+            return False
+        # torch 2.13, autograd/graph.py, register_multi_grad_hook asks for the gradients of a backward in this way
+        try:
+            return torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(self.param).node)
+        except RuntimeError:  # torch.autograd.grad returns the gradient to its caller
+            return False
+
+
+Reduced = Iterator[tuple[Placed, Gradient]]
 
 
 class Shard:
@@ -219,3 +254,52 @@ class Local(Placement):
 
     def __init__(self) -> None:
         super().__init__(Shard(), Reducer())
+
+
+# -- wrappers that would train a model besides its optimizer -----------------------------------------------------------
+
+WRAPPED = (
+    "the model is inside DistributedDataParallel, which also averages gradients, so they would be averaged twice. "
+    "Remove the wrapper: the hooks of this optimizer average over ranks. With Accelerate, write model = "
+    "accelerator.prepare_model(model, evaluation_mode=True)"
+)
+
+_ENGINE = (
+    "the model is inside a DeepSpeed engine of ZeRO stage 1 or 2, which reduces gradients in its own buckets and "
+    "would find none. Use the model without the engine, because the hooks of this optimizer average over ranks, or "
+    "set stage 3 without an optimizer, and create this one after deepspeed.initialize"
+)
+
+_LATER = (
+    "{} sharded the model after its optimizer was created. The optimizer refers to the original parameters and would "
+    "update nothing. Call {} first, then FusedOptimizer(model.named_parameters(), model=model, ...)"
+)
+
+# Attributes of a parameter that was converted (DeepSpeed 0.19, runtime/zero/partition_parameters.py), linked to a flat
+# copy (utils/mixed_precision_linkage.py), or replaced (torch 2.12, distributed/fsdp/_fully_shard/_fsdp_param.py)
+_MARKS = {
+    "ds_id": _LATER.format("deepspeed.initialize", "deepspeed.initialize(model=model, config=...)"),
+    "_hp_mapping": _ENGINE,
+    "_fsdp_orig_uid": _LATER.format("fully_shard", "fully_shard(model)"),
+}
+
+_DDP: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
+
+
+def _note(module: nn.Module, name: str, submodule: Any) -> None:
+    """Called when a module gets a submodule. DistributedDataParallel leaves no other trace before its first use."""
+    if isinstance(module, nn.parallel.DistributedDataParallel):
+        _DDP.add(module)
+
+
+register_module_module_registration_hook(_note)
+
+
+def refuse_wrapped(records: Collection[Placed]) -> None:
+    """Raises `UnsupportedError` if parameters are in a wrapper, or were sharded after their optimizer was created."""
+    params = {record.param for record in records}
+    if any(not params.isdisjoint(module.parameters()) for module in _DDP):
+        raise UnsupportedError(WRAPPED)
+    for mark, message in _MARKS.items():
+        if any(hasattr(param, mark) for param in params):
+            raise UnsupportedError(message)

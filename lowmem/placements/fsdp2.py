@@ -12,8 +12,7 @@ from torch.distributed.tensor.placement_types import Replicate
 from torch.distributed.tensor.placement_types import Shard as ShardPlacement
 
 from lowmem.errors import StepError, UnsupportedError
-from lowmem.placements.base import Reducer
-from lowmem.placements.placed import Placed
+from lowmem.placements.base import Placed, Reducer
 from lowmem.placements.sharded import FlatShard, Sharded, span_of_rank
 from lowmem.tiles.layout import Span
 from lowmem.tiles.quantized import QuantizedWeight

@@ -1,19 +1,237 @@
-"""Data parallelism without a wrapper: every rank has the full parameters, and gradients are averaged in the hooks."""
+"""Data parallelism without a wrapper: every rank has the full parameters, and gradients are averaged in the hooks.
 
-from collections.abc import Collection, Mapping
+Different parameters may get a gradient on each rank. In each backward, every rank launches the same collectives in the
+same order:
+
+    expected    one number per parameter: may its gradient arrive on any rank?     at the first gradient
+    averages    one all-reduce per parameter for which that is so                  as gradients arrive
+    arrived     one number per parameter: has its gradient arrived on any rank?    at the end
+
+The averages are in the order in which gradients arrived in the last backward, on one rank after the other. A rank knows
+from the graph which gradients it will get. For every other parameter it sends zeros in its turn, so that no rank waits
+for a gradient that never arrives.
+"""
+
+import functools
+import itertools
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
-from lowmem.errors import UnsupportedError
+from lowmem.errors import StepError, UnsupportedError
 from lowmem.placements.agreement import refuse_different, refuse_other_settings
-from lowmem.placements.all_reduce import AllReduce
-from lowmem.placements.base import Placement, Shard
-from lowmem.placements.placed import Placed
-from lowmem.placements.wrappers import WRAPPED
+from lowmem.placements.base import WRAPPED, MicroBatch, Placed, Placement, Reduced, Reducer, Shard
+from lowmem.tiles.gradients import Gradient
 from lowmem.tiles.quantized import tensors_of
+from lowmem.tiles.stored import flat
+from lowmem.tiles.transfers import Readback, to_device
+
+# States of a gradient in a backward on one rank. Ranks exchange the maximum.
+_ABSENT = 0  # it does not arrive
+_USED = 1  # no gradient on this rank, and the other ranks' average has been applied
+_POSSIBLE = 2  # it may arrive
+_EXPECTED = 3  # it will arrive, judging by the graph and by earlier backwards
+_ARRIVED = 4  # the nth gradient to arrive has _ARRIVED + n
+
+
+@dataclass(eq=False)
+class _Turn:
+    """One parameter in the order of the averages, and its gradient in the running backward on this rank.
+
+    Attributes:
+        silent: a backward has reached the parameter without producing a gradient.
+        reached: this backward reaches the parameter.
+        state: of the gradient.
+        tensor: the gradient after it has arrived, then the average until it is applied.
+    """
+
+    record: Placed
+    silent: bool = False
+    reached: bool = False
+    state: int = _ABSENT
+    tensor: Tensor | None = None
+
+    @property
+    def open(self) -> bool:
+        """True if the gradient may still arrive."""
+        return self.state in (_POSSIBLE, _EXPECTED)
+
+    def apply(self) -> tuple[Placed, Tensor]:
+        """Hands over the average."""
+        assert self.tensor is not None
+        average, self.tensor = self.tensor, None
+        return self.record, average
+
+
+class AllReduce(Reducer):
+    """Averages the sum over micro-batches of each gradient over the default process group.
+
+    An all-reduce is launched when its gradient is complete, and waited for when the next one is, so that it overlaps
+    with the backward: two gradients exist at a time. A parameter that gets a gradient on some ranks only counts as zero
+    on the others. One that gets none on any rank is not updated, as on one device.
+
+    Gradients wait for one another in the first backward, which has no order yet, and under reentrant activation
+    checkpointing, where the graph does not show which gradients will arrive.
+    """
+
+    takes_computed = False
+
+    def __init__(self) -> None:
+        self._turns: dict[Placed, _Turn] = {}  # in the order of the averages
+        self._backwards = 0  # of these parameters
+        self._hides = False  # a gradient has arrived that the graph did not show
+        self._arrived: _Maxima | None = None  # in the last backward
+        self.drop()
+
+    def drop(self) -> None:
+        self._averages: Iterator[tuple[Placed, Gradient] | None] = iter(())  # of this backward
+        self._arrivals = itertools.count(_ARRIVED + 1)
+        for turn in self._turns.values():
+            turn.tensor = None
+
+    def begin(self, records: Collection[Placed], micro_batch: MicroBatch) -> None:
+        super().begin(records, micro_batch)
+        self.drop()
+        # a parameter that is frozen on this rank may be trained on another one
+        claimed = [record for record in records if record.claimed]
+        if self._turns.keys() != set(claimed):
+            self._turns = {record: _Turn(record) for record in reversed(claimed)}
+            self._backwards, self._hides, self._arrived = 0, False, None
+        elif self._arrived is not None:
+            order = _by_arrival(self._arrived(), list(self._turns))
+            self._turns = {record: self._turns[record] for record in order}
+        if claimed and micro_batch.last:
+            self._averages = self._average()
+
+    def reduce(self, record: Placed, grad: Gradient) -> Reduced:
+        total = self._micro_batch.add(record, grad)
+        del grad
+        if total is None:
+            return
+        assert isinstance(total, Tensor)
+        yield from self._proceed()
+        turn = self._turns[record]
+        if not turn.open:
+            detail = "in two parts within one backward, and the first part is already being reduced"
+            if turn.state < _ARRIVED:
+                detail = (
+                    "although the graph of this backward does not reach it, and zeros have already been sent to the "
+                    "other ranks. Reentrant activation checkpointing that starts in a later step causes this"
+                )
+            detail += ". Use checkpoint(..., use_reentrant=False)"
+            raise StepError(f"parameter {record.name!r} got its gradient {detail}")
+        self._hides |= not turn.reached
+        turn.state, turn.tensor = next(self._arrivals), total
+        del total
+        yield from self._proceed()
+
+    def skip(self, record: Placed) -> Reduced:
+        yield from self._proceed()
+        turn = self._turns[record]
+        if turn.open:
+            turn.reached, turn.state = True, _ABSENT
+            yield from self._proceed()
+
+    def flush(self) -> Reduced:
+        yield from self._proceed()
+        for turn in self._turns.values():
+            turn.state = _ABSENT if turn.open else turn.state
+        yield from self._proceed()
+
+    def _proceed(self) -> Reduced:
+        """Begins or continues the averages of this backward until one waits for its gradient."""
+        return iter(lambda: next(self._averages, None), None)
+
+    def _average(self) -> Iterator[tuple[Placed, Gradient] | None]:
+        """Launches the collectives of a backward. Yields averages, and None when the next gradient may still arrive."""
+        for turn in self._turns.values():
+            turn.reached = turn.record.reached
+            unsure = not self._backwards or (turn.silent if turn.reached else self._hides)
+            turn.state = _POSSIBLE if unsure else _EXPECTED if turn.reached else _ABSENT
+        earlier = self._micro_batch.earlier
+        expected = _maxima({r: _EXPECTED if r.name in earlier else turn.state for r, turn in self._turns.items()})
+        in_flight: Reduced = iter(())
+        for record, turn in self._turns.items():
+            while turn.open:
+                yield None
+            if turn.tensor is None:
+                if expected()[record] == _ABSENT:
+                    continue
+                yield from in_flight  # a gradient may be waiting behind this one
+                turn.tensor = self._stand_in(turn)
+            if self._micro_batch.wide:
+                turn.tensor = turn.tensor.to(torch.promote_types(turn.tensor.dtype, torch.float32))
+            turn.tensor.div_(dist.get_world_size())  # before the sum: float16 would overflow
+            work = dist.all_reduce(flat(turn.tensor), async_op=True)
+            before, in_flight = in_flight, self._wait(turn, work, expected)
+            del work
+            yield from before
+        yield from in_flight
+        yield from self._end()
+
+    def _stand_in(self, turn: _Turn) -> Tensor:
+        """Returns the tensor to reduce if no gradient arrives: the sum of the earlier micro-batches, or zeros."""
+        read_sum = self._micro_batch.earlier.get(turn.record.name)
+        if read_sum is None:
+            return torch.zeros_like(turn.record.param)
+        turn.state, total = next(self._arrivals), read_sum()
+        assert isinstance(total, Tensor)
+        return total
+
+    def _wait(self, turn: _Turn, work: dist.Work, expected: "_Maxima") -> Reduced:
+        """Waits for an all-reduce. Yields its average if it is certain that a gradient arrives on some rank."""
+        work.wait()
+        del work
+        if turn.state == _ABSENT and not turn.reached and expected()[turn.record] == _EXPECTED:
+            turn.state = _USED
+        if turn.state != _ABSENT:
+            yield turn.apply()
+
+    def _end(self) -> Reduced:
+        """Tells the other ranks which gradients arrived on this one. Yields averages that nobody was certain of."""
+        learned = self._backwards % dist.get_world_size() == dist.get_rank()  # the order, from one rank after the other
+        self._backwards += 1
+        states = {r: turn.state if learned else min(turn.state, _ARRIVED) for r, turn in self._turns.items()}
+        self._arrived = _maxima(states)
+        for record, turn in self._turns.items():
+            turn.silent |= turn.reached and turn.state == _ABSENT
+            if turn.tensor is None and turn.state != _USED:
+                continue
+            if self._arrived()[record] == _USED:
+                raise StepError(
+                    f"on one rank the graph reaches parameter {record.name!r} without producing a gradient, and on "
+                    "another rank the graph does not reach it, so zeros were used. Return zeros instead of None from "
+                    "the autograd function"
+                )
+            if turn.tensor is not None and self._arrived()[record] >= _ARRIVED:
+                yield turn.apply()
+
+
+_Maxima = Callable[[], Mapping[Placed, float]]
+
+
+def _maxima(states: Mapping[Placed, int]) -> _Maxima:
+    """Launches an all-reduce of the maximum of each state. Returns a function that waits for the maxima and returns
+    them. In a dry run, every gradient is possible.
+    """
+    numbers = to_device([*states.values()], torch.int32, next(iter(states)).param.device)
+    dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
+    copy = Readback(numbers)
+    return functools.cache(lambda: dict(zip(states, copy.values() or [_POSSIBLE] * len(states), strict=True)))
+
+
+def _by_arrival(states: Mapping[Placed, float], order: Sequence[Placed]) -> list[Placed]:
+    """Sorts parameters by arrival. One whose gradient did not arrive stays behind the one that it was behind."""
+    places, place = dict[Placed, float](), 0.0
+    for each in order:
+        if states[each] > _ARRIVED:
+            place = states[each]
+        places[each] = place
+    return sorted(order, key=places.__getitem__)
 
 
 class Replicated(Placement):

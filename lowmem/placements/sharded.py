@@ -20,8 +20,7 @@ from torch import Tensor
 
 from lowmem.errors import UnsupportedError
 from lowmem.placements.agreement import refuse_other_settings
-from lowmem.placements.base import Placement, Shard
-from lowmem.placements.placed import Placed
+from lowmem.placements.base import Placed, Placement, Shard
 from lowmem.placements.ranks import Ranks
 from lowmem.tiles.layout import Layout, Span, View
 from lowmem.tiles.quantized import QuantizedWeight, plain

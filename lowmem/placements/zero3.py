@@ -15,8 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lowmem.errors import StepError, UnsupportedError
-from lowmem.placements.base import Reduced, Reducer
-from lowmem.placements.placed import Placed
+from lowmem.placements.base import Placed, Reduced, Reducer
 from lowmem.placements.ranks import Ranks
 from lowmem.placements.sharded import FlatShard, Sharded, span_of_rank
 from lowmem.tiles.gradients import ComputedGradient, Gradient

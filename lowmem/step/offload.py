@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lowmem.placements.placed import Placed
+from lowmem.placements.base import Placed
 from lowmem.step.record import ParamRecord
 from lowmem.tiles.gradients import Gradient
 from lowmem.tiles.stored import flat

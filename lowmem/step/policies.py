@@ -10,8 +10,7 @@ from torch import Tensor
 
 from lowmem.errors import StepError, UnsupportedError
 from lowmem.options import FusedConfig
-from lowmem.placements.base import MicroBatch
-from lowmem.placements.placed import Placed
+from lowmem.placements.base import MicroBatch, Placed
 from lowmem.step.clipping import Decision
 from lowmem.step.loss_scaler import LossScaler
 from lowmem.step.offload import GradientStore

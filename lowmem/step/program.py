@@ -12,8 +12,7 @@ from torch import Tensor
 
 from lowmem.errors import UnsupportedError
 from lowmem.placements import in_group
-from lowmem.placements.base import Shard
-from lowmem.placements.placed import Placed
+from lowmem.placements.base import Placed, Shard
 from lowmem.placements.ranks import Ranks
 from lowmem.rules import ParamSpec, UpdateRule
 from lowmem.tiles.layout import Extent, Layout, Span, grouped

@@ -7,8 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from lowmem.errors import StepError
-from lowmem.placements.base import Shard
-from lowmem.placements.placed import Placed
+from lowmem.placements.base import Placed, Shard
 from lowmem.rules import ENGINE_KEYS, UpdateRule
 from lowmem.step.program import Program, make_program, rounding_of
 from lowmem.tiles.quantized import tensors_of

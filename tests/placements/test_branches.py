@@ -9,7 +9,7 @@ from support.products import pairwise
 
 import lowmem
 from lowmem.errors import StepError
-from lowmem.placements.all_reduce import _ARRIVED, _by_arrival
+from lowmem.placements.replicated import _ARRIVED, _by_arrival
 from lowmem.step import policies
 from lowmem.step.offload import GradientStore
 

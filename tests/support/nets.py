@@ -9,7 +9,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.utils.checkpoint import checkpoint
 
 from lowmem import placements
-from lowmem.placements.placed import Placed
+from lowmem.placements.base import Placed
 from lowmem.tiles.layout import Span
 
 STEPS = 10
