@@ -15,8 +15,7 @@ from torch import Tensor
 
 from lowmem.errors import ConfigError, UnsupportedError
 from lowmem.layers.autocast import autocast, autocast_dtype
-from lowmem.layers.head_gradient import HeadGradient
-from lowmem.layers.head_tiles import Head
+from lowmem.layers.head_tiles import Head, HeadGradient
 from lowmem.step import hooks
 from lowmem.tiles.gradients import ComputedGradient
 from lowmem.tiles.layout import block_starts

@@ -18,8 +18,7 @@ from torch._subclasses.fake_tensor import is_fake
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lowmem.errors import ConfigError, UnsupportedError, did_you_mean
-from lowmem.rules.foreign_instance import COUNTS, Instance, number_of, refuse_combination, snapshot
-from lowmem.rules.foreign_state import pack_state
+from lowmem.rules.foreign_instance import COUNTS, Instance, number_of, pack_state, refuse_combination, snapshot
 from lowmem.rules.rule import GROUP_KEYS, Hyper, ParamSpec, State, UpdateRule
 from lowmem.tiles.layout import View
 from lowmem.tiles.sweep import Sweep

@@ -7,19 +7,34 @@ unscaled, clamped by value, and multiplied by one clip coefficient, which is com
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lowmem.rules import GroupClip, GroupNorms
 from lowmem.step.loss_scaler import LossScaler
-from lowmem.step.measuring import Norms, is_float32, measure
 from lowmem.step.parameters import Parameters
 from lowmem.step.record import AddedGroup, ParamRecord
 from lowmem.tiles.gradients import Gradient
-from lowmem.tiles.norms import norm_over, summable
+from lowmem.tiles.norms import REDUCED, norm_over, summable
+from lowmem.tiles.stored import tiles
 from lowmem.tiles.sweep import Reading
 from lowmem.tiles.transfers import to_device
+
+
+class Norms(NamedTuple):
+    """Norms of gradients, float64. They are Inf or NaN only if an element is.
+
+    unscaled: 2-norm without the loss scale.  clamped: 2-norm after `clip_value`.  clipped: the norm that `clip_norm`
+    limits.  tiled: as `unscaled`, but summed in tiles. On a CPU, PyTorch's norm of a large float32 tensor may be off by
+    a percent.
+    """
+
+    unscaled: Tensor
+    clamped: Tensor
+    clipped: Tensor
+    tiled: Tensor
 
 
 @dataclass(frozen=True)
@@ -91,12 +106,33 @@ class Clipping:
 
     def changes(self, grad: Gradient) -> bool:
         """Returns whether `measure` changes the gradient in place."""
-        return is_float32(grad) and (self.scaler.value is not None or self.value is not None)
+        return _is_float32(grad) and (self.scaler.value is not None or self.value is not None)
 
     def measure(self, record: ParamRecord, grad: Gradient) -> Tensor:
-        """Returns the `Norms` of a gradient, or of this rank's shard of it, float64 [4]. See `measure`."""
-        first = record.rule.norm_before_clip_value
-        return measure(grad, *self._factors(grad.device), norm_type=self.norm_type, norm_before_clamp=first)
+        """Returns the `Norms` of a gradient, or of this rank's shard of it, float64 [4].
+
+        A float32 gradient is unscaled and clamped in place, as by PyTorch. A 16-bit gradient is read tile by tile and
+        does not change. A computed gradient is read block by block.
+        """
+        if 0 in grad.shape:  # the shard is empty
+            return torch.zeros(4, dtype=torch.float64, device=grad.device)
+        inverse_scale, limit = self._factors(grad.device)
+        parts = []
+        for part in _float32_parts(grad):
+            if inverse_scale is not None:
+                part.mul_(inverse_scale)
+            norms = _norms(part, self.norm_type)
+            if limit is not None:
+                part.clamp_(-limit, limit)
+                after = _norms(part, self.norm_type)
+                clipped = (norms if record.rule.norm_before_clip_value else after).clipped
+                norms = norms._replace(clamped=after.clamped, clipped=clipped)
+            parts.append(torch.stack(norms))
+        if len(parts) == 1:
+            return parts[0]
+        orders = 2.0, 2.0, self.norm_type, 2.0
+        norms_of_parts = torch.stack(parts, 1).unbind()
+        return torch.stack([norm_over(norm, order) for norm, order in zip(norms_of_parts, orders, strict=True)])
 
     def decide(self, measured: Mapping[str, Tensor], *, prepared: bool) -> Decision:
         """Decides a step, without reading a value back to the host. Third-party optimizers are the exception, because
@@ -233,7 +269,7 @@ class Clipping:
         clip = decision.own_clips.get(first.group, Clip(decision.clip_coef))
         each = [decision.each.get(record.name) or (decision.norms.new_zeros(()), decision.finite) for record in records]
         square_sums, updated = (torch.stack(of_each).to(device) for of_each in zip(*each, strict=True))
-        done = decision.prepared and is_float32(grad)
+        done = decision.prepared and _is_float32(grad)
         return Reading(
             None if done else inverse_scale,
             None if done else limit,
@@ -265,3 +301,30 @@ def sums_squares(record: ParamRecord) -> bool:
 
 def _takes_nonfinite(record: ParamRecord) -> bool:
     return record.rule.takes_nonfinite(record.group.live)
+
+
+def _norms(values: Tensor, norm_type: float) -> Norms:
+    """Computes 2-norms in float32. Where they overflow, they are computed again from smaller multiples."""
+    parts = tiles(values)
+    single = tiled = torch.linalg.vector_norm(values)
+    if len(parts) > 1:
+        tiled = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(part) for part in parts]))
+    buffer = torch.empty_like(parts[0])  # stays in the cache
+    products = (torch.mul(part, REDUCED, out=buffer[: part.numel()]) for part in parts)
+    reduced = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(product) for product in products]))
+    large = reduced.double() / REDUCED
+    norm, norm_in_tiles = (torch.where(each.isfinite(), each.double(), large) for each in (single, tiled))
+    of_type = norm if norm_type == 2 else torch.linalg.vector_norm(values, torch.inf).double()
+    return Norms(norm, norm, of_type, norm_in_tiles)
+
+
+def _is_float32(grad: Gradient) -> bool:
+    """Returns whether a gradient is a float32 tensor. Such gradients are unscaled and clamped in place."""
+    return isinstance(grad, Tensor) and grad.dtype == torch.float32
+
+
+def _float32_parts(grad: Gradient) -> Iterable[Tensor]:
+    """Returns the gradient itself if it is a float32 tensor, or else its tiles or computed blocks in float32."""
+    if not isinstance(grad, Tensor):
+        return (block for _, block in grad.blocks())
+    return [grad] if _is_float32(grad) else (tile.float() for tile in tiles(grad))

@@ -1,4 +1,7 @@
-"""Hooks on parameters, which autograd calls when a gradient is complete. Each parameter has at most one optimizer."""
+"""Hooks on parameters, which autograd calls when a gradient is complete. Each parameter has at most one optimizer.
+
+Layers may offer contributions to a gradient during backward, to be computed as they are read.
+"""
 
 import functools
 import gc
@@ -6,7 +9,7 @@ import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -17,9 +20,10 @@ from torch.utils.hooks import RemovableHandle
 
 from lowmem.errors import StepError
 from lowmem.step.cycle import StepCycle
-from lowmem.step.offers import Offered, Offers
 from lowmem.step.record import ParamRecord
 from lowmem.tiles.gradients import Contribution, saves_memory
+
+Offered = Sequence[Contribution]
 
 # The hooks of all optimizers that exist and were not removed.
 _LIVE: "weakref.WeakSet[Hooks]" = weakref.WeakSet()
@@ -29,6 +33,55 @@ _TWO_OPTIMIZERS = (
     "parameters unchanged, write `with other.paused(): opt.backward(loss)`. To train both in one backward, create one "
     "optimizer whose param groups have different rules (groups=...)"
 )
+
+
+class _Running(dict[Tensor, list[Contribution]]):
+    """The contributions of one backward, by parameter.
+
+    Attributes:
+        task: the graph task of the backward. Its thread may hold the contributions for a moment after it has failed.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.task = torch._C._current_graph_task_id()
+
+    def __call__(self) -> None: ...
+
+
+class Offers:
+    """The contributions that one optimizer has accepted in the running backward.
+
+    Only autograd refers to them, by a callback at the end of the backward. So a failed backward leaves none, and a
+    backward inside another one adds to them.
+    """
+
+    def __init__(self, cycle: StepCycle) -> None:
+        self._cycle = cycle
+        self._weak: Callable[[], _Running | None] = lambda: None
+
+    def add(self, param: Tensor, contribution: Contribution) -> None:
+        """Accepts a contribution to the gradient of a parameter."""
+        if (running := self._running()) is None:
+            running = _Running()
+            self._weak = weakref.ref(running)
+            torch.autograd.Variable._execution_engine.queue_callback(running)  # type: ignore[attr-defined]
+        running.setdefault(param, []).append(contribution.copy())
+
+    def take(self, param: Tensor) -> Offered:
+        """Returns the contributions to the gradient of a parameter, and forgets them."""
+        running = self._running()
+        return [] if running is None else running.pop(param, [])
+
+    def drop(self) -> None:
+        """Forgets the contributions of a failed backward."""
+        self._weak = lambda: None
+
+    def _running(self) -> _Running | None:
+        """The contributions of the running backward or of one around it, but not of a plain one that has failed."""
+        running = self._weak()
+        failed = running is not None and running.task != torch._C._current_graph_task_id() and self._cycle.idle
+        return None if failed else running
 
 
 class Hooks:

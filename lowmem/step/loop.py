@@ -12,8 +12,7 @@ from torch import Tensor
 from lowmem.errors import ConfigError, StepError, UnsupportedError
 from lowmem.placements.base import Reduced
 from lowmem.step import habits
-from lowmem.step.hooks import Hooks
-from lowmem.step.offers import Offered
+from lowmem.step.hooks import Hooks, Offered
 from lowmem.step.parameters import Parameters
 from lowmem.step.policies import POLICIES, Needs, Policy, choose
 from lowmem.step.record import ParamRecord

@@ -11,7 +11,7 @@ from test_linear_cross_entropy import Largest
 import lowmem
 from lowmem.layers.embedding import ComputedEmbedding
 from lowmem.layers.head import linear_cross_entropy
-from lowmem.layers.head_gradient import HeadGradient
+from lowmem.layers.head_tiles import HeadGradient
 from lowmem.placements import zero3
 from lowmem.placements.zero3 import _ReduceScatter
 from lowmem.step.hooks import Hooks
