@@ -218,14 +218,6 @@ def _without_match(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key != "match"}
 
 
-def initial_scale(requested: float | str | DynamicScale | None) -> float | None:
-    """Returns the initial loss scale of the option `loss_scale`; None for no scaling."""
-    requested = DynamicScale() if requested == "dynamic" else requested
-    if isinstance(requested, DynamicScale):
-        return requested.init_scale
-    return None if requested in (None, 0, 1) else float(requested)
-
-
 def _is_scale(value: Any) -> bool:
     """Returns whether float32 represents a value and its inverse."""
     limits = torch.finfo(torch.float32)

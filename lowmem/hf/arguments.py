@@ -202,12 +202,16 @@ def check_windows(args: TrainingArguments, dataset: Any) -> None:
 
 def check_activations(args: TrainingArguments) -> None:
     """Raises if activations would be offloaded from the CPU to itself, with which TRL would fail."""
-    kwargs = args.gradient_checkpointing_kwargs or {}
-    offload = "gradient_checkpointing_kwargs={'offload': True}" if kwargs.get("offload") else None
-    if getattr(args, "activation_offloading", False):
-        offload = "activation_offloading=True"
-    if offload and args.device.type == "cpu":
+    if (offload := offloading(args)) and args.device.type == "cpu":
         raise ConfigError(f"{offload}: this run computes on the CPU, where its activations already are; omit it")
+
+
+def offloading(args: TrainingArguments) -> str | None:
+    """Returns the argument that offloads activations to the host, with its value, or None."""
+    if getattr(args, "activation_offloading", False):
+        return "activation_offloading=True"
+    offloads = (args.gradient_checkpointing_kwargs or {}).get("offload")
+    return "gradient_checkpointing_kwargs={'offload': True}" if offloads else None
 
 
 def check_replay(args: TrainingArguments) -> None:

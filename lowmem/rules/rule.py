@@ -135,16 +135,6 @@ class UpdateRule(ABC):
     sums_squares: ClassVar[bool] = False
     needs_dense_gradient: ClassVar[bool] = False
 
-    @property
-    def state_bytes(self) -> float:
-        """Bytes of the states of its spec per element of a 4096 × 4096 bfloat16 parameter, with its defaults."""
-        shape, nbytes = (4096, 4096), 0
-        spec = self.spec("", shape, {**self.defaults, "rounding": "auto"})
-        for state in spec.states.values():
-            dtype = torch.bfloat16 if state.held_as_asked or state.dtype == "weight" else state.dtype or torch.float32
-            nbytes += math.prod(spec.view.state_shape(state.extent, shape) + state.extra) * dtype.itemsize
-        return nbytes / math.prod(shape)
-
     def equals(self, other: "UpdateRule") -> bool:
         """Returns whether another rule of this name gives the same updates."""
         return type(self) is type(other) and vars(self) == vars(other)

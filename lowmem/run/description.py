@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from lowmem.hf import layers
+from lowmem.hf import arguments, layers
 from lowmem.placements import in_group, shape_of
 from lowmem.step.record import states_in_words, weights_in_words
 
@@ -50,19 +50,13 @@ def _activations(args: Any, mlp_tile: int | None) -> str:
     tiles = f"; MLPs compute {mlp_tile:,} tokens at a time" if mlp_tile else ""
     return (
         f"{'recomputed in backward' if recomputed(args) else 'stored for backward'}"
-        f"{', offloaded to the host' if offloaded(args) else ''}{tiles}"
+        f"{', offloaded to the host' if arguments.offloading(args) else ''}{tiles}"
     )
 
 
 def recomputed(args: Any) -> bool:
     """Returns whether activations are recomputed in backward."""
     return bool(args.gradient_checkpointing or (args.fsdp and args.fsdp_config.get("activation_checkpointing")))
-
-
-def offloaded(args: Any) -> bool:
-    """Returns whether activations are offloaded to the host."""
-    kwargs = args.gradient_checkpointing_kwargs or {}
-    return bool(getattr(args, "activation_offloading", False) or kwargs.get("offload"))
 
 
 def _count(params: list[Any]) -> str:

@@ -141,11 +141,6 @@ def offloaded_to_nvme(args: Any) -> dict[str, Any] | None:
     return options if options.get("device") == "nvme" else None
 
 
-def checkpointing_kwargs(args: Any) -> dict[str, Any]:
-    """Returns the options of activation checkpointing."""
-    return args.gradient_checkpointing_kwargs or {}
-
-
 def checkpointing(args: Any) -> str:
     """Returns the name of activation checkpointing, in arguments and methods; transformers 5.23 has changed it."""
     return "activation_checkpointing" if hasattr(args, "activation_checkpointing") else "gradient_checkpointing"
@@ -176,7 +171,8 @@ def _trainer(
         item.hf_device_map = dict.fromkeys(("", "model"), device.type)  # keeps Accelerate from moving the model
     changed = dict(_OF_DATA)
     if device.type == "meta":  # a trainer on this device raises for offloading, which `_recomputed_and_offloaded` adds
-        inside = {name: value for name, value in checkpointing_kwargs(args).items() if name != "offload"} or None
+        kwargs = args.gradient_checkpointing_kwargs or {}
+        inside = {name: value for name, value in kwargs.items() if name != "offload"} or None
         changed |= {"activation_offloading": False, **dict.fromkeys(_KWARGS, inside)}
     options = {"processing_class": _tokenizer(), **dict(zip(names, others, strict=True))}
     with device if adapted else nullcontext():  # of adapters, which the trainer creates
@@ -194,7 +190,7 @@ def _trainer(
 def _recomputed_and_offloaded(model: Any, args: Any) -> Iterator[None]:
     """Applies what the arguments say of activations."""
     if args.gradient_checkpointing:
-        kwargs = {"use_reentrant": False, **checkpointing_kwargs(args)}
+        kwargs = {"use_reentrant": False, **(args.gradient_checkpointing_kwargs or {})}
         which = {name: kwargs.pop(name) for name in ("every_n_layers", "offload") if name in kwargs}
         getattr(model, f"{checkpointing(args)}_enable")(kwargs, **which)
     hooks = saved_tensors_hooks(_offload, lambda packed: packed[1].to(packed[0]))

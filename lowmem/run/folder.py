@@ -14,8 +14,8 @@ from lowmem.errors import ConfigError
 from lowmem.files import write_file, writing
 from lowmem.hf import checkpoint
 from lowmem.run.environment import CONFIG, write_environment
-from lowmem.run.metrics import METRICS
 from lowmem.run.recipe import LAST, Recipe
+from lowmem.run.report import METRICS
 from lowmem.run.secrets import redacted
 from lowmem.run.terminal import train_command, warn
 

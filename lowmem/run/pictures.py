@@ -1,6 +1,9 @@
 """The picture of a run, drawn from its metrics."""
 
 import itertools
+import math
+import re
+from collections.abc import Iterable
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -11,7 +14,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from lowmem.files import write_file
-from lowmem.run.metrics import Record, evaluations, main_metric, series
+
+# A line of metrics.jsonl.
+Record = dict[str, Any]
 
 _STYLE = {
     "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": "#888888", "axes.grid": True,
@@ -76,6 +81,23 @@ def loss_picture(records: list[Record], name: str) -> Figure:
     last.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
     figure.align_ylabels()
     return figure
+
+
+def series(records: list[Record], key: str) -> tuple[list[int], list[float]]:
+    """The steps and values of one metric; a value that was not finite is NaN."""
+    rows = [(record["step"], record[key]) for record in records if key in record]
+    return [step for step, _ in rows], [math.nan if value is None else value for _, value in rows]
+
+
+def main_metric(records: Iterable[Record]) -> str:
+    """The metric that a run improves: the reward of GRPO and RLOO, whose loss stays near 0, or else the loss."""
+    return "reward" if any("reward" in record for record in records) else "loss"
+
+
+def evaluations(records: list[Record], metric: str) -> list[str]:
+    """The keys of a metric in evaluations: one, or one per evaluation dataset."""
+    keys = dict.fromkeys(key for record in records for key in record)
+    return [key for key in keys if re.fullmatch(rf"eval_(.+_)?(?<!aux_){metric}", key)]
 
 
 def _point(steps: list[int]) -> str:

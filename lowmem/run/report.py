@@ -1,5 +1,6 @@
 """The log lines of a run, its progress bar, metrics.jsonl, and the picture that is drawn from it at the end."""
 
+import json
 import math
 import sys
 import time
@@ -16,11 +17,15 @@ from rich.console import Console
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback
 
 from lowmem.errors import LowmemError
-from lowmem.files import writing
+from lowmem.files import write_file, writing
 from lowmem.placements import nbytes
-from lowmem.run.metrics import DOMINANT, METRICS, Record, json_line, main_metric, write_metrics
-from lowmem.run.pictures import draw
+from lowmem.run.pictures import Record, draw, main_metric
 from lowmem.run.terminal import size
+
+METRICS = "metrics.jsonl"  # the log history, one JSON object per line
+
+# The only logged text: the parameter that contributes most to the model's norm (`scaled_adam`).
+DOMINANT = "dominant_parameter"
 
 # Metrics of an evaluation that a log line leaves out.
 _TIMING = ("runtime", "samples_per_second", "steps_per_second", "num_tokens")
@@ -89,7 +94,8 @@ class RunReport(TrainerCallback):  # type: ignore[misc]
         _reset_peak(args.device)
         self.weight_bytes = sum(map(nbytes, model.parameters()))
         self.records = state.log_history
-        write_metrics(self.run_dir, self.records)
+        # a resumed run repeats the steps after its checkpoint and logs them again
+        write_file(self.run_dir / METRICS, "".join(map(_json_line, self.records)).encode())
         self.logged_tokens, self.first_step = state.num_input_tokens_seen, state.global_step
         self.compile_seconds = getattr(optimizer, "compile_seconds", 0.0)
         self.first_time = self.last_time = time.perf_counter()
@@ -129,7 +135,7 @@ class RunReport(TrainerCallback):  # type: ignore[misc]
         trained = state.global_step - self.first_step
         path = self.run_dir / METRICS
         with writing(path), path.open("a", encoding="utf-8") as file:
-            file.write(json_line(record))
+            file.write(_json_line(record))
         seconds_left = None
         if trained > 0:
             seconds_left = (self.last_time - self.first_time) / trained * (state.max_steps - state.global_step)
@@ -159,6 +165,12 @@ _PARTS = {
     "peak": "peak {peak:>10}",
     DOMINANT: f"{{dominant_proportion:.0%}} of the norm is {{{DOMINANT}}}",
 }
+
+
+def _json_line(record: Record) -> str:
+    """One line of metrics.jsonl. JSON has no NaN and no infinity: they become null."""
+    finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+    return json.dumps(finite, default=str) + "\n"
 
 
 def _log_line(

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 
 from lowmem.errors import LowmemError
+from lowmem.hf.arguments import offloading
 from lowmem.rules import AdaLomo
-from lowmem.run.description import offloaded, recomputed
-from lowmem.run.fake import LONGEST, checkpointing, checkpointing_kwargs
+from lowmem.run.description import recomputed
+from lowmem.run.fake import LONGEST, checkpointing
 from lowmem.run.plan import plan
 from lowmem.run.recipe import Recipe
 from lowmem.step.program import rounding_of
@@ -114,9 +115,9 @@ def _of_activations(recipe: Recipe) -> Iterator[Way]:
     on_gpu = recipe.device == "gpu" or (recipe.device is None and torch.cuda.is_available())
     if not recomputed(args):
         yield Way({name: True}, "one more forward per step; equal results")
-    elif on_gpu and args.gradient_checkpointing and not offloaded(args):
+    elif on_gpu and args.gradient_checkpointing and not offloading(args):
         with_kwargs = name == "activation_checkpointing"  # of transformers, since 5.23; before, of TRL
-        kwargs = {f"{name}_kwargs": {**checkpointing_kwargs(args), "offload": True}}
+        kwargs = {f"{name}_kwargs": {**(args.gradient_checkpointing_kwargs or {}), "offload": True}}
         yield Way(kwargs if with_kwargs else {"activation_offloading": True}, "copies to the host; equal results")
     tile, rows, length = recipe.layers.mlp_tile, args.per_device_train_batch_size, _length(args)
     if rows * length >= 2 * _MLP_TILE and (tile is None or tile > _MLP_TILE):

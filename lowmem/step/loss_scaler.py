@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lowmem.errors import CheckpointError
-from lowmem.options import DynamicScale, initial_scale
+from lowmem.options import DynamicScale
 
 
 class LossScaler:
@@ -30,7 +30,8 @@ class LossScaler:
         self.dynamic = self._dynamic is not None
         self.value: Tensor | None = None
         self._inverse: Tensor | None = None
-        if (first := initial_scale(requested)) is not None:
+        first: Any = requested if self._dynamic is None else self._dynamic.init_scale
+        if self.dynamic or first not in (None, 0, 1):
             self.value = torch.full((), first, dtype=torch.float32, device=device)
             self._inverse = self.value.double().reciprocal().float()
         self._good = torch.zeros((), dtype=torch.int32, device=device)  # steps since the last overflow or growth

@@ -26,15 +26,7 @@ from lowmem.tiles.storage import Held
 from lowmem.tiles.stored import StoredTiles
 from lowmem.tiles.sweep import Tiles
 from lowmem.tiles.tile import RawTile, Sums, extent
-from lowmem.tiles.traced import (
-    GRAD,
-    Arguments,
-    EndOfTrace,
-    Kind,
-    Pass,
-    TracedBetween,
-    TracedTile,
-)
+from lowmem.tiles.traced import GRAD, Arguments, EndOfTrace, Kind, Pass, TracedBetween, TracedTile
 
 
 class Code:

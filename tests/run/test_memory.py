@@ -123,8 +123,3 @@ def test_states_have_the_bits_of_the_weights_by_default(rule, rounding, expected
 
 def test_the_master_copy_of_lans_is_counted():
     assert state_bytes("lans", size=64, multi_precision=True) == state_bytes("lans", "master", size=64)
-
-
-@pytest.mark.parametrize("row", lowmem.rules.table(), ids=lambda row: row.name)
-def test_the_table_of_rules_declares_what_is_measured(row):
-    assert state_bytes(row.name) == pytest.approx(row.state_bytes, abs=0.01)  # of 4096 x 4096, and of 1024 x 1024
