@@ -18,7 +18,6 @@ from lowmem.step import by_hand, habits, saving
 from lowmem.step.clipping import Clipping
 from lowmem.step.cycle import StepCycle
 from lowmem.step.hooks import Hooks
-from lowmem.step.loading import load
 from lowmem.step.loop import StepLoop, claim
 from lowmem.step.parameters import Parameters, States
 from lowmem.step.record import AddedGroup, ParamRecord
@@ -403,14 +402,14 @@ class FusedOptimizer(torch.optim.Optimizer):
         state_dict = copy.copy(state_dict)
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = hook(self, state_dict) or state_dict
-        load(self._loop, state_dict, numbered=True)
+        saving.load(self._loop, state_dict, numbered=True)
         self._loop.drop()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
     def load_named_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continues from the result of `named_state_dict`, as `load_state_dict` does. Hooks are not called."""
-        load(self._loop, state_dict, numbered=False)
+        saving.load(self._loop, state_dict, numbered=False)
         self._loop.drop()
 
 

@@ -1,11 +1,11 @@
-"""Saving an optimizer: everything except the weights that its next step depends on, exact, never cast.
+"""Saving and loading an optimizer: everything except the weights that its next step depends on, exact, never cast.
 
 There are two forms. The form by name is used in files. It has states of the parameters that have been updated. The form
 by number is returned by `torch.optim.Optimizer.state_dict`. It also has states before the first update, because
 `torch.distributed.checkpoint.load` loads only into tensors that exist.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
@@ -13,13 +13,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lowmem.errors import CheckpointError, LowmemError
 from lowmem.placements.base import Shard
+from lowmem.rules import ENGINE_KEYS, adamw
 from lowmem.step.loop import StepLoop
 from lowmem.step.parameters import Parameters
-from lowmem.step.program import Program
-from lowmem.step.record import AddedGroup, ParamRecord
+from lowmem.step.program import Program, rounding_of, weight_storage
+from lowmem.step.record import AddedGroup, Group, ParamRecord
 from lowmem.step.updates import initial_tensors
 from lowmem.tiles.layout import Span
+from lowmem.tiles.storage import Storage, Uniform, part_name, state_storages
+
+Form = tuple[tuple[int, ...], Any]  # shape and dtype of a tensor, or the type of another value
 
 # Tensors by which the rule of a group clips are saved like states, under this name with the index of the group.
 GROUP = "_group"
@@ -146,3 +151,224 @@ def _kept(sources: Mapping[str, Any]) -> dict[str, Any]:
     values = {name: source.read() if isinstance(source, TensorSource) else source for name, source in sources.items()}
     views = {n: t for n, t in values.items() if isinstance(t, Tensor) and t.untyped_storage().nbytes() > t.nbytes}
     return {**values, **{name: view.clone() for name, view in views.items()}}
+
+
+# -- loading -----------------------------------------------------------------------------------------------------------
+
+
+def load(loop: StepLoop, saved: Mapping[str, Any], *, numbered: bool) -> None:
+    """Continues from the result of `named`, or if `numbered`, of `numbered` or of a `torch.optim.AdamW`.
+
+    Everything is checked and read once before anything changes. It is read again after the present states have been
+    freed, so that old and new states are never in memory together.
+    """
+    parameters = loop.parameters
+    try:
+        if numbered:
+            saved = _by_name(saved, parameters.param_groups, loop.cycle.seed)
+        if parameters.config.convert_states:
+            saved = _converted(parameters, saved)
+        owners = _check(loop, saved)
+        for value in chain.from_iterable(state.values() for state in saved["state"].values()):
+            if isinstance(value, TensorSource):
+                value.read()
+    except CheckpointError:
+        raise
+    except LowmemError as error:
+        raise CheckpointError(f"the saved optimizer cannot be loaded: {error}") from error
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise CheckpointError(f"the saved optimizer is damaged: {type(error).__name__}: {error}") from error
+    loop.cycle.tear("its state was only partly loaded")  # until everything is loaded
+    for added, saved_group in zip(parameters.groups, saved["param_groups"], strict=True):
+        added.live.update({key: value for key, value in saved_group.items() if key != "params"})
+        added.settings["state_storage"] = added.live["state_storage"]
+    parameters.clear_states()
+    for owner in owners.values():
+        owner.record.choose_program(parameters.shard)
+        owner.record.form = None
+    for name, state in saved["state"].items():
+        copies = {key: _copy(parameters, owners.get(name), key, value) for key, value in state.items()}
+        if name in owners:
+            record = owners[name].record
+            record.put_extra(tuple(copies.pop(extra) for extra in record.program.extra_names), parameters.shard)
+            parameters.states[record.param] = copies
+        else:
+            parameters.groups[int(name.removeprefix(GROUP))].memory.update(copies)
+    loop.clipping.scaler.load_state_dict(saved.get("loss_scale"))
+    loop.report.load_state_dict(saved.get("nonfinite"))
+    loop.cycle.load(saved["step"], saved["seed"])
+
+
+def _check(loop: StepLoop, saved: Mapping[str, Any]) -> dict[str, Owner]:
+    """Checks that everything can be loaded, and changes nothing. Returns the parameters that have a saved state or
+    are trained, by name.
+    """
+    _refuse_other_groups(loop.parameters.param_groups, saved["param_groups"])
+    step, seed, counts = saved["step"], saved["seed"], saved.get("nonfinite") or {}
+    if {*map(type, (step, seed, *counts.values()))} != {int} or step < 0:
+        raise CheckpointError(
+            f"the saved optimizer has {step=}, {seed=} and nonfinite={counts}, which are not all counts"
+        )
+    loop.clipping.scaler.check_saved(saved.get("loss_scale"))
+    by_name = {record.name: record for record in loop.records.values()}
+    owners: dict[str, Owner] = {}
+    want: dict[str, dict[str, Form]] = {}
+    for n, (added, group) in enumerate(zip(loop.parameters.groups, saved["param_groups"], strict=True)):
+        added.rule.check(group)
+        want[f"{GROUP}{n}"] = _forms(added.rule.group_memory(group))
+        for record in map(by_name.__getitem__, group["params"]):
+            if record.claimed or record.name in saved["state"]:
+                settings = {**record.group.live, **group}
+                owners[record.name] = Owner(record, settings, record.program_of(settings, loop.parameters.shard))
+    for name, owner in owners.items():
+        kept = owner.program.kept.items()
+        want[name] = {key: (owner.program.shape_of(tensor), tensor.dtype) for key, tensor in kept}
+    for name, have in ((name, _forms(state)) for name, state in saved["state"].items()):
+        if name not in want:
+            raise CheckpointError(f"the saved optimizer has a state of {name!r}, which is not a parameter of this one")
+        if name in owners:
+            _refuse_other_weight(owners[name], have, (saved.get("weights") or {}).get(name))
+            have = {key: form for key, form in have.items() if not owners[name].unspecified(key)}
+        if have != want[name]:
+            where = repr(name) if name in owners else name.replace(GROUP, "group ")
+            raise CheckpointError(
+                f"the saved state of {where} has {_listing(have)}, but this optimizer has {_listing(want[name])}"
+            )
+    return owners
+
+
+def _refuse_other_groups(groups: Sequence[Group], saved_groups: Sequence[Mapping[str, Any]]) -> None:
+    """Raises `CheckpointError` if the saved groups have other rules, storages or parameters."""
+    names = [group["param_names"] for group in groups]
+    if [group["params"] for group in saved_groups] != names:
+        theirs, ours = {n for g in saved_groups for n in g["params"]}, {n for g in names for n in g}
+        odd = sorted(theirs ^ ours)
+        raise CheckpointError(
+            f"the saved optimizer has {len(saved_groups)} group(s) of {len(theirs)} parameters, but this one has "
+            f"{len(names)} of {len(ours)}; " + (f"they differ in {odd[:5]}" if odd else "they are in another order")
+        )
+    for n, (group, other) in enumerate(zip(groups, saved_groups, strict=True)):
+        where = f" in group {n}" if len(groups) > 1 else ""
+        adopted = state_storages() if group["state_storage"] == "auto" else ()
+        for key in ENGINE_KEYS:
+            if other.get(key) != group[key] and not (key == "state_storage" and other.get(key) in adopted):
+                raise CheckpointError(
+                    f"the saved optimizer has {key} {other.get(key)!r}{where}, but this one has {group[key]!r}"
+                    + (". convert_states=True converts it" if key == "state_storage" else "")
+                )
+
+
+def _copy(parameters: Parameters, owner: Owner | None, name: str, value: Any) -> Any:
+    """Copies this rank's part of a saved value of a parameter, or of a group, to its device."""
+    value = value.read() if isinstance(value, TensorSource) else value
+    if not isinstance(value, Tensor):
+        return value
+    device = parameters.device
+    if owner is not None:
+        device = torch.device("cpu") if owner.unspecified(name) == "host" else owner.record.param.device
+        if (span := owner.span(name)) is not None:
+            value = parameters.shard.cut(value, span)
+    return value.detach().to(device, copy=True)
+
+
+def _refuse_other_weight(owner: Owner, have: Mapping[str, Form], was: str | None) -> None:
+    """Raises `CheckpointError` if states belong to a weight in another dtype, and depend on it.
+
+    So do a residual and a master copy, and tensors that only the rule knows, if they have the dtype and dimensions of
+    the weight.
+    """
+    record, now = owner.record, owner.record.param.dtype
+    then = now if was is None else getattr(torch, was.removeprefix("torch."))
+    before, storage = (weight_storage(rounding_of(record.rule, owner.settings, dtype), dtype) for dtype in (then, now))
+    stepped, steps = (each.parts[0].dtype if each.is_cast else torch.float32 for each in (before, storage))
+    for name, (shape, dtype) in have.items() if then != now else ():
+        like = dtype is stepped is not steps and len(shape) == len(owner.program.span.shape) > 0
+        if name in [part.name for part in before.parts[1:]] or (like and name not in owner.program.kept):
+            raise CheckpointError(
+                f"the saved state {name!r} belongs to the weight {record.name!r} in {was}, but in this model the "
+                f"weight is {now}. Convert the model before you create its optimizer: model.to({was})"
+            )
+
+
+def _forms(state: Mapping[str, Any]) -> dict[str, Form]:
+    return {name: (tuple(getattr(t, "shape", ())), getattr(t, "dtype", type(t))) for name, t in state.items()}
+
+
+def _listing(forms: Mapping[str, Form]) -> str:
+    parts = [f"{name} {list(shape)} {str(dtype).removeprefix('torch.')}" for name, (shape, dtype) in forms.items()]
+    return ", ".join(parts) or "none"
+
+
+def _converted(parameters: Parameters, saved: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the same with states in the storages of this optimizer."""
+    by_name = {record.name: record for record in parameters.records.values()}
+    groups, states = [], dict(saved["state"])
+    for group, other in zip(parameters.param_groups, saved["param_groups"], strict=False):
+        groups.append({**other, "state_storage": group["state_storage"]})
+        for name in other["params"] if other.get("state_storage") in ("auto", *state_storages()) else ():
+            if name in by_name and name in states:
+                settings = ({**group, **saved_group} for saved_group in (other, groups[-1]))
+                then, now = (by_name[name].program_of(each, parameters.shard) for each in settings)
+                states[name] = _in_storages(states[name], then, now)
+    return {**saved, "param_groups": groups, "state": states}
+
+
+def _in_storages(state: Mapping[str, Any], then: Program, now: Program) -> dict[str, Any]:
+    """Converts the saved states of a parameter between the storages of two programs."""
+    converted = dict(state)
+    for name in then.states:
+        old, new = then.states[name], now.states[name]
+        if old == new:
+            continue
+        sources = [converted.pop(part_name(name, part.name)) for part in old.parts]
+
+        def read(n: int, sources: Sequence[Any] = sources, old: Storage = old, new: Storage = new) -> Tensor:
+            value = old.decode(tuple(each.read() if isinstance(each, TensorSource) else each for each in sources))
+            return new.encode(value, Uniform.half(value))[n].to(new.parts[n].dtype)
+
+        for n, part in enumerate(new.parts):
+            kept = now.kept[part_name(name, part.name)]
+            converted[part_name(name, part.name)] = TensorSource(now.shape_of(kept), part.dtype, partial(read, n))
+    return converted
+
+
+def _by_name(saved: Mapping[str, Any], own: Sequence[Mapping[str, Any]], seed: int) -> dict[str, Any]:
+    """Converts the form by number, of an optimizer of lowmem or a `torch.optim.AdamW`, to the form by name.
+
+    own: the groups of this optimizer. torch.distributed.checkpoint replaces the numbers by names in the model, in the
+    order of the parameters of this optimizer.
+    """
+    groups, states = [dict(group) for group in saved["param_groups"]], saved["state"]
+    keys, names = [group["params"] for group in groups], [group["param_names"] for group in own]
+    rest = next((group.pop(REST) for group in groups if REST in group), None)
+    if rest is not None and all(isinstance(key, int) for key in chain(*keys)):
+        names = [group["param_names"] for group in groups]
+    elif list(map(len, keys)) != list(map(len, names)):
+        raise CheckpointError(
+            f"the saved optimizer has groups of {list(map(len, keys))} parameters, but this one has groups of "
+            f"{list(map(len, names))}"
+        )
+    if rest is None and all("amsgrad" in group for group in groups):
+        groups, states = adamw.of_torch(groups, states, own)
+        step = max((int(state["step"]) for state in states.values()), default=0)
+        rest = {"step": step, "seed": seed, "states": [len(states.get(key, ())) for key in chain(*keys)]}
+    if rest is None:
+        raise CheckpointError(
+            "the saved optimizer has no step, seed and loss scale, because flatten_optimizer_state_dict=True drops "
+            "them. Save it without this option, or save opt.state_dict(). Load the result of opt.named_state_dict() "
+            "with opt.load_named_state_dict(...)"
+        )
+    counts = dict(zip(chain(*keys), zip(chain(*names), rest["states"], strict=True), strict=True))
+    by_name = dict(rest.get("state", {}))  # of groups. torch.distributed.checkpoint loses empty dicts
+    for key, state in {**{key: {} for key in counts}, **states}.items():
+        name, count = counts[key]
+        if count not in (0, len(state)):
+            raise CheckpointError(
+                f"{count} states of {name!r} were saved, but this optimizer has {len(state)}. An optimizer class "
+                "creates its states in its first step, so torch.distributed.checkpoint cannot load them into an "
+                "optimizer that has not stepped. Load with opt.load_state_dict(...), or use a rule of lowmem"
+            )
+        if count:
+            by_name[name] = state
+    groups = [{**group, "params": group_names} for group, group_names in zip(groups, names, strict=True)]
+    return {**rest, "state": by_name, "param_groups": groups}
