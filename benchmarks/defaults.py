@@ -22,7 +22,7 @@ from benchmarks.measurement import llama, sync
 from benchmarks.pages import markdown
 from benchmarks.reports import command
 from lowmem import FusedConfig
-from lowmem.layers.config import LayersConfig
+from lowmem.options import LayersConfig
 from lowmem.trainer import FusedSFTTrainer
 from scripts.make_model import train_tokenizer
 

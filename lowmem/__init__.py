@@ -6,10 +6,9 @@ class.
 
 from lowmem import rules
 from lowmem.errors import LowmemError
-from lowmem.layers.config import LayersConfig
 from lowmem.layers.quantize import dequantize_, quantize_
 from lowmem.optimizer import FusedOptimizer
-from lowmem.options import DynamicScale, FusedConfig
+from lowmem.options import DynamicScale, FusedConfig, LayersConfig
 from lowmem.step.report import LastStep
 from lowmem.tiles import storage
 

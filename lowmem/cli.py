@@ -24,11 +24,11 @@ from lowmem import rules
 from lowmem.errors import ConfigError, LowmemError
 from lowmem.files import write_file
 from lowmem.hf import processes
-from lowmem.layers.config import parse_bytes
+from lowmem.options import parse_bytes
 from lowmem.rules import require
 from lowmem.run.boundary import is_out_of_memory, reason
 from lowmem.run.environment import versions
-from lowmem.run.memory import state_bytes
+from lowmem.run.memory import StepMemory, state_bytes
 from lowmem.run.secrets import redacted
 from lowmem.run.terminal import err, out, print_topics, rank, size, stage
 from lowmem.run.yaml_file import configured
@@ -36,7 +36,6 @@ from lowmem.tiles import storage
 
 # Modules that import transformers, trl or datasets are imported in functions, so that `lowmem --help` is fast.
 if TYPE_CHECKING:
-    from lowmem.run.memory import StepMemory
     from lowmem.run.plan import RunPlan
     from lowmem.run.recipe import Recipe
 
@@ -266,7 +265,7 @@ def _table(*headings: str, numbers: Sequence[str]) -> Table:
     return table
 
 
-def _step_table(step: "StepMemory") -> Table:
+def _step_table(step: StepMemory) -> Table:
     table = _table(f"peak of a step, in {step.during}", "memory", "", numbers=["memory"])
     for kind, nbytes in step.items.items():
         largest = (f"{tensor}: {size(part)}" for tensor, part in step.temporaries if part >= nbytes / 10)

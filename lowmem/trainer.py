@@ -29,10 +29,9 @@ from lowmem.hf import adapters, arguments, checkpoint, optim, packing, processes
 from lowmem.hf import layers as model_layers
 from lowmem.hf.accelerator import FusedAccelerator
 from lowmem.hf.weights import load_weights, save_weights
-from lowmem.layers.config import LayersConfig
 from lowmem.layers.quantize import quantize_
 from lowmem.optimizer import FusedOptimizer
-from lowmem.options import FusedConfig
+from lowmem.options import FusedConfig, LayersConfig
 from lowmem.placements import find
 from lowmem.step.record import weights_in_words
 from lowmem.tiles.quantized import in_codes

@@ -20,12 +20,12 @@ from torch.nn import functional as F
 from transformers.utils import ModelOutput
 
 from lowmem.errors import ConfigError
-from lowmem.layers.config import LayersConfig
 from lowmem.layers.embedding import compute_gradient
 from lowmem.layers.head import Head
 from lowmem.layers.logits import LazyHead, Logits
 from lowmem.layers.mlp import tile_mlps
 from lowmem.optimizer import FusedOptimizer
+from lowmem.options import LayersConfig
 from lowmem.placements.zero3 import gathered
 from lowmem.tiles.quantized import in_codes
 

@@ -15,8 +15,7 @@ import torch.distributed as dist
 import lowmem
 from lowmem.errors import ConfigError, RankError
 from lowmem.hf import version
-from lowmem.layers.config import LayersConfig
-from lowmem.options import FusedConfig
+from lowmem.options import FusedConfig, LayersConfig
 from lowmem.placements import in_group, ranks
 from lowmem.placements.agreement import refuse_other_settings
 

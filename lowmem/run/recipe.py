@@ -23,8 +23,7 @@ from torch import nn
 from lowmem.errors import ConfigError, LowmemError, require_packages
 from lowmem.hf.arguments import Inputs, check_number
 from lowmem.hf.optim import with_learning_rate
-from lowmem.layers.config import LayersConfig
-from lowmem.options import DynamicScale, FusedConfig
+from lowmem.options import DynamicScale, FusedConfig, LayersConfig
 from lowmem.run import secrets
 from lowmem.run.boundary import blaming
 from lowmem.run.environment import CONFIG, ENVIRONMENT

@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from lowmem.errors import ConfigError
-from lowmem.layers.config import LayersConfig
-from lowmem.options import FusedConfig
+from lowmem.options import FusedConfig, LayersConfig
 from lowmem.run import secrets
 
 # The sections of a configuration that are lowmem's, and their classes.

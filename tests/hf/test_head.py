@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import lowmem
 from lowmem.errors import ConfigError, UnsupportedError
 from lowmem.hf.layers import described
-from lowmem.layers.config import LayersConfig
+from lowmem.options import LayersConfig
 from lowmem.trainer import FusedSFTTrainer, FusedTrainer
 from scripts.make_model import train_tokenizer
 

@@ -8,8 +8,8 @@ from torch import nn
 from lowmem.errors import UnsupportedError
 from lowmem.hf import layers
 from lowmem.hf.packing import check_borders
-from lowmem.layers.config import LayersConfig
 from lowmem.layers.embedding import ComputedEmbedding
+from lowmem.options import LayersConfig
 
 SIZES = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
 

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from lowmem.errors import ConfigError, UnsupportedError
 from lowmem.layers import head
-from lowmem.layers.config import parse_bytes
+from lowmem.options import parse_bytes
 from lowmem.rules.adalomo import AdaLomo
 from lowmem.run import build, fake, memory, plan, ways
 from lowmem.run.memory import KINDS, TEMPORARIES, step_memory

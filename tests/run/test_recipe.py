@@ -13,7 +13,7 @@ from trl.scripts.utils import DatasetConfig
 
 from lowmem import FusedConfig, cli
 from lowmem.errors import ConfigError
-from lowmem.layers.config import LayersConfig
+from lowmem.options import LayersConfig
 from lowmem.run.parser import FORMER, Parser
 from lowmem.run.recipe import parse
 from lowmem.run.yaml_file import SECTIONS

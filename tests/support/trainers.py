@@ -15,7 +15,7 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from datasets import Dataset
 from torch.utils.data import Dataset as TorchDataset
 
-from lowmem.layers.config import LayersConfig
+from lowmem.options import LayersConfig
 from lowmem.trainer import FusedTrainerMixin
 from scripts.make_model import train_tokenizer
 

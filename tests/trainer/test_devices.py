@@ -11,7 +11,7 @@ from support.trainers import build
 
 from lowmem import FusedConfig
 from lowmem.errors import UnsupportedError
-from lowmem.layers.config import LayersConfig
+from lowmem.options import LayersConfig
 from lowmem.tiles.quantized import QuantizedWeight, in_codes, tensors_of
 
 GPUS = torch.cuda.device_count()

@@ -13,7 +13,7 @@ from support.nets import same, weights
 from support.products import FULL
 from support.trainers import assert_same_run, both, losses
 
-from lowmem.layers.config import LayersConfig
+from lowmem.options import LayersConfig
 
 # Each row in one of these ways, in turn; with LOWMEM_FULL in all of them.
 WAYS = {
