@@ -81,9 +81,6 @@ def tile_mlps(model: nn.Module, tokens: int, names: Collection[str] = ("mlp", "f
     return list(mlps)
 
 
-# -- one MLP -----------------------------------------------------------------------------------------------------------
-
-
 def _forward(self: Any, *args: Tensor, **kwargs: Tensor) -> Tensor:
     """The forward of a tiled module, whose only argument may be passed by name."""
     (hidden,) = (*args, *kwargs.values())

@@ -256,8 +256,6 @@ class Local(Placement):
         super().__init__(Shard(), Reducer())
 
 
-# -- wrappers that would train a model besides its optimizer -----------------------------------------------------------
-
 WRAPPED = (
     "the model is inside DistributedDataParallel, which also averages gradients, so they would be averaged twice. "
     "Remove the wrapper: the hooks of this optimizer average over ranks. With Accelerate, write model = "

@@ -40,9 +40,6 @@ def watch() -> None:
             logger.warning("lowmem does not know torch %s and will not detect %s", torch.__version__, habit)
 
 
-# -- loss scaling ------------------------------------------------------------------------------------------------------
-
-
 def _wrap_scaling() -> None:
     scalers: list[Any] = [torch.amp.GradScaler, *torch.amp.GradScaler.__subclasses__()]
     for scaler in scalers:
@@ -75,9 +72,6 @@ def _refuse_scaled(grad: Tensor) -> None:
         )
 
 
-# -- clipping after backward -------------------------------------------------------------------------------------------
-
-
 def _wrap_clipping() -> None:
     """Loops import these functions by name, so they are replaced inside their `torch.no_grad()` decorator."""
     for function in (clip_grad.clip_grad_norm_, nn.utils.clip_grads_with_norm_, clip_grad.clip_grad_value_):
@@ -104,8 +98,6 @@ def _watch_clipping(clip: Callable[..., Any]) -> Callable[..., Any]:
 
     return watched
 
-
-# -- reentrant activation checkpointing --------------------------------------------------------------------------------
 
 _REENTRANT: "weakref.WeakSet[Any]" = weakref.WeakSet()  # nodes of reentrant checkpointing in existing graphs
 

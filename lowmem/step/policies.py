@@ -255,9 +255,6 @@ class Deferred(Policy):
 POLICIES: dict[str, type[Policy]] = {policy.name: policy for policy in (Policy, TwoPass, Deferred)}
 
 
-# -- which policy ------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Needs:
     """Requirements that decide which policies are possible.

@@ -153,9 +153,6 @@ def _kept(sources: Mapping[str, Any]) -> dict[str, Any]:
     return {**values, **{name: view.clone() for name, view in views.items()}}
 
 
-# -- loading -----------------------------------------------------------------------------------------------------------
-
-
 def load(loop: StepLoop, saved: Mapping[str, Any], *, numbered: bool) -> None:
     """Continues from the result of `named`, or if `numbered`, of `numbered` or of a `torch.optim.AdamW`.
 

@@ -212,9 +212,6 @@ def _two_of_each_size(places: Sequence[Place]) -> list[Place]:
     return [place for same in of_size.values() for place in same[:2]]
 
 
-# -- outside of a sweep ------------------------------------------------------------------------------------------------
-
-
 def flat(tensor: Tensor) -> Tensor:
     """Returns a view of one dimension: the elements in memory order."""
     return tensor.view(-1) if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))
