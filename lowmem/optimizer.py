@@ -289,9 +289,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         super().zero_grad(set_to_none)
 
     def accept_torn_step(self) -> None:
-        """Continues after a failed backward with the weights as they are: some are from its step, others from the step
-        before.
-        """
+        """Continues after a failed backward with the weights as they are, only some of which it has updated."""
         self._loop.drop()
         self._cycle.accept_torn()
 

@@ -302,9 +302,7 @@ class FusedTrainerMixin(_Base):
         return str(self._run.staged.parent) if self._run.staged is not None else super()._get_output_dir(trial)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Saves as the trainer does, but into a staging directory. Rank 0 writes everything except the random states of
-        the other ranks.
-        """
+        """Saves into a staging directory. Rank 0 writes everything except the random states of the other ranks."""
         run_dir, name = Path(super()._get_output_dir(trial)), f"checkpoint-{self.state.global_step}"
         try:
             with checkpoint.saving(run_dir, name) as self._run.staged:

@@ -171,9 +171,7 @@ def check_arguments(args: TrainingArguments, fused: FusedConfig) -> None:
 
 
 def check_devices(model: Any, args: TrainingArguments) -> None:
-    """Raises if one process would train on several devices: if a device map has split or offloaded the model, or if
-    `DataParallel` would split batches.
-    """
+    """Raises if one process would train on several devices, by a device map, offloading or `DataParallel`."""
     devices = {*(getattr(model, "hf_device_map", None) or {}).values()}
     hooks = (getattr(module, "_hf_hook", None) for module in model.modules()) if isinstance(model, nn.Module) else ()
     if len(devices) > 1 or any(getattr(hook, "offload", False) for hook in hooks):

@@ -327,9 +327,7 @@ def remove(folder: Path) -> None:
 
 
 def candidates(run_dir: Path) -> list[Path]:
-    """The checkpoints in a run directory, complete or not, newest first. Includes a checkpoint that was being replaced
-    when the run was killed.
-    """
+    """The checkpoints in a run directory, complete or not, newest first, also one that was being replaced."""
     paths = [path for home in (run_dir / _REPLACED, run_dir) for path in home.glob("checkpoint-*")]
     checkpoints = {path.name: path for path in paths if _DIRECTORY.fullmatch(path.name)}
     return sorted(checkpoints.values(), key=_number, reverse=True)

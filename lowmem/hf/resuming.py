@@ -147,9 +147,7 @@ class Rows(TrainerCallback):  # type: ignore[misc]
             state.best_model_checkpoint = str(best) if best.is_dir() else None
 
     def on_epoch_begin(self, *_: Any, **__: Any) -> None:
-        """Begins an epoch. A resumed epoch gets its random states again, so that samplers and data sets draw the same
-        order.
-        """
+        """Begins an epoch. A resumed one gets its random states again, so that the same order is drawn."""
         self.epoch, self.fetched, self.ended = self.epoch + 1, 0, False
         start = Path(self._random_states.name)
         if self._folder is not None and self.epoch == self.start[0]:

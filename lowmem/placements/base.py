@@ -81,9 +81,7 @@ class Shard:
         return Span(tuple(param.shape), 0, param.numel(), param.numel())
 
     def form(self, param: Tensor) -> tuple[Any, ...]:
-        """Returns properties of a parameter that determine its update, and that `model.to(...)` or `param.data = ...`
-        may change.
-        """
+        """Returns the properties that decide its update, and that `model.to(...)` or `param.data = ...` may change."""
         return param.dtype, param.device, param.shape, param.stride()
 
     def quantized(self, param: Tensor) -> QuantizedWeight | None:

@@ -109,9 +109,7 @@ class FSDP2(Sharded):
 
 
 def _start_anew(module: Any, args: Any) -> None:
-    """Called before each forward of a module. Resets FSDP2 if a backward has failed: it would ignore the gradients of
-    all later ones.
-    """
+    """Called before each forward. Resets FSDP2 after a failed backward: it would ignore all later gradients."""
     if torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1:
         return
     # torch 2.13, distributed/fsdp/_fully_shard/_fsdp_state.py: a flag that is set while a backward runs

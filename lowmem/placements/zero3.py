@@ -219,9 +219,7 @@ class Zero3(Sharded):
 
 
 def _packed(params: Iterable[Any]) -> Iterable[list[Any]]:
-    """Returns the parameters that DeepSpeed keeps gathered, in lists of one dtype and about `_BLOCK` elements. Every
-    rank passes the same parameters.
-    """
+    """Returns the parameters that DeepSpeed keeps gathered, in lists of one dtype and about `_BLOCK` elements."""
     packs: dict[tuple[torch.dtype, int], list[Any]] = {}
     sizes = Counter[torch.dtype]()
     for param in params:

@@ -200,9 +200,7 @@ def _recomputed_and_offloaded(model: Any, args: Any) -> Iterator[None]:
 
 @contextmanager
 def _autocast_on_meta() -> Iterator[None]:
-    """Lets code ask about autocast on "meta", where torch raises: TRL's head (2.13), transformers 4's positions, and
-    DeepSpeed's linear layers.
-    """
+    """Lets code ask about autocast on "meta", where torch (2.13) raises: TRL's head, transformers 4, DeepSpeed."""
     enabled, dtype, autocast = torch.is_autocast_enabled, torch.get_autocast_dtype, torch.autocast
 
     def on_cpu(device_type: str, *options: Any, **named: Any) -> Any:
@@ -224,9 +222,7 @@ def _untrained(recipe: Recipe, config: Any, attention: str) -> PreTrainedModel:
 
 
 def _rows(command: str, length: int) -> Dataset:
-    """Two rows of `length` tokens at most. One is a token shorter than the other, so that a batch has padding and a
-    mask.
-    """
+    """Two rows of at most `length` tokens. One is a token shorter, so that a batch has padding and a mask."""
     if command == "sft":
         ids = [[1] * length for length in (length, length - 1)]
         return Dataset.from_dict({"input_ids": ids, "labels": ids})

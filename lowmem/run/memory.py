@@ -229,9 +229,7 @@ def step_memory(model: nn.Module, make_optimizer: Callable[[], FusedOptimizer],
 def _at_peak(
     tracker: _Tracker, device: torch.device, backwards: Sequence[tuple[int, int]], end: int, *, evaluated: bool
 ) -> StepMemory:
-    """Sums the recorded storages that are live at the peak of the step, which ends at the moment `end`, by kind. An
-    evaluation may follow.
-    """
+    """Sums the storages that are live at the peak of the step, which ends at the moment `end`, by kind."""
     last = tracker.now + 1
     changes = np.zeros((2, last + 1), dtype=np.int64)  # on the model's device, and on the host if that is another
     spans, host_weights = [], 0

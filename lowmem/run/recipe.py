@@ -139,9 +139,7 @@ class Recipe:
         return {"revision": self.model.model_revision, "trust_remote_code": trusted}
 
     def to_yaml(self) -> str:
-        """Returns a YAML file that gives the same recipe, without `env` and `resume_from_checkpoint`: only a command
-        line continues a run.
-        """
+        """Returns the recipe as YAML, without `env` and `resume_from_checkpoint`: a command line continues a run."""
         nested: dict[str, Any] = {}
         for name, value in self.values.items():
             if name == "resume_from_checkpoint":

@@ -46,9 +46,7 @@ class Way:
 
 
 def ways(recipe: Recipe, ranks: int = 1) -> list[Way]:
-    """Returns the ways to reduce the memory of a run that are valid in its recipe. Those that change the training most
-    come last.
-    """
+    """Returns the ways to reduce memory that are valid in a recipe. Those that change the training most come last."""
     valid = []
     kinds = (_of_weights(recipe), _of_activations(recipe), _of_ranks(recipe, ranks), _of_rows(recipe))
     for way in chain(*kinds):

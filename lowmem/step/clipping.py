@@ -259,9 +259,7 @@ class Clipping:
         return results
 
     def reading(self, records: Sequence[ParamRecord], grad: Gradient, decision: Decision | None) -> Reading:
-        """Returns the scale, limit and clip coefficients with which a rule reads the gradient of a parameter, or of a
-        stack of parameters of one group.
-        """
+        """Returns how a rule reads the gradient of a parameter, or of a stack of parameters of one group."""
         device, first = grad.device, records[0]
         inverse_scale, limit = self._factors(device)
         if decision is None:

@@ -221,9 +221,7 @@ def rounding_of(rule: UpdateRule, group: Mapping[str, Any], dtype: torch.dtype) 
 
 
 def state_storage_of(name: str, weight: Storage) -> str:
-    """Returns the name of the storage of states of a weight in this storage. "auto" depends on whether the weight has
-    32 bits.
-    """
+    """Returns the name of the storage of states. "auto" depends on whether the storage of the weight has 32 bits."""
     has_32_bits = any(part.dtype == torch.float32 for part in weight.parts)
     return name if name != "auto" else "float32" if has_32_bits else "bfloat16"
 

@@ -87,9 +87,7 @@ class LastStep:
 
     @property
     def overflowed(self) -> list[str]:
-        """The parameters that were not updated because the squares of their finite gradient overflow float32, in which
-        their rule sums them.
-        """
+        """The parameters that were not updated because the squares of their finite gradient overflow in float32."""
         return [name for name, finite, updated in self._each if finite and not updated and not self.skipped]
 
     @property

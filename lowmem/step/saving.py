@@ -197,9 +197,7 @@ def load(loop: StepLoop, saved: Mapping[str, Any], *, numbered: bool) -> None:
 
 
 def _check(loop: StepLoop, saved: Mapping[str, Any]) -> dict[str, Owner]:
-    """Checks that everything can be loaded, and changes nothing. Returns the parameters that have a saved state or
-    are trained, by name.
-    """
+    """Checks everything, changes nothing. Returns the parameters that have a saved state or are trained, by name."""
     _refuse_other_groups(loop.parameters.param_groups, saved["param_groups"])
     step, seed, counts = saved["step"], saved["seed"], saved.get("nonfinite") or {}
     if {*map(type, (step, seed, *counts.values()))} != {int} or step < 0:

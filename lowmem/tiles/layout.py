@@ -48,9 +48,7 @@ class View(NamedTuple):
         return batch, rows, cols
 
     def state_shape(self, extent: Extent, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns the logical shape of a state: the parameter's shape, or its batch dimensions and its row or column
-        dimensions.
-        """
+        """Returns the logical shape of a state: the parameter's, or its batch dimensions with its rows or columns."""
         if extent == "full":
             return shape
         dims = self.batch + {"row": self.rows, "col": self.cols, "slice": ()}[extent]
@@ -74,9 +72,7 @@ class Rect(NamedTuple):
     cols: slice
 
     def subdivide(self, tile: int) -> Iterator["Rect"]:
-        """Yields rectangles of about `tile` elements that cover this one: whole slices, whole rows, or parts of a
-        row.
-        """
+        """Yields rectangles of about `tile` elements that cover it: whole slices, whole rows, or parts of a row."""
         b, r, c = self.size
         if not b * r * c:
             yield self
@@ -212,9 +208,7 @@ class Layout:
 
     @classmethod
     def of(cls, shape: tuple[int, ...], view: View, start: int = 0, stop: int | None = None) -> "Layout":
-        """Returns the layout of the elements from `start` to `stop` of a parameter in row-major order, by default of
-        all.
-        """
+        """Returns the layout of elements `start` to `stop` of a parameter in row-major order, by default of all."""
         sizes, numel = view.sizes(shape), math.prod(shape)
         stop = numel if stop is None else stop
         if (start, stop) != (0, numel):
@@ -338,9 +332,7 @@ def _side(side: tuple[int, ...], box: Box, shape: tuple[int, ...]) -> slice:
 
 
 def block_starts(size: int, step: int, tensor: Tensor) -> Sequence[int]:
-    """Returns the starts of blocks of `step`. A dry run with fake tensors needs the first two and the last alone, since
-    equal blocks take equal memory.
-    """
+    """Returns the starts of blocks of `step`; in a dry run the first two and the last: equal blocks take equal memory."""
     starts = range(0, size, step)
     dry = is_fake(tensor) and not torch.compiler.is_compiling()  # compiled code is traced with fake tensors, too
     return sorted({*starts[:2], *starts[-1:]}) if dry else starts

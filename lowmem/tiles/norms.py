@@ -15,9 +15,7 @@ LARGEST_SUM = 2.0**126
 
 
 def exact(square_sum: Tensor, reduced: Tensor) -> Tensor:
-    """Returns the float64 sum of squares, from float32 sums of squares of the values and of the values times
-    `REDUCED`.
-    """
+    """Returns the float64 sum of squares, from float32 sums for the values and for the values times `REDUCED`."""
     return torch.where(square_sum.isfinite(), square_sum.double(), reduced.double() / REDUCED**2)
 
 

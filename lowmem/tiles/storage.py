@@ -102,9 +102,7 @@ class Storage(ABC):
 
 @dataclass(frozen=True)
 class Float(Storage):
-    """A float dtype: rounded to nearest, ties to even, or stochastically so that the mean is the value. float32 stores
-    every result exactly.
-    """
+    """A float dtype, rounded to nearest (ties to even), or stochastically, with the value as its mean. float32 is exact."""
 
     dtype: torch.dtype
     draws: bool = False

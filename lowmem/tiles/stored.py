@@ -203,9 +203,7 @@ def begin_storage(layout: Layout, weight: Held) -> None:
 
 
 def _two_of_each_size(places: Sequence[Place]) -> list[Place]:
-    """Returns the tiles that a dry run needs. Tiles of equal size take equal memory, except for the first one, which
-    allocates the sums.
-    """
+    """Returns the tiles that a dry run needs: equal ones take equal memory, but the first allocates the sums."""
     of_size: dict[tuple[int, ...], list[Place]] = {}
     for place in places:
         of_size.setdefault(place.rect.size, []).append(place)

@@ -177,9 +177,7 @@ class Tile:
         return self._raw.param.decode()
 
     def stored(self, value: Tensor, like: str = "param") -> Tensor:
-        """Rounds a float32 tile to the dtype of the weight, or of the state `like` if the rule defines its dtype. So a
-        rule computes in that dtype.
-        """
+        """Rounds a float32 tile to the dtype of the weight, or of the state `like` if the rule defines its dtype."""
         held = self._raw.param if like == "param" else self._raw.full[like]
         return nearest(value, held.dtype if like == "param" or held.storage.is_cast else torch.float32)
 

@@ -8,9 +8,7 @@ from torch._subclasses.fake_tensor import is_fake
 
 
 def to_device(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Copies numbers to the device, as a tensor [values]. Pinned memory is used, since for other memory CUDA may first
-    wait for the stream.
-    """
+    """Copies numbers to a device, as a tensor [values]. They are pinned, or CUDA might first wait for the stream."""
     host = torch.tensor(values, dtype=dtype, device="cpu", pin_memory=device.type in ("cuda", "xpu"))
     return host.to(device, non_blocking=True)
 
