@@ -332,7 +332,7 @@ def _side(side: tuple[int, ...], box: Box, shape: tuple[int, ...]) -> slice:
 
 
 def block_starts(size: int, step: int, tensor: Tensor) -> Sequence[int]:
-    """Returns the starts of blocks of `step`; in a dry run the first two and the last: equal blocks take equal memory."""
+    """Returns the starts of blocks of `step`, in a dry run the first two and the last: equal ones take equal memory."""
     starts = range(0, size, step)
     dry = is_fake(tensor) and not torch.compiler.is_compiling()  # compiled code is traced with fake tensors, too
     return sorted({*starts[:2], *starts[-1:]}) if dry else starts

@@ -102,7 +102,7 @@ class Storage(ABC):
 
 @dataclass(frozen=True)
 class Float(Storage):
-    """A float dtype, rounded to nearest (ties to even), or stochastically, with the value as its mean. float32 is exact."""
+    """A float dtype, rounded to nearest (ties to even) or stochastically (the mean is the value). float32 is exact."""
 
     dtype: torch.dtype
     draws: bool = False

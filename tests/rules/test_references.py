@@ -243,7 +243,9 @@ def trajectory(give_gradients, case, dtype):
         if case.warning is None:
             warnings.simplefilter("error", UserWarning)
         rounding = "auto" if case.theirs.get("multi_precision") else "nearest"
-        opt = lowmem.FusedOptimizer([("w", param)], rule=case.rule, rounding=rounding, state_storage="float32", **case.options)
+        opt = lowmem.FusedOptimizer(
+            [("w", param)], rule=case.rule, rounding=rounding, state_storage="float32", **case.options
+        )
         if "step_offset" in case.options:  # a run that goes on
             reference.steps = case.options["step_offset"]
             opt.load_named_state_dict({**opt.named_state_dict(), "step": reference.steps})
