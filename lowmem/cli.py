@@ -109,7 +109,7 @@ def _parser() -> argparse.ArgumentParser:
     for name, summary in COMMANDS.items():  # run/parser.py adds their arguments and --help
         command(name, train, summary, add_help=False).set_defaults(training=name)
     for name, run, summary in (
-        ("plan", plan, "Predict the memory of a training step; no weights are downloaded or allocated."),
+        ("plan", plan, "Predict the memory of a run, without downloading or allocating weights."),
         ("inspect", inspect, "Show the first training rows, and the tokens that contribute to the loss."),
     ):
         sub = command(name, run, summary, "sft --config configs/llama3_8b_chat_24gb.yaml")
@@ -213,7 +213,7 @@ def _recipe(
 
 def _train_options(parser: Any) -> None:
     group = parser.add_argument_group("lowmem: memory")
-    group.add_argument("--force", action="store_true", help="train even if the planned memory is not available")
+    group.add_argument("--force", action="store_true", help="do not check that the run fits in the free memory")
 
 
 def _inspect_options(parser: Any) -> None:
@@ -225,10 +225,10 @@ def _inspect_options(parser: Any) -> None:
 def _plan_options(parser: Any) -> None:
     group = parser.add_argument_group("lowmem plan")
     group.add_argument(
-        "--memory", metavar="SIZE", help="of a device, as 24GiB; print whether the run fits, or what would"
+        "--memory", metavar="SIZE", help="free memory of a device, as 23GiB: shows whether the run fits, or what would"
     )
     group.add_argument("--ranks", type=int, metavar="N", help="number of processes, each with one device (1)")
-    group.add_argument("--write", type=Path, metavar="FILE", help="write the YAML of the run, or of one that fits")
+    group.add_argument("--write", type=Path, metavar="FILE", help="write the YAML of the run, or of a change that fits")
     group.add_argument("--device", choices=("gpu", "cpu"), help="the device to train on (gpu)")
     group.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file")
 

@@ -66,7 +66,7 @@ class FusedConfig:
             explains it).
         clip_norm: the maximum norm over all gradients, as in `torch.nn.utils.clip_grad_norm_`, with the same bits in
             float32 on a CPU. It raises under "immediate".
-        norm_type: of `clip_norm`: 2.0, or inf for the largest element.
+        norm_type: norm type for `clip_norm`: 2.0, or inf for the largest element.
         clip_value: gradients are clamped to [-clip_value, clip_value].
         loss_scale: `backward` multiplies the loss by this scale, and gradients are divided by it: a number, "dynamic",
             or a `DynamicScale`. After an overflow, "two_pass" and "deferred" skip the whole step, like
@@ -98,7 +98,7 @@ class FusedConfig:
             by DeepSpeed or `fully_shard`; "auto": found from the parameters and the process group. "auto" does not
             broadcast, and raises if the parameters of ranks differ.
         compile: True, False, or "auto": compile updates if there is a compiler and the model is large enough.
-        seed: of stochastic rounding.
+        seed: seed of stochastic rounding.
         batching: small parameters of equal shape wait for each other and are updated as one stack, with the same bits.
         log_norms: trainers log the norm of each parameter's gradient.
 
@@ -219,13 +219,14 @@ class LayersConfig:
 
     Attributes:
         computed_gradients: "auto" computes the loss from tiles of logits. The gradients of the output head and the
-            embedding are tensors, which takes least time. With True the optimizer computes them, block by block, as it
-            reads them: on one device, for rules of lowmem, and for micro-batches of up to a quarter as many tokens as
-            the vocabulary has. Under ZeRO-3, they are computed and reduced block by block, so a rank has only its shard
-            of them. Otherwise they are tensors. False uses TRL's losses.
+            embedding are tensors, which takes the least time. With True, the optimizer computes them, block by block,
+            as it reads them: on one device, for rules of lowmem, and for micro-batches of up to a quarter as many
+            tokens as the vocabulary has. Under ZeRO-3, they are computed and reduced block by block, so a rank has only
+            its shard of them. Otherwise they are tensors. The command line changes "auto" to True if the planned run
+            does not fit otherwise. False uses TRL's losses.
         head_memory: additional memory for computing the loss and these gradients, such as "1GiB". More is faster. None
-            is 128 MiB on a CPU and 512 MiB on a GPU. The logits of one token are the least.
-        mlp_tile: tokens that an MLP computes at a time. Backward computes them once more. None computes all at once.
+            is 128 MiB on a CPU and 512 MiB on a GPU. At least the logits of one token exist at a time.
+        mlp_tile: number of tokens that an MLP computes at a time, and once more in backward. None computes all at once.
 
     Raises:
         ConfigError: a value is out of range.

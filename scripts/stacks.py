@@ -1,4 +1,4 @@
-"""Records a run of the tests beside other versions, and writes the tables of docs/reference/versions.md.
+"""Records a run of the tests with other versions, and writes the tables of docs/reference/versions.md.
 
 scripts/test.sh --stack NAME runs it in the environment of the stack: python scripts/stacks.py NAME JUNIT_XML
 """
@@ -63,7 +63,7 @@ def tables(runs):
         versions = (run["versions"][package] for package in PACKAGES)
         yield row(f"`{run['stack']}`", run["python"], *versions, *counts)
     yield "\nTests that failed:\n"
-    yield row("test", "beside", "error")
+    yield row("test", "stack", "error")
     yield row("---", "---", "---")
     for name, run in zip(names, runs, strict=True):
         yield from (row(f"`{test}`", name, f"`{error}`") for test, error in run["failed"].items())

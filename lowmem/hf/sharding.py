@@ -92,7 +92,7 @@ def prepare(sharding: "Sharding | None", model: Any, args: TrainingArguments, *,
 def _require_process_group(argument: str) -> None:
     if not dist.is_initialized():
         raise ConfigError(
-            f"{argument}: this process was started alone, so there are no ranks to shard the model over. Start it with "
+            f"{argument}: there is only one process, so the model cannot be sharded. Start it with "
             "a launcher: deepspeed --num_gpus N --module lowmem sft ..., or torchrun --nproc_per_node N -m lowmem sft "
             f"... . Or omit {argument}: one device resumes any checkpoint"
         )

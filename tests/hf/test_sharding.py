@@ -157,7 +157,7 @@ def test_fsdp1_raises():
         FSDP2Sharding(SimpleNamespace(fsdp_plugin_args={"fsdp_version": 1}))
 
 
-@pytest.mark.troubleshooting("this process was started alone")
+@pytest.mark.troubleshooting("there is only one process")
 def test_one_process_shards_nothing():
     sharding = FSDP2Sharding(SimpleNamespace(fsdp_plugin_args={"fsdp_version": 2}, fsdp_config={}))
     with pytest.raises(LowmemError):
