@@ -369,8 +369,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         return saved
 
     def named_state_dict(self, *, lazy: bool = False) -> dict[str, Any]:
-        """Returns the same by parameter name, without states of parameters that have not been updated. Hooks of
-        `state_dict` are not called.
+        """Returns the values of `state_dict` by parameter name, without states of parameters that were not updated yet.
+        Hooks of `state_dict` are not called.
 
         Args:
             lazy: return each tensor as a `TensorSource`: a shape, a dtype, and `read()`, which gathers one tensor at a

@@ -33,27 +33,26 @@ class Adafactor(UpdateRule):
     lr·clip(rms(w), ε₂, max_parameter_scale), or lr: w ← (1 - weight_decay_rate)·w - s·u, or with `beta1` the running
     mean of s·u instead.
 
-    Which dimensions are factored: `factor_map` is a list of (regular expression, rule), of which the first expression
-    found in a parameter's name counts. `logical_factor_rules` ("standard", or axis name → role) is about the axes in
-    `param_logical_axes` (parameter name → axis names), and comes before `factor_map`. A rule is None (unfactored),
-    "HEURISTIC", or the role of each dimension: ROW and COLUMN dimensions are factored, each slice of BATCH dimensions
-    is updated as a separate parameter, and so are slices of NONE dimensions, but these share scale and clipping. As
-    in the source, vectors and matrices follow the heuristic unless their rule has BATCH: a matrix is factored if both
-    dimensions are at least `min_dim_size_to_factor`. A 3-D parameter without a rule is a stack of matrices (experts),
-    each of which follows the heuristic; more dimensions need a rule.
+    Factored dimensions: `factor_map` is a list of (regular expression, rule). The first expression found in a
+    parameter's name applies. `logical_factor_rules` ("standard", or axis name → role) selects by the axes in
+    `param_logical_axes` (parameter name → axis names), and has precedence over `factor_map`. A rule is None
+    (unfactored), "HEURISTIC", or the role of each dimension. ROW and COLUMN dimensions are factored. Slices of BATCH
+    and of NONE dimensions are updated as separate parameters, but slices of NONE dimensions share scale and clipping.
+    As in the source, vectors and matrices follow the heuristic unless their rule has BATCH: a matrix is factored if
+    both dimensions are at least `min_dim_size_to_factor`. A 3-D parameter without a rule is a stack of matrices
+    (experts), each of which follows the heuristic. More dimensions need a rule.
 
     States: `v_row` with the BATCH, NONE and ROW dimensions, in this order, and `v_col` likewise; or `v`; with `beta1`
-    (also 0.0) `m`, in `dtype_momentum`, or where that is None as `state_storage` says.
+    (also 0.0) `m`, in `dtype_momentum`, or if that is None, in `state_storage`.
 
-    As in the source: weight decay is not multiplied by lr, unless `weight_decay_rate_lr_exponent` is set, which makes
-    it (weight_decay_rate or 1)·lr^exponent. With `skip_nan_updates` single elements that would become NaN stay as they
-    are, and neither the parameter nor the step is skipped, unless by a dynamic loss scale; with
-    `global_norm_clip_threshold` a NaN makes all gradients NaN, and an Inf makes them 0. Momentum in 16 bits is
-    multiplied by beta1 rounded to them. `variant`: "jit" rounds final results, "op_by_op" each operation on a 16-bit
-    weight or momentum, as the source does when not compiled.
+    As in the source, weight decay is not multiplied by lr, unless `weight_decay_rate_lr_exponent` is set: then it is
+    (weight_decay_rate or 1)·lr^exponent. With `skip_nan_updates`, elements that would become NaN do not change, and
+    only a dynamic loss scale skips the step. With `global_norm_clip_threshold`, a NaN makes all gradients NaN, and an
+    Inf makes them 0. 16-bit momentum is multiplied by beta1 rounded to 16 bits. `variant`: "jit" rounds final results,
+    "op_by_op" each operation on a 16-bit weight or momentum, as the source does when not compiled.
 
     Options: `multiply_by_parameter_scale`: True, False, or a list of (regular expression, bool). `epsilon1` (ε₁) and
-    `epsilon2` (ε₂, the least scale). `global_norm_clip_threshold`: clips by the norm of all gradients.
+    `epsilon2` (ε₂, the smallest scale). `global_norm_clip_threshold`: clips by the norm of all gradients.
     """
 
     source = "Shazeer and Stern 2018, arXiv:1804.04235; T5X"

@@ -73,7 +73,7 @@ class AdafactorT2T(UpdateRule):
     w ← w - s·u with s = lr·max(rms(w), 1e-3), or lr, or with `beta1` the running mean of s·u instead.
 
     β₂: with `decay_type` "pow" 1 - t^-memory_exponent, with "adam" β(1-β^(t-1))/(1-β^t) for β = `beta2`, or the number
-    `decay_rate`, t counting steps from 1. Without `lr` it is min(1/√t, 0.01), times 0.05 if steps are not relative.
+    `decay_rate`. t counts steps from 1. The default `lr` is min(1/√t, 0.01), times 0.05 if steps are not relative.
 
     bfloat16 weights, with rounding "auto", are rounded as in the source: up or down in magnitude by one threshold per
     step, (step · golden ratio) mod 1, see `rounded_past`. `simulated_quantize_bits` rounds rows of float32 weights
@@ -81,11 +81,11 @@ class AdafactorT2T(UpdateRule):
     threshold · q.
 
     `factor_stacks`: a 3-D parameter is a stack of matrices (experts), each factored, scaled and clipped as a separate
-    parameter. False: it is unfactored, as everything but matrices is in the source. Momentum is stored in
+    parameter. With False it is not factored, as in the source, which factors only matrices. Momentum is stored in
     `dtype_momentum`, or in the weight's dtype, as in the source.
 
-    Differs from its source: the term mean(g²)·1e-30 is omitted, which is there to confound a compiler and changes
-    numbers for gradients above 1e11 only.
+    Difference from the source: the term mean(g²)·1e-30, which is there to confuse a compiler, is omitted. It matters
+    only for gradients above 1e11.
     """
 
     source = "Shazeer and Stern 2018, arXiv:1804.04235; Tensor2Tensor"

@@ -16,10 +16,11 @@ class AdaLomo(UpdateRule):
     `exp_avg_sq` in their own shape. A 3-D parameter is a stack of matrices (experts), each factored and normalized like
     a separate parameter. With more dimensions it is a convolution, viewed as the matrix [out, in * kernel].
 
-    Differs from its source where that fails: the clip coefficient of an earlier step is never used again, and
-    parameters of 0, 3 and more dimensions work. As there, `clip_norm` measures gradients before `clip_value` clamps.
+    Differences from the source, which fails in these cases: the clip coefficient of an earlier step is never reused,
+    and parameters of 0, 3 and more dimensions work. As in the source, `clip_norm` measures gradients before
+    `clip_value` clamps them.
 
-    Options: `eps`: ε₁, added to g², and ε₂, the least scale of a step. `weight_decay`: decoupled, multiplied by α.
+    Options: `eps`: ε₁, added to g², and ε₂, the smallest scale of a step. `weight_decay`: decoupled, multiplied by α.
     """
 
     source = "Lv et al. 2023, arXiv:2310.10195"

@@ -87,15 +87,15 @@ class Lans(UpdateRule):
     w ← w - lr·β₁·φ/‖p‖·p - lr·(1-β₁)·φ/‖q‖·q, with p = m̂/(√v̂ + ε) + wd·w, q = g/(√v̂ + ε) + wd·w and φ = ‖w‖ within
     [lower_bound, upper_bound]. A ratio that is 0 or not finite is 1.
 
-    `variant`: the two code paths of the source. "fused" takes wd·w of q before the step by p, "step" after it; with a
-    master copy "fused" takes ‖w‖ of the stored weight, "step" of the copy.
+    `variant`: the two code paths of the source. "fused" computes wd·w of q before the step by p, "step" after it. With
+    a master copy, "fused" uses ‖w‖ of the stored weight, "step" of the copy.
 
-    Differs from its source: with an `epsilon`, a gradient of zeros, or one too small for its squares in float32, does
-    not become NaN; an option of 0.0 is 0.0 in both variants; negative bounds and clips raise.
+    Differences from the source: with an `epsilon`, a gradient of zeros, or one too small for its squares in float32,
+    does not become NaN. An option of 0.0 is 0.0 in both variants. Negative bounds and clips raise.
 
     Options: `rescale_grad`: only its sign has an effect. `lr_mult`, `wd_mult`: parameter name → multiplier.
-    `begin_num_update`: where a parameter's count of updates begins. `multi_precision`: a float32 master copy of 16-bit
-    weights, as rounding "master". `aggregate_num`: this many small parameters at most are updated together.
+    `begin_num_update`: first value of a parameter's count of updates. `multi_precision`: a float32 master copy of
+    16-bit weights, as rounding "master". `aggregate_num`: maximum number of small parameters that are updated together.
     """
 
     source = "Zheng et al. 2020, arXiv:2006.13484"

@@ -37,22 +37,21 @@ def moved(t: Tile) -> dict[str, Tensor]:
 
 @register("scaled_adam")
 class ScaledAdam(UpdateRule):
-    """delta ← β₁·delta - (1-β₁)·lr·rms(w)·g/(√v̂ + eps), w ← w + delta. Every `size_update_period` steps rms(w) is
-    measured again and Adam on log(rms(w)) scales w, at lr·scalar_lr_scale. A parameter of one element has no such
-    size: there lr·scalar_lr_scale takes the place of lr·rms(w). A parameter without gradient is updated as if its
-    gradient were zero, as in the source, also where it is frozen in the middle of training.
+    """delta ← β₁·delta - (1-β₁)·lr·rms(w)·g/(√v̂ + eps), w ← w + delta. Every `size_update_period` steps,
+    rms(w) is measured, and Adam on log(rms(w)) scales w, at lr·scalar_lr_scale. For a parameter of one element,
+    lr·scalar_lr_scale replaces lr·rms(w). As in the source, a parameter without a gradient is updated as if its
+    gradient were zero, even if it is frozen during training.
 
-    Options: `param_min_rms`: below it a weight is not shrunk any more, and its step is of this size; `param_max_rms`:
-    above it a weight is shrunk; `scalar_max`: a single element is clamped to it before it moves; `clipping_scale` clips
-    the norm of g·rms(w) over the group to clipping_scale times the median of the last `clipping_update_period` norms;
-    `clip_update`: True clips the update, as the source documents, False only the gradient of the size, as the source
-    does;
-    `show_dominant_parameters`: statistics name the parameter that contributes most to the norm.
+    Options: `param_min_rms`: a weight below it does not shrink any more, and its steps have this size. `param_max_rms`:
+    a weight above it is shrunk. `scalar_max`: a single element is clamped to it before it moves. `clipping_scale` clips
+    the norm of g·rms(w) over the group to clipping_scale times the median of the last `clipping_update_period` norms.
+    `clip_update`: True clips the update, as the source documents; False clips only the gradient of the size, as the
+    source does. `show_dominant_parameters`: statistics name the parameter that contributes most to the norm.
 
-    As in the source, the bias of v is corrected while it is more than 1 %, and that of delta never; each group clips by
-    its own norms; nothing is clipped before the first `clipping_update_period` steps are over, and the "median" is
-    sorted[(period // 4) * 2]. `last_step.statistics` has the model norm and, where it clips, the quartiles of the last
-    norms, the threshold, and the per cent of steps clipped in the last period.
+    As in the source, the bias of v is corrected while it is more than 1 %, and the bias of delta never. Each group
+    clips by its norms. Nothing is clipped in the first `clipping_update_period` steps, and the "median" is
+    sorted[(period // 4) * 2]. `last_step.statistics` has the model norm and, with clipping, the quartiles of the last
+    norms, the threshold, and the percentage of steps clipped in the last period.
     """
 
     source = "Povey et al. (icefall), Yao et al. 2023, arXiv:2310.11230"
