@@ -127,6 +127,11 @@ def write_inputs(folder: Path) -> None:
     llama(*SIZES, "float32").save_pretrained(folder / "model", max_shard_size="400MB")
     tokenizer.save_pretrained(folder / "model")
     (folder / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts[:ROWS]))
+    write_config(folder)
+
+
+def write_config(folder: Path) -> None:
+    """Writes the arguments that all runs share."""
     config = {
         "model_name_or_path": str(folder / "model"), "dtype": "float32", "max_length": TOKENS, "max_steps": STEPS,
         "datasets": [{"path": "json", "data_files": str(folder / "texts.jsonl")}], "max_grad_norm": 0,

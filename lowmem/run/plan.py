@@ -4,18 +4,22 @@ The step has the run's own rule, policy, loss, checkpointing and placement, and 
 Nothing is allocated, and every machine predicts the same.
 """
 
+import math
+from collections import Counter
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 
 from lowmem.errors import ConfigError, UnsupportedError
-from lowmem.placements import nbytes
+from lowmem.placements import nbytes, shape_of
 from lowmem.run.description import describe
 from lowmem.run.fake import LONGEST, model_config, offloaded_to_nvme, running
 from lowmem.run.fake_ranks import fake_ranks
 from lowmem.run.memory import BUFFERS, STATES, WEIGHTS, StepMemory
 from lowmem.run.recipe import Recipe
+from lowmem.tiles.quantized import in_codes
 
 # The device of fake tensors. A GPU is "meta", so that its tensors differ from those on the host.
 DEVICES = {"gpu": torch.device("meta"), "cpu": torch.device("cpu")}
@@ -90,7 +94,8 @@ def plan(recipe: Recipe, ranks: int = 1) -> RunPlan:
         with running(recipe, config, device) as run:
             trainer, args = run.trainer, run.trainer.args
             step = run.step()
-            phases, summary = _phases(trainer, step, ranks), describe(trainer)
+            converts = (config.dtype or recipe.dtype) != recipe.dtype
+            phases, summary = _phases(trainer, step, ranks, device, converts=converts), describe(trainer)
     if nvme is not None:
         buffers = nvme.get("buffer_count", 5) * nvme.get("buffer_size", 10**8) * recipe.dtype.itemsize
         moved = step.host_weights
@@ -100,27 +105,51 @@ def plan(recipe: Recipe, ranks: int = 1) -> RunPlan:
     return RunPlan(step, phases, {**summary, "step": rows}, RESERVE[recipe.device or "gpu"])
 
 
-def _phases(trainer: Any, step: StepMemory, ranks: int) -> dict[str, Phase]:
-    """The phases of a run: weights and states are loaded and saved one parameter at a time."""
-    args, sharded = trainer.args, trainer.optimizer.placement in ("zero3", "fsdp2")
-    weights = [nbytes(param) for param in trainer.model.parameters()]
-    largest = max(weights)
-    gathered = largest + largest // ranks if sharded else 0  # and the shard, padded
+def _phases(trainer: Any, step: StepMemory, ranks: int, device: torch.device, *, converts: bool) -> dict[str, Phase]:
+    """The phases of a run. Weights and states are loaded and saved one parameter at a time.
+
+    Args:
+        converts: the files have weights of another dtype.
+    """
+    args, on_cpu, quantizes = trainer.args, device.type == "cpu", in_codes(trainer.model)
+    placement, params = trainer.optimizer.placement, list(trainer.model.parameters())
+    sharded, by_rows = placement in ("zero3", "fsdp2"), placement == "fsdp2"
+    weights = [math.prod(shape_of(param)) * param.element_size() for param in params]
+    largest, unit = max(weights), _largest_unit(trainer.model, placement)
+    gathered = largest + largest // ranks if sharded else largest * quantizes  # and the shard, padded
     states = step.items[STATES] * (ranks if sharded else 1)
     checkpoint = sum(weights) + (0 if args.save_only_model else states)
     kept = 1 if args.save_total_limit is None else args.save_total_limit
-    phases = {
-        "load": Phase(step.items[WEIGHTS] + step.items[BUFFERS] + gathered, step.host_weights + largest),
-        "step": Phase(step.peak, step.host_peak),
-    }
+    on_host = 0  # weights as they are in the files, which are mapped
+    if (converts or quantizes) and placement != "zero3":
+        direct = ranks == 1 and not (on_cpu or quantizes)  # each of them goes to the GPU before the next one
+        codes = sum(map(nbytes, params)) if by_rows else largest
+        on_host = sum(weights) if converts and not direct else codes
+    # FSDP2 moves a unit to a GPU, and ZeRO-3 gathers a module; on a CPU, gloo gathers into a copy
+    more = {"replicated": largest, "fsdp2": unit * (not on_cpu), "zero3": unit * (1 + on_cpu)}.get(placement, 0)
+    held = step.items[WEIGHTS] + step.items[BUFFERS]
+    load = Phase(held + more, step.host_weights + on_host)
+    if on_cpu:
+        load = Phase(max(load.device, on_host + held * by_rows))
+    phases = {"load": load, "step": Phase(step.peak, step.host_peak)}
     if step.evaluation:
         phases["evaluation"] = Phase(step.evaluation, step.host_weights)
-    moved = Phase(step.rest + gathered, step.host_peak + largest)
+    moved = Phase(step.rest + gathered, 0 if on_cpu else step.host_peak + largest)
     if args.save_strategy != "no":
         phases["save"] = moved._replace(disk=(kept + 1) * checkpoint)
-        phases["resume"] = moved._replace(disk=kept * checkpoint)
+        phases["resume"] = Phase(max(load.device, moved.device), max(load.host, moved.host), kept * checkpoint)
     phases["end"] = moved._replace(disk=(kept * checkpoint if args.save_strategy != "no" else 0) + sum(weights))
     return phases
+
+
+def _largest_unit(model: Any, placement: str) -> int:
+    """The largest number of bytes that are gathered together: of a unit of FSDP2, or of a module without its parts."""
+    modules = (module for module in model.modules() if placement == "zero3" or isinstance(module, FSDPModule))
+    owners = {param: module for module in modules for param in module.parameters()}  # the innermost ones
+    sizes: Counter[Any] = Counter()
+    for param, module in owners.items():
+        sizes[module] += nbytes(param)
+    return max(sizes.values(), default=0)
 
 
 def plan_within(recipe: Recipe, ranks: int, memory: int | None) -> tuple[Recipe, RunPlan]:

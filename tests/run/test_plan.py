@@ -345,6 +345,27 @@ def test_offloaded_weights_are_on_the_host_or_on_the_disk(write, where, tmp_path
     assert saved == pytest.approx(2 * 2 * PARAMETERS, rel=0.1)  # the old checkpoint and the new one; few states
 
 
+@pytest.mark.parametrize(
+    ("files", "fused", "words", "ranks", "on_host"),
+    [
+        (None, None, ["--fsdp"], 2, 0),  # unchanged: pages of the mapped files
+        ("float32", None, ["--fsdp"], 2, 2),
+        (None, {"rule": "adalomo", "weight_format": "int12"}, ["--fsdp"], 2, 1.5 + 2 / 64),
+        ("float32", None, [], 2, 2),
+        ("float32", None, [], 1, 2 * 4096 * 64 / PARAMETERS),  # one weight on its way to the GPU
+        ("float32", {"rule": "adalomo", "weight_format": "int12"}, [], 1, 2),
+        ("float32", None, ["--deepspeed", "configs/zero3.json"], 2, 0),
+    ],
+)
+def test_weights_that_are_changed_when_they_are_loaded(write, tmp_path, files, fused, words, ranks, on_host):
+    path = write(save_strategy="steps", **({"fused": fused} if fused else {}))
+    if files:
+        LlamaConfig(**SIZES, vocab_size=4096, dtype=files).save_pretrained(tmp_path / "model")
+    phases = plan.plan(parse("sft", ["--config", path, *words], device="gpu"), ranks).phases
+    assert phases["load"].host == pytest.approx(on_host * PARAMETERS, rel=0.01)
+    assert phases["resume"].device >= phases["load"].device and phases["resume"].host >= phases["load"].host
+
+
 def test_phases_of_a_run(write):
     path = write(
         save_strategy="steps",
