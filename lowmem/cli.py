@@ -299,7 +299,7 @@ def show_rules(arguments: argparse.Namespace, rest: Sequence[str]) -> None:
     for name, keeps, usual in [*((row.name, row.keeps, row.usual_lr) for row in rules.table()), foreign]:
         table.add_row(name, f"{state_bytes(name):.3g}", f"{usual[0]:g}" if usual else "", keeps)
     out.print("Bytes of optimizer states per parameter (measured on a 1024 x 1024 bfloat16 matrix), and usual learning "
-              "rates for fine-tuning. `lowmem rules NAME` says where a rate comes from.\n", soft_wrap=True)  # fmt: skip
+              "rates for fine-tuning. `lowmem rules NAME` shows the source of a rate.\n", soft_wrap=True)  # fmt: skip
     out.print(table)
     out.print("\nBytes per element of a bfloat16 weight, by rounding, and of an elementwise state, by state_storage\n")
     table = _table("storage", "weight", "state", numbers=["weight", "state"])
