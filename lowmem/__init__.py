@@ -1,7 +1,6 @@
 """Full-parameter fine-tuning of language models at the memory of their weights.
 
-Every parameter is updated as soon as its gradient is complete, inside backward, by a rule of lowmem or a `torch.optim`
-class.
+Every parameter is updated inside backward, as soon as its gradient is complete, by a rule of lowmem or `torch.optim`.
 """
 
 from lowmem import rules

@@ -195,8 +195,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
-        """Backwards inside this context are micro-batches. The first backward outside completes their step and updates
-        the weights.
+        """Backwards inside this context are micro-batches. The first one outside completes the step and updates.
 
         `step()` completes the step as well, with the micro-batches so far. `zero_grad()` drops them.
 
@@ -258,8 +257,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             The result of the closure, or None.
 
         Raises:
-            StepError: more than one backward ran since the last step outside of `accumulate`, or a gradient in `.grad`
-                cannot be used.
+            StepError: several backwards ran outside of `accumulate` since the last step, or `.grad` cannot be used.
         """
         loss = None
         if self._hooks.postponed and not self._wraps:
@@ -390,8 +388,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Continues from the result of `state_dict`. Tensors are copied to their parameter's device and never cast.
 
         Existing states are freed after the new ones have been checked. Rule "adamw" also continues from the state of a
-        `torch.optim.AdamW` of the same parameters and groups. With `convert_states`, states may have been saved in
-        another `state_storage`.
+        `torch.optim.AdamW` of the same parameters and groups. `convert_states` allows another `state_storage`.
 
         Raises:
             CheckpointError: the state belongs to other rules, storages, parameters or groups, or it is damaged. The

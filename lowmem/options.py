@@ -62,8 +62,7 @@ class FusedConfig:
             a "rule" does not set, including `lr`, have the defaults of that rule.
         policy: "immediate": update in the hook. "two_pass": run backward twice, and measure gradients in the first.
             "deferred": offload gradients until the step is decided. "auto": the cheapest policy that gives exact
-            results for these options. It may change when `accumulate` is first used (`FusedOptimizer.policy_reason`
-            explains it).
+            results for these options. It may change when `accumulate` is first used (see `policy_reason`).
         clip_norm: the maximum norm over all gradients, as in `torch.nn.utils.clip_grad_norm_`, with the same bits in
             float32 on a CPU. It raises under "immediate".
         norm_type: norm type for `clip_norm`: 2.0, or inf for the largest element.
@@ -82,8 +81,7 @@ class FusedConfig:
         rounding: how a float32 result is stored in a bfloat16 or float16 weight: "nearest", "stochastic", "compensated"
             (adds 2 bytes per parameter), "compensated8" (adds 1 byte), "master" (a float32 copy, adds 4 bytes), or a
             registered storage. "auto" is the default of the rule, usually "stochastic". For torch and third-party
-            optimizers it is "nearest", as without lowmem. float32 weights store every result exactly. A param group
-            may set it.
+            optimizers it is "nearest", as without lowmem. float32 weights are exact. A param group may set it.
         state_storage: how elementwise optimizer states are stored: "float32"; "bfloat16" or "float16", both rounded
             stochastically; "8bit", quantized with a scale per group of 32 elements of a row, rounded stochastically;
             "8bit_64", the same in groups of 64; "8bit_nearest", the same rounded to nearest; or a registered storage.

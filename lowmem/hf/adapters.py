@@ -1,8 +1,7 @@
 """The files of a PEFT model: PEFT's file of each adapter, and one file for all other tensors that training needs.
 
 PEFT 0.21 (utils/save_and_load.py) saves the tensors that using an adapter needs. To resume training, lowmem also saves
-the parameters of prompt encoders (PEFT saves the prompts that they compute), trained parameters of the base model, and
-buffers.
+the parameters of prompt encoders (PEFT saves the prompts that they compute), trained base parameters, and buffers.
 """
 
 import logging

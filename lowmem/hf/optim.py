@@ -15,8 +15,7 @@ from lowmem.errors import ConfigError, UnsupportedError
 from lowmem.options import FusedConfig
 from lowmem.rules import UpdateRule, resolve
 
-# Arguments, and the hyperparameters that they set. The last one belongs to optimizers that cannot run fused (GaLore,
-# APOLLO).
+# Arguments, and the hyperparameters that they set. The last is for optimizers that cannot run fused (GaLore, APOLLO).
 _ARGUMENTS = {"adam_beta1": "betas", "adam_beta2": "betas", "adam_epsilon": "eps", "optim_target_modules": "modules"}
 
 # Names of the rule for which the default learning rates of trainers are chosen.

@@ -77,8 +77,7 @@ def require_shared_disk(folder: Path) -> None:
 def set_timeout(args: "TrainingArguments") -> None:
     """Sets the timeout of collectives to `ddp_timeout`.
 
-    Accelerate 1.15 (state.py) does it, but transformers 5.23 (training_args.py) does not pass the timeout to Accelerate
-    if `use_cpu` is set.
+    Accelerate 1.15 (state.py) does it, but transformers 5.23 (training_args.py) does not tell it with `use_cpu`.
     """
     default = type(args).__dataclass_fields__["ddp_timeout"].default
     if in_group() and args.ddp_timeout != default:

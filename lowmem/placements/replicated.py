@@ -1,7 +1,6 @@
 """Data parallelism without a wrapper: every rank has the full parameters, and gradients are averaged in the hooks.
 
-Different parameters may get a gradient on each rank. In each backward, every rank launches the same collectives in the
-same order:
+Each rank may have gradients of other parameters. In a backward, all ranks launch the same collectives in one order:
 
     expected    one number per parameter: may its gradient arrive on any rank?     at the first gradient
     averages    one all-reduce per parameter for which that is so                  as gradients arrive
@@ -240,8 +239,7 @@ class Replicated(Placement):
     Buffers are not synchronized, as on a single device.
 
     Args:
-        broadcasts: broadcast the weights of rank 0 first. Otherwise `adopt` raises `UnsupportedError` unless all ranks
-            have equal parameters.
+        broadcasts: broadcast the weights of rank 0 first. Otherwise `adopt` raises `UnsupportedError` if they differ.
     """
 
     name = "replicated"

@@ -166,8 +166,7 @@ class Zero3(Sharded):
 
     This rank's slice is updated on the device that computes, even if DeepSpeed stores it on the host or in a file.
     Parameters that are still gathered at the end of a step have the weights from before the step. They are released.
-    Parameters that DeepSpeed keeps gathered (`stage3_param_persistence_threshold`) are gathered again, many per
-    collective.
+    Those that DeepSpeed keeps gathered (`stage3_param_persistence_threshold`) are gathered again, many per collective.
     """
 
     name = "zero3"

@@ -59,12 +59,10 @@ class ForeignRule(UpdateRule):
 
     A state may consist of tensors, numbers, strings, containers of them and objects of the class's own package. Tensor
     subclasses, such as the low-bit states of torchao, are stored as their inner tensors. A number in the class's
-    parameter group, on the class itself or in its state apart from parameters counts steps, and is stored in our
-    parameter group.
+    parameter group, on the class itself or in its state apart from parameters counts steps; our group stores it.
 
     A trial on small tensors compares steps on all of them with steps on one at a time. It raises for classes that
-    combine parameters or do not run. With a rounding other than `nearest` the class steps on a float32 copy of the
-    parameter.
+    combine parameters or do not run. Except with rounding `nearest`, the class steps on a float32 copy of a parameter.
 
     Raises:
         ConfigError: the class does not read an option.

@@ -36,8 +36,7 @@ def refuse_combination(name: str, detail: str) -> NoReturn:
 
 
 class Instance:
-    """An optimizer without parameters. For each update it is given a parameter with its state, and releases both
-    afterwards.
+    """An optimizer without parameters. For each update it is given a parameter with its state, which it then releases.
 
     Values outside of the states of parameters, such as step counts, are its numbers. They are reset to their values at
     the beginning of the step before each parameter, and the values that changed are written to our parameter group. So
@@ -51,8 +50,7 @@ class Instance:
     Args:
         name: of the class.
         optimizer: a new object of it.
-        arguments: of its constructor. Settings that it has derived from them, such as a limit from a rate, are written
-            to `hyper`.
+        arguments: of its constructor. Settings that it derives from them, such as a limit from a rate, go to `hyper`.
     """
 
     def __init__(self, name: str, optimizer: torch.optim.Optimizer, arguments: Hyper, hyper: Hyper) -> None:
@@ -174,8 +172,7 @@ def pack_state(owner: str, values: Mapping[str, Any]) -> dict[str, Any]:
     """Converts the state that the class `owner` stores for a parameter to tensors and JSON.
 
     Raises:
-        UnsupportedError: a value consists of anything but tensors, numbers, strings, containers of them and objects of
-            the class's own package.
+        UnsupportedError: a value has parts besides tensors, numbers, strings, containers and objects of its package.
     """
     state: dict[str, Any] = {}
     try:

@@ -208,8 +208,7 @@ class UpdateRule(ABC):
         return {self.decay: 0.0}
 
     def spec(self, name: str, shape: tuple[int, ...], hyper: Hyper) -> ParamSpec:
-        """Returns the spec of the parameter `name` of `shape`, for `update`. Edits of the group that would change it
-        raise an error.
+        """Returns the spec of the parameter `name` of `shape`, for `update`. Edits of the group that change it raise.
 
         Raises:
             ConfigError: the hyperparameters do not cover this parameter, or are invalid for it.

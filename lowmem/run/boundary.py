@@ -8,8 +8,7 @@ import torch
 
 from lowmem.errors import ConfigError, LowmemError
 
-# Messages of PyTorch's plain RuntimeErrors for failed allocations: on the CPU, of pinned memory, in CUDA libraries, and
-# in C++ itself.
+# Messages of PyTorch's RuntimeErrors for failed allocations: on the CPU, of pinned memory, in CUDA libraries, in C++.
 _OUT_OF_MEMORY = (
     "DefaultCPUAllocator: can't allocate memory", "CUDA error: out of memory",
     "CUDA out of memory", "HIP out of memory", "HIP error: out of memory", "_ALLOC_FAILED", "std::bad_alloc",

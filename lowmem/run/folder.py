@@ -54,8 +54,7 @@ class RunFolder:
         """Creates and locks the folder. If the run fails before its first step, removes what it has written.
 
         Raises:
-            ConfigError: the folder contains a run and `resume` is None, contains none and `resume` is `LAST`, or is in
-                use.
+            ConfigError: the folder has a run and `resume` is None, has none and `resume` is `LAST`, or is in use.
             LowmemError: it cannot be written.
         """
         if self.rank > 0:

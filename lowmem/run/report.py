@@ -47,8 +47,7 @@ class RunReport(TrainerCallback):  # type: ignore[misc]
     The Trainer counts tokens without padding (`include_num_input_tokens_seen`). Checkpoints contain the count, so that
     a resumed run continues it. Tokens per second leave out evaluation, saving and, in the first step, compilation.
     Memory is measured on rank 0: on its GPU, or in its process where there is none. The peak is the highest value since
-    training began, without loading the model. On macOS and Windows, which cannot reset the peak of a process, it
-    includes loading.
+    training began, without loading the model, except on macOS and Windows, which cannot reset the peak of a process.
     """
 
     def __init__(self, run_dir: str | Path, console: Console | None = None) -> None:

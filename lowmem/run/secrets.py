@@ -7,8 +7,7 @@ from typing import Any
 
 _BLANK = "***"
 
-# The last part of a name says what its value is: `hub_token`, `WANDB_API_KEY`, `aws-secret`, but not `eos_token` or
-# `max_tokens`.
+# The last part of a name says what its value is: `hub_token`, `WANDB_API_KEY`, `aws-secret`, but not `eos_token`.
 _SPECIAL = "bos|eos|pad|unk|sep|cls|mask|stop|image|audio|video|special|system|user|assistant|end|max|new|num"
 _NAME = (
     rf"(?<![\w-])(?!(?:[\w-]*[_-])?(?:{_SPECIAL})[_-]?tokens?\b)"

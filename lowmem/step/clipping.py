@@ -27,8 +27,7 @@ class Norms(NamedTuple):
     """Norms of gradients, float64. They are Inf or NaN only if an element is.
 
     unscaled: 2-norm without the loss scale.  clamped: 2-norm after `clip_value`.  clipped: the norm that `clip_norm`
-    limits.  tiled: as `unscaled`, but summed in tiles. On a CPU, PyTorch's norm of a large float32 tensor may be off by
-    a percent.
+    limits.  tiled: as `unscaled`, summed in tiles. On a CPU, PyTorch's norm of a large float32 tensor may be 1 % off.
     """
 
     unscaled: Tensor

@@ -125,8 +125,7 @@ class Hooks:
     def postponed(self) -> bool:
         """True if a loop of Accelerate is in the middle of a step, where `step` and `zero_grad` do nothing.
 
-        This holds only for prepared optimizers: the state of Accelerate belongs to the process, and stays as the last
-        loop has left it.
+        This holds only for prepared optimizers: the state of Accelerate belongs to the process, and outlives a loop.
         """
         state = sys.modules.get("accelerate.state") if self.prepared else None
         return state is not None and not state.GradientState().sync_gradients

@@ -39,8 +39,7 @@ Pass = tuple[Sequence[Tensor] | None, bool]
 
 
 class Policy:
-    """Decides when a gradient updates its parameter. This base class updates in the hook, before the other gradients of
-    the step are known.
+    """Decides when a gradient updates its parameter. This base class updates at once, in the hook of the parameter.
 
     The loop runs the backwards that `passes` yields. The placement's reducer takes each gradient, sums micro-batches
     according to `begin`, and returns it to `ready`. `complete` decides the step.

@@ -269,8 +269,7 @@ def _copy(parameters: Parameters, owner: Owner | None, name: str, value: Any) ->
 def _refuse_other_weight(owner: Owner, have: Mapping[str, Form], was: str | None) -> None:
     """Raises `CheckpointError` if states belong to a weight in another dtype, and depend on it.
 
-    So do a residual and a master copy, and tensors that only the rule knows, if they have the dtype and dimensions of
-    the weight.
+    So do a residual, a master copy, and tensors that only the rule knows, of the weight's dtype and dimensions.
     """
     record, now = owner.record, owner.record.param.dtype
     then = now if was is None else getattr(torch, was.removeprefix("torch."))

@@ -184,8 +184,7 @@ def _vector_code() -> Iterator[None]:
 
 def realized(value: Tensor) -> Tensor:
     """Makes compiled code compute a small tensor once, instead of again for each element of a tile that uses it:
-    Inductor writes a tensor to memory before `as_strided`. It also keeps an int32 arange int32 (torch 2.11 would use
-    int64).
+    Inductor writes a tensor to memory before `as_strided`. An int32 arange also stays int32 (torch 2.11: int64).
     """
     return torch.as_strided(value, value.shape, value.stride())
 

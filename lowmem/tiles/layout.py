@@ -300,8 +300,7 @@ def _boxes(start: int, stop: int, shape: tuple[int, ...]) -> Iterator[Box]:
 
 
 def _looped(side: tuple[int, ...], box: Box, shape: tuple[int, ...]) -> list[int]:
-    """Returns the dimensions of one side to iterate over, so that the others form one contiguous range of coordinates
-    and of memory.
+    """Returns the dimensions of one side to loop over, so that the others are one contiguous range, also of memory.
 
     sides (0, 1) of shape [4, 5]: box [0:4, 0:5] → (), one range;  box [0:4, 2:3] → (0,), since the coordinates 2, 7,
     12 and 17 are not contiguous;  box [1:2, 2:5] → (), the range 7 to 10

@@ -50,8 +50,7 @@ class QuantizedWeight(Tensor):
         format: its storage, of which no part is the tensor itself.
         parts: the tensors of the storage, [..., rows, columns / group] each, or transposed views of them.
         cast_from: the weight that autocast has cast to this one, which shares its parts, and its version at that time.
-        compiled: whether `dequantize` is compiled in this process, by the decision of the last optimizer of such
-            weights.
+        compiled: whether `dequantize` is compiled in this process, as the last optimizer of such weights decided.
     """
 
     format: Integer

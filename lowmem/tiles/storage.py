@@ -57,8 +57,7 @@ class Storage(ABC):
     frozen dataclass. Equal storages share compiled code.
 
     Attributes:
-        parts: the stored tensors. The first one has an element for each element of the float32 tensor. Zeros in all of
-            them decode to zeros.
+        parts: the stored tensors. The first has an element for each float32 value. Zeros in all decode to zeros.
         draws: `encode` uses random numbers.
     """
 

@@ -52,8 +52,7 @@ class StoredTiles(Tiles):
     Attributes:
         layout: of the local shard of the parameter.
         weight: the local shard of the parameter, and the other tensors of its storage.
-        grad: the local shard of the gradient, in any dtype; or a gradient that is computed as it is read, with a
-            `layout` of its blocks.
+        grad: the local shard of the gradient, in any dtype; or one computed as it is read, with its `layout`.
         reading: the processing of the gradient as it is read.
         scalars: the numbers of the rule.
         members: number of parameters that are stacked.

@@ -102,8 +102,7 @@ class Tiles(ABC):
 
     @abstractmethod
     def reduce(self, body: Callable[[RawTile], Sums], full: States, vectors: Vectors) -> Sums:
-        """Calls `body` with every tile of this process and of others, and returns the sums: row [B, R], col [B, C] and
-        scalar [B].
+        """Calls `body` with every tile, also of other ranks, and returns sums: row [B, R], col [B, C], scalar [B].
 
         Args:
             full: states of the parameter's size, by the names that `body` has for them.
@@ -249,8 +248,7 @@ class Sweep:
 
     @contextmanager
     def materialized(self) -> Iterator[Tensor]:
-        """Yields the local shard as one leaf tensor with `.grad`, for optimizers that are not written as reduce and
-        apply.
+        """Yields the local shard as one leaf tensor with `.grad`, for optimizers that do not reduce and apply.
 
         It is the parameter itself if its storage is a plain cast (float32, or nearest rounding). Otherwise it is a
         float32 copy, which is written back tile by tile. The gradient is unscaled and clipped in place.

@@ -190,8 +190,7 @@ SQUARE, REDUCED_SQUARE = "square of the gradient", "square of the gradient times
 
 
 def reduce_tile(fn: ReduceFn, measure: bool, raw: RawTile) -> Sums:
-    """Returns the sums of one tile, row [b, r], col [b, c] and scalar [b]; with `measure` also the squares of its
-    gradient.
+    """Returns the sums of one tile, row [b, r], col [b, c], scalar [b]; with `measure` also its gradient's squares.
 
     A tile in blocks [b, n, m, c] returns row [b, n * m], col [b, n, c] and scalar [b, n * m], because compiled code
     sums blocks and lines in parallel vector registers.
