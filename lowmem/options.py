@@ -155,10 +155,7 @@ class FusedConfig:
         """
         params = list(params)
         if not all(isinstance(item, tuple) for item in params):
-            raise ConfigError(
-                "groups: parameters are matched by name. Pass model.named_parameters(), not plain parameters or param "
-                "groups"
-            )
+            raise ConfigError("groups: parameters are matched by name. Pass model.named_parameters() instead")
         groups: list[dict[str, Any]] = []
         for n, group in enumerate(self.groups):
             taken: list[Any] = []
@@ -167,8 +164,7 @@ class FusedConfig:
                 (taken if re.search(group["match"], item[0]) else others).append(item)
             if not taken:
                 raise ConfigError(
-                    f"groups[{n}]: match={group['match']!r} matches no parameter that is not already in an earlier "
-                    "group"
+                    f"groups[{n}]: match={group['match']!r} matches no parameter that is not in an earlier group"
                 )
             groups.append({**_without_match(group), "params": taken})
             params = others

@@ -29,8 +29,7 @@ _UNSUPPORTED = {
     "the weights by then. Omit it, and set control.should_save in a callback's on_step_end",
     "parallelism_config": "tensor, context and sequence parallelism are not supported. Set fsdp or deepspeed, or start "
     "one process per device for data parallelism",
-    "ddp_broadcast_buffers": "the model is not wrapped in DistributedDataParallel, so each rank has separate "
-    "buffers. Omit it",
+    "ddp_broadcast_buffers": "without DistributedDataParallel, each rank has separate buffers. Omit it",
     "save_on_each_node": "rank 0 saves for all machines, on a shared disk. Omit it",
 }
 
@@ -144,10 +143,7 @@ def check_arguments(args: TrainingArguments, fused: FusedConfig) -> None:
             hint = " (its default is 1.0, and 0 does not clip)" if argument == "max_grad_norm" else ""
             raise ConfigError(f"fused.{option}={value!r} contradicts {argument}={setting!r}. Set only {argument}{hint}")
     if args.fp16 and args.device.type == "cpu":
-        raise ConfigError(
-            "fp16=True: Accelerate does not support fp16 autocast on a CPU and silently ignores it. Use bf16=True, or "
-            "weights in bfloat16"
-        )
+        raise ConfigError("fp16=True: Accelerate ignores fp16 autocast on a CPU. Use bf16=True, or bfloat16 weights")
     for name, reason in _UNSUPPORTED.items():
         if value := getattr(args, name, None):
             raise UnsupportedError(f"{name}={value!r}: {reason}")
@@ -226,8 +222,7 @@ def check_optimizer(optimizer: Any, args: TrainingArguments) -> None:
     """Raises unless the trainer's optimizer agrees with its arguments."""
     if not isinstance(optimizer, FusedOptimizer):
         raise ConfigError(
-            f"optimizers=({type(optimizer).__name__}, ...): a fused trainer needs a FusedOptimizer. Name the class in "
-            "fused.rule instead"
+            f"optimizers=({type(optimizer).__name__}, ...): a fused trainer needs a FusedOptimizer: set fused.rule"
         )
     if (args.max_grad_norm or None) != optimizer.config.clip_norm:
         raise ConfigError(
@@ -257,9 +252,7 @@ def complete(fused: FusedConfig, args: TrainingArguments, sharded: Sharding | No
         UnsupportedError: an argument is not supported, or not with the policy in `fused` or the sharding.
     """
     if sharded is not None and args.torch_compile:
-        raise UnsupportedError(
-            "torch_compile=True: with fsdp or deepspeed the model is sharded and would not be compiled; omit it"
-        )
+        raise UnsupportedError("torch_compile=True: a model that fsdp or deepspeed shards is not compiled; omit it")
     check_arguments(args, fused)
     scale = fused.loss_scale
     if scale is None and args.fp16:

@@ -108,9 +108,7 @@ def load_scheduler(scheduler: Any, path: Path) -> None:
     """Loads the state of a learning rate schedule. Raises `CheckpointError` if it belongs to another schedule."""
     saved = torch.load(path, map_location="cpu", weights_only=True)
     if odd := saved.keys() ^ scheduler.state_dict().keys():
-        raise CheckpointError(
-            f"{path} belongs to another schedule (they differ in {min(odd)!r}). Restore lr_scheduler_type"
-        )
+        raise CheckpointError(f"{path} belongs to another schedule ({min(odd)!r} differs). Restore lr_scheduler_type")
     scheduler.load_state_dict(saved)
 
 
@@ -247,8 +245,7 @@ def saving(run_dir: Path, name: str | None = None) -> Iterator[Path]:
             raise
         unsaved = f"{run_dir}: the final model" if name is None else run_dir / name
         raise CheckpointError(
-            f"{unsaved} could not be written: {error}. Free some space or set another output_dir, and resume from the "
-            "last checkpoint"
+            f"{unsaved} could not be written: {error}. Free some space or set another output_dir, and resume the run"
         ) from error
     finally:
         if state.is_main_process:

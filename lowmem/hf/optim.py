@@ -101,9 +101,7 @@ def read(optimizer: Any, fused: FusedConfig) -> tuple[FusedConfig, list[dict[str
 
 
 def parts_by_decay(trainer: Trainer, model: nn.Module) -> list[dict[str, Any]]:
-    """Splits the trained parameters of a model into the two groups of transformers: matrices with the trainer's
-    `weight_decay`, and norms and biases with None.
-    """
+    """Splits the trained parameters as transformers does: matrices with `weight_decay`, norms and biases with None."""
     names = {*trainer.get_decay_parameter_names(model)}
     trained = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
     return [

@@ -117,9 +117,7 @@ class EmbeddingGradient(Contribution):
 
     @functools.cached_property
     def _grouped(self) -> Sequence[tuple[Tensor, Tensor]]:
-        """The result of `_distinct` for each block of tokens. Memory and time depend on tokens only, not on the number
-        of rows of the weight, and there is no device sync.
-        """
+        """`_distinct` for each block of tokens. Memory and time depend on tokens only, and there is no device sync."""
         return [_distinct(indices) for indices in self.indices.split(self.block_rows)]
 
 

@@ -197,9 +197,7 @@ class Logits(Tensor):
 
     @property
     def pending(self) -> bool:
-        """Returns whether `source` still describes the tensor. A tensor that was changed in place, or returned by an
-        autograd function, has another node in the graph.
-        """
+        """Returns whether `source` still describes it. A changed tensor, or a function's result, has another node."""
         return self._matrix is None and self._node is self.grad_fn
 
     @classmethod

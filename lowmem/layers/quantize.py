@@ -100,9 +100,7 @@ def dequantize_(model: nn.Module) -> nn.Module:
     """
     quantized = [names for _, names in _shared(model, lambda module, param: isinstance(param, QuantizedWeight))]
     if in_codes(model) and not quantized:
-        raise UnsupportedError(
-            "the model is sharded. Use lowmem.placements.full_tensor(weight) for the full tensor of each weight"
-        )
+        raise UnsupportedError("the model is sharded. Use lowmem.placements.full_tensor(weight) for each weight")
     for names in quantized:
         _replace(model, names, plain)
     return model

@@ -38,8 +38,7 @@ class FlatShard(Shard):
         ranks = self.ranks_of(param)
         if ranks.members != next(iter(self._ranks.values())).members:
             raise UnsupportedError(
-                f"parameter {name!r} is sharded over different ranks than earlier parameters. Create one optimizer for "
-                "each set of ranks"
+                f"parameter {name!r} is sharded over other ranks than earlier ones. Create one optimizer for each set"
             )
 
     def form(self, param: Tensor) -> tuple[Any, ...]:

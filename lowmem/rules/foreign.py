@@ -149,9 +149,7 @@ class ForeignRule(UpdateRule):
                 "settings."
             )
         if hasattr(self.cls, "eval") and len(self._instances) == 1:
-            logger.warning(
-                "lowmem does not call %s.eval(): weights are evaluated and saved as they are during training", self.name
-            )
+            logger.warning("lowmem does not call %s.eval(): weights are evaluated and saved as in training", self.name)
 
     def _try(self, hyper: Hyper, starts: Sequence[Tensor], grads: _Grads, sharded: bool) -> None:
         """Raises if steps on parameters one at a time differ from steps on all of them."""

@@ -90,9 +90,7 @@ def _splits(script: Any, mixture: Any) -> Any:
 
 def _split(splits: Any, name: str, key: str, advice: str) -> Any:
     if name not in splits:
-        raise ConfigError(
-            f"the data has no split {name!r}. It has {', '.join(splits)}. Set {key} to one of them{advice}"
-        )
+        raise ConfigError(f"the data has no split {name!r}, but {', '.join(splits)}. Set {key} to one of them{advice}")
     if next(iter(splits[name]), None) is None:
         raise DataError(f"the split {name!r} of the data has no rows")
     return splits[name]

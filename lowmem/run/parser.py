@@ -129,9 +129,7 @@ class Parser(TrlParser):
         if isinstance(value, str) and _accepts(self.hints.get(name), dict) and not value.endswith(_FILES):
             value = _yaml(value, setting)
             if not isinstance(value, dict):
-                raise ConfigError(
-                    f"{setting}: expected a mapping, such as '{{\"a\": 1}}', and found {str(value)[:100]!r}"
-                )
+                raise ConfigError(f"{setting}: expected a mapping, such as '{{\"a\": 1}}', found {str(value)[:100]!r}")
         elif (kind := self.items.get(name)) is not None:
             if len(value) == 1 and str(value[0]).startswith("["):
                 value = _yaml(value[0], setting)
@@ -162,9 +160,7 @@ class Parser(TrlParser):
             hint = did_you_mean(name, known)
             if not hint and sections:
                 hint = f" Did you mean {name!r} of the section {sections[0]!r}?"
-        raise ConfigError(
-            f"{place}unknown {'key' if place else 'argument'} {name!r}.{hint} `{self.prog} --help` lists all."
-        )
+        raise ConfigError(f"{place}unknown {'key' if place else 'argument'} {name!r}.{hint} See `{self.prog} --help`.")
 
 
 def check_keys(item: Any, kind: Any, place: object) -> None:

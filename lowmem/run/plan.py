@@ -38,9 +38,7 @@ RESERVE = {"gpu": 3 << 29, "cpu": 1 << 30}
 
 
 class Phase(NamedTuple):
-    """The largest memory of a phase of a run, in bytes: on the device of a rank, on its host (0 if that is the device),
-    and on the disk that all ranks share.
-    """
+    """Bytes at the peak of a phase: on a rank's device, on its host (0 if that is the device), on the shared disk."""
 
     device: int
     host: int = 0

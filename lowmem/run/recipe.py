@@ -214,9 +214,7 @@ def _stay_in_place(settings: dict[str, Setting], file: Path | None) -> None:
 
 
 def _for_device(device: str | None, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Defaults that differ from the trainer's, and values that depend on the device. TRL sets `bf16` to True, for which
-    transformers raises an error where there is no GPU.
-    """
+    """Defaults that differ, and values that depend on the device. transformers raises for TRL's `bf16` on a CPU."""
     changed: dict[str, Any] = {name: value for name, value in _DEFAULTS.items() if name not in arguments}
     autocast = arguments.get("bf16"), arguments.get("fp16")
     if device is not None:

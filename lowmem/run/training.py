@@ -79,9 +79,7 @@ def _require_metric(trainer: Any) -> None:
 
 
 class _Beginning(TrainerCallback):  # type: ignore[misc]
-    """Writes the configuration when the first step is complete. Until the first step begins, an error of a library in
-    `blaming` is reported as an error in the arguments.
-    """
+    """Writes the configuration after the first step. Before it begins, a library's error is about the arguments."""
 
     def __init__(self, recipe: Recipe, folder: RunFolder) -> None:
         self.recipe, self.folder, self.written = recipe, folder, False

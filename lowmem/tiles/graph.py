@@ -142,9 +142,7 @@ def _version() -> str:
 
 
 def _own_keys() -> Any:
-    """Adds this file's hash to Inductor's cache key, so that the cache on disk does not return code that was compiled
-    without the changes below, or with earlier ones.
-    """
+    """Adds this file's hash to Inductor's cache key: code on disk may lack the changes below, or have earlier ones."""
     config = torch.compiler.config
     return config.patch(cache_key_tag=f"{config.cache_key_tag} {_version()}")  # type: ignore[attr-defined]
 

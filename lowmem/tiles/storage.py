@@ -70,9 +70,7 @@ class Storage(ABC):
 
     @abstractmethod
     def encode(self, value: Tensor, uniform: Uniform) -> tuple[Tensor, ...]:
-        """Returns tiles of the parts for float32 values [..., n]. Their dtype may be wider than the part's dtype, which
-        can represent all their values.
-        """
+        """Returns tiles of the parts for float32 values [..., n]: values of each dtype, perhaps in a wider one."""
 
     def update(self, value: Tensor, uniform: Uniform, stored: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """As `encode`, given the tiles of the parts that store the previous value."""
