@@ -391,8 +391,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         `torch.optim.AdamW` of the same parameters and groups. `convert_states` allows another `state_storage`.
 
         Raises:
-            CheckpointError: the state belongs to other rules, storages, parameters or groups, or it is damaged. The
-                optimizer is then unchanged.
+            CheckpointError: the state has other rules, storages, parameters or groups, or is damaged. Nothing changes.
         """
         state_dict = copy.copy(state_dict)
         for hook in self._optimizer_load_state_dict_pre_hooks.values():

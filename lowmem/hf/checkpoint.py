@@ -57,8 +57,7 @@ _FILE_ERROR = re.compile("inline_container|iostream|Parent|opened")
 
 
 def save_optimizer(optimizer: FusedOptimizer, path: Path, *, write: bool = True) -> None:
-    """Writes the result of `FusedOptimizer.named_state_dict` to one safetensors file: tensors as `parameter/state`,
-    everything else as JSON in its metadata.
+    """Writes the `named_state_dict` to a safetensors file: tensors as `parameter/state`, the rest as JSON metadata.
 
     Gathers one state at a time. Where parameters are sharded, every rank calls it.
 

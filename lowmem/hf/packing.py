@@ -35,8 +35,7 @@ def check_borders(model: Any, collate: Callable[[list[Any]], Any], device: torch
 
     TRL marks the beginning of samples by position ids. Most models of transformers 5.23 convert these to a mask, but
     some do not (modeling_afmoe.py). Two samples are computed as one row, and the gradient of the second sample with
-    respect to the first must be zero. It is exactly zero in every dtype, whereas outputs may change in their last bits
-    with the other samples of a batch.
+    respect to the first must be zero, as it is in every dtype, whereas outputs may change in their last bits.
 
     Args:
         model: on the device and in the mode in which it is trained.

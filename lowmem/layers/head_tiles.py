@@ -119,9 +119,8 @@ class Head:
         """Returns the rows of a weight to cast or dequantize at a time: all, if products take them as they are."""
         on_cpu = weight.device.type == "cpu"
         if isinstance(weight, QuantizedWeight) or weight.dtype != dtype or (on_cpu and dtype != torch.float32):
-            step = max(
-                1, min(self.available(weight.device) // 4, SLICE if on_cpu else GPU_SLICE) // (4 * weight.shape[1])
-            )
+            memory = min(self.available(weight.device) // 4, SLICE if on_cpu else GPU_SLICE)
+            step = max(1, memory // (4 * weight.shape[1]))
             return [slice(start, start + step) for start in block_starts(len(weight), step, weight)]
         return [slice(None)]
 

@@ -39,8 +39,7 @@ def quantize_(
         The model.
 
     Raises:
-        ConfigError: `weight_format` is unknown, `group` does not divide the rows of a weight, or `skip` has a name that
-            is not the name of a module.
+        ConfigError: `weight_format` is unknown, `group` does not divide a weight's rows, or `skip` names no module.
         UnsupportedError: the model is sharded (call `fully_shard` afterwards), or a weight has Inf or NaN.
     """
     require_known("weight_format", weight_format, [*WEIGHT_FORMATS])

@@ -7,8 +7,7 @@ Each rank may have gradients of other parameters. In a backward, all ranks launc
     arrived     one number per parameter: has its gradient arrived on any rank?    at the end
 
 The averages are in the order in which gradients arrived in the last backward, on one rank after the other. A rank knows
-from the graph which gradients it will get. For every other parameter it sends zeros in its turn, so that no rank waits
-for a gradient that never arrives.
+from the graph which gradients it will get. For others it sends zeros in their turn, so that no rank waits for them.
 """
 
 import functools

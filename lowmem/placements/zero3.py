@@ -104,8 +104,7 @@ class _ReduceScatter(Reducer):
     """Reduce-scatters the gradient of each micro-batch, and sums the shards.
 
     A reduce-scatter is launched when its gradient is complete, and waited for when the next one is, so that it overlaps
-    with the backward: two gradients exist at a time. A gradient that is computed as it is read is reduced block by
-    block, so no rank has the full gradient.
+    with the backward: two gradients exist at a time. One that is computed as it is read is reduced block by block.
     """
 
     def __init__(self, shard: FlatShard) -> None:

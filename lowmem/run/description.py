@@ -47,11 +47,9 @@ def _optimizer(optimizer: Any) -> str:
 
 
 def _activations(args: Any, mlp_tile: int | None) -> str:
-    tiles = f"; MLPs compute {mlp_tile:,} tokens at a time" if mlp_tile else ""
-    return (
-        f"{'recomputed in backward' if recomputed(args) else 'stored for backward'}"
-        f"{', offloaded to the host' if arguments.offloading(args) else ''}{tiles}"
-    )
+    kept = "recomputed in backward" if recomputed(args) else "stored for backward"
+    kept += ", offloaded to the host" if arguments.offloading(args) else ""
+    return kept + (f"; MLPs compute {mlp_tile:,} tokens at a time" if mlp_tile else "")
 
 
 def recomputed(args: Any) -> bool:

@@ -53,8 +53,7 @@ class _Allocation:
 class _Tracker(TorchDispatchMode):
     """Records the storage of every tensor that an operation returns. Memory that a kernel frees itself is not recorded.
 
-    PyTorch's MemTracker finds the same peak. It knows optimizer states only by the hooks of `Optimizer.step`, which a
-    fused update does not call.
+    PyTorch's MemTracker finds the same peak, but knows optimizer states only by the hooks of `Optimizer.step`.
     """
 
     def __init__(self) -> None:

@@ -23,7 +23,6 @@ _VALUE = re.compile(
 _SHORTEST = 8  # characters of an environment variable that is blanked; shorter words occur by themselves
 _ASSIGNED = re.compile(rf"({_NAME}[\"']?\s*[=:]\s*)(\"[^\"]*\"|'[^']*'|[^\s,;}}\])\"']+)", re.IGNORECASE)
 
-
 # Further values that are blanked.
 _HIDDEN: set[str] = set()
 

@@ -100,10 +100,9 @@ def _of_weights(recipe: Recipe) -> Iterator[Way]:
     if any(rule.name not in _SMALL_STATES for rule, _ in groups):
         rate = AdaLomo.usual_lr[0]
         yield Way({"fused.rule": "adalomo", "learning_rate": rate}, "better than AdamW in our study; another rate")
-    quantizable = (
-        recipe.command == "sft" and not (args.deepspeed or args.fsdp) and recipe.layers.computed_gradients is not False
-    )
-    quantizable &= fused.weight_format is None and fused.rounding in ("auto", "stochastic")
+    quantizable = recipe.command == "sft" and not (args.deepspeed or args.fsdp)
+    quantizable &= recipe.layers.computed_gradients is not False and fused.weight_format is None
+    quantizable &= fused.rounding in ("auto", "stochastic")
     if quantizable and not any(rule.materializes for rule, _ in groups):
         yield Way({"fused.weight_format": "int12"}, "slower steps; learns as bfloat16 in our study")
 
@@ -133,10 +132,8 @@ def _of_ranks(recipe: Recipe, ranks: int) -> Iterator[Way]:
 
 
 def _of_rows(recipe: Recipe) -> Iterator[Way]:
-    args = recipe.training
-    for fewer in sorted(
-        {args.per_device_train_batch_size // 2, 1} - {0, args.per_device_train_batch_size}, reverse=True
-    ):
+    args, rows = recipe.training, recipe.training.per_device_train_batch_size
+    for fewer in sorted({rows // 2, 1} - {0, rows}, reverse=True):
         yield Way({"per_device_train_batch_size": fewer}, "a smaller batch")
     if hasattr(args, "max_length"):
         yield Way({"max_length": _length(args) // 2}, "longer rows are cut off")

@@ -134,8 +134,7 @@ class Clipping:
         return torch.stack([norm_over(norm, order) for norm, order in zip(norms_of_parts, orders, strict=True)])
 
     def decide(self, measured: Mapping[str, Tensor], *, prepared: bool) -> Decision:
-        """Decides a step, without reading a value back to the host. Third-party optimizers are the exception, because
-        their updates cannot be undone.
+        """Decides a step. Reads a value back only for third-party optimizers, whose updates cannot be undone.
 
         Args:
             measured: by name, the result of `measure` for each parameter that got a gradient.

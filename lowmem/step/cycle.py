@@ -229,9 +229,7 @@ class StepCycle:
 
 
 def _inside_custom_backward() -> bool:
-    """Returns whether the backward of a Python autograd function has started this one. (FSDP2 has such a function, but
-    it runs hooks within the same backward.)
-    """
+    """Returns whether the backward of a Python autograd function has started this one (FSDP2 runs hooks within it)."""
     frame = sys._getframe()
     begun = False
     while frame is not None:

@@ -52,8 +52,7 @@ class _Running(dict[Tensor, list[Contribution]]):
 class Offers:
     """The contributions that one optimizer has accepted in the running backward.
 
-    Only autograd refers to them, by a callback at the end of the backward. So a failed backward leaves none, and a
-    backward inside another one adds to them.
+    Only autograd refers to them, by a callback at the end of the backward: a failed one leaves none, a nested one adds.
     """
 
     def __init__(self, cycle: StepCycle) -> None:

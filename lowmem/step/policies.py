@@ -28,7 +28,6 @@ _SUMMED = 2.0**-12
 # If larger terms cancel in a gradient, it may differ by this fraction of the tolerance of the norm over all gradients.
 _CANCELLED = 2.0**-4
 
-
 _NO_SUMS = (
     "policy {policy!r} cannot accumulate gradients, because it does not store them. Use policy='deferred' (or 'auto'), "
     "which stores their sums, or use one larger batch."

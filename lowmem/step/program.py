@@ -178,7 +178,9 @@ def make_program(placed: Placed, rule: UpdateRule, group: Mapping[str, Any], sha
             _require_quantizable(rule, rounding)
         small = Float(dtype, draws=dtype in ROUNDED_DTYPES)
         weight = fitting(weight_storage(rounding, dtype), small) if quantized is None else quantized.format
-        chosen = state_storage_of(group["state_storage"], weight)
+        chosen = group["state_storage"]
+        if chosen == "auto":  # states have the bits of their weight
+            chosen = "float32" if any(part.dtype == torch.float32 for part in weight.parts) else "bfloat16"
         for name, state in spec.states.items():
             if state.extent != "full":
                 continue
@@ -214,12 +216,6 @@ def weight_storage(rounding: str, dtype: torch.dtype) -> Storage:
 def rounding_of(rule: UpdateRule, group: Mapping[str, Any], dtype: torch.dtype) -> str:
     """Returns the rounding of a group's weights of this dtype. "auto" is the rule's default."""
     return rule.rounding(group, dtype) if group["rounding"] == "auto" else str(group["rounding"])
-
-
-def state_storage_of(name: str, weight: Storage) -> str:
-    """Returns the name of the storage of states. "auto" depends on whether the storage of the weight has 32 bits."""
-    has_32_bits = any(part.dtype == torch.float32 for part in weight.parts)
-    return name if name != "auto" else "float32" if has_32_bits else "bfloat16"
 
 
 @functools.cache

@@ -327,8 +327,7 @@ def _in_storages(state: Mapping[str, Any], then: Program, now: Program) -> dict[
 def _by_name(saved: Mapping[str, Any], own: Sequence[Mapping[str, Any]], seed: int) -> dict[str, Any]:
     """Converts the form by number, of an optimizer of lowmem or a `torch.optim.AdamW`, to the form by name.
 
-    own: the groups of this optimizer. torch.distributed.checkpoint replaces the numbers by names in the model, in the
-    order of the parameters of this optimizer.
+    own: the groups of this optimizer, in whose order torch.distributed.checkpoint replaces numbers by names.
     """
     groups, states = [dict(group) for group in saved["param_groups"]], saved["state"]
     keys, names = [group["params"] for group in groups], [group["param_names"] for group in own]

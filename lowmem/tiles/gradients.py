@@ -147,9 +147,8 @@ class ComputedGradient:
         """The first rows, which are computed once."""
         rows, cols = self.shape
         fit = min(part.stored_bytes for part in self.contributions) // (cols * self.dtype.itemsize)
-        return torch.empty(
-            rows if rows <= fit else fit - fit % self.block_rows, cols, dtype=self.dtype, device=self.device
-        )
+        fit = rows if rows <= fit else fit - fit % self.block_rows
+        return torch.empty(fit, cols, dtype=self.dtype, device=self.device)
 
 
 @functools.lru_cache(maxsize=64)

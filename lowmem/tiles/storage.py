@@ -70,7 +70,7 @@ class Storage(ABC):
 
     @abstractmethod
     def encode(self, value: Tensor, uniform: Uniform) -> tuple[Tensor, ...]:
-        """Returns tiles of the parts for float32 values [..., n]: values of each dtype, perhaps in a wider one."""
+        """Returns the parts' tiles for float32 values [..., n]. They may be wider, with values that the part holds."""
 
     def update(self, value: Tensor, uniform: Uniform, stored: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """As `encode`, given the tiles of the parts that store the previous value."""

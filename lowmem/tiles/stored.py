@@ -25,7 +25,6 @@ GPU_TILE = 1 << 22
 
 NO_READING, NO_SCALARS = Reading(), Scalars.of({})
 
-
 # Bytes of free GPU memory per element of a tile that is written: 16 float32 temporaries may take an eighth of it.
 _FREE = 8 * 16 * 4
 

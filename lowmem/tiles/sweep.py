@@ -1,8 +1,7 @@
 """The sweep: passes over a parameter, its gradient and its states, tile by tile, in float32.
 
 A rule passes module-level functions of one `Tile` to `Sweep.reduce` and `Sweep.apply`. Everything that a rule must not
-know is in this folder: tile size, device, storage, compilation, how many small parameters are stacked, and which shard
-of the parameter is on this rank.
+know is in this folder: tile size, device, storage, compilation, stacks of small parameters, and this rank's shard.
 """
 
 import functools
