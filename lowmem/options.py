@@ -164,7 +164,7 @@ class FusedConfig:
                 (taken if re.search(group["match"], item[0]) else others).append(item)
             if not taken:
                 raise ConfigError(
-                    f"groups[{n}]: match={group['match']!r} matches no parameter that is not in an earlier group"
+                    f"groups[{n}]: match={group['match']!r} matches no parameter that is not already in a group"
                 )
             groups.append({**_without_match(group), "params": taken})
             params = others

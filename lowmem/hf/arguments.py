@@ -252,7 +252,7 @@ def complete(fused: FusedConfig, args: TrainingArguments, sharded: Sharding | No
         UnsupportedError: an argument is not supported, or not with the policy in `fused` or the sharding.
     """
     if sharded is not None and args.torch_compile:
-        raise UnsupportedError("torch_compile=True: a model that fsdp or deepspeed shards is not compiled; omit it")
+        raise UnsupportedError("torch_compile=True: with fsdp or deepspeed the model is not compiled; omit it")
     check_arguments(args, fused)
     scale = fused.loss_scale
     if scale is None and args.fp16:

@@ -88,9 +88,9 @@ def _splits(script: Any, mixture: Any) -> Any:
     return splits
 
 
-def _split(splits: Any, name: str, key: str, advice: str) -> Any:
+def _split(splits: Any, name: str, key: str, more: str) -> Any:
     if name not in splits:
-        raise ConfigError(f"the data has no split {name!r}, but {', '.join(splits)}. Set {key} to one of them{advice}")
+        raise ConfigError(f"the data has no split {name!r}. It has {', '.join(splits)}. Set {key} to one of them{more}")
     if next(iter(splits[name]), None) is None:
         raise DataError(f"the split {name!r} of the data has no rows")
     return splits[name]
