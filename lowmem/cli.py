@@ -1,4 +1,4 @@
-"""The command line: TRL's training commands, `plan` and `inspect` before training, `generate`, and `rules`.
+"""The command line: TRL's training commands; `plan`, `profile` and `inspect` before training; `generate`, and `rules`.
 
 Invalid input gives one message on stderr and exit status 2, and leaves no files.
 """
@@ -110,6 +110,7 @@ def _parser() -> argparse.ArgumentParser:
         command(name, train, summary, add_help=False).set_defaults(training=name)
     for name, run, summary in (
         ("plan", plan, "Predict the memory of a run, without downloading or allocating weights."),
+        ("profile", profile, "Measure the memory of training steps, with random weights and without downloading any."),
         ("inspect", inspect, "Show the first training rows, and the tokens that contribute to the loss."),
     ):
         sub = command(name, run, summary, "sft --config configs/llama3_8b_chat_24gb.yaml")
@@ -148,8 +149,7 @@ def inspect(command: argparse.Namespace, rest: Sequence[str]) -> None:
     recipe = _recipe(command, rest, _inspect_options)
     from lowmem.run import data
 
-    samples = 3 if recipe.options.samples is None else recipe.options.samples
-    require.number(">= 1", whole=True)("--samples", samples)
+    samples = _count("--samples", recipe.options.samples, 3)
     train = data.first(data.load(recipe)[0], samples)
     trainer = data.stand_in(recipe, train)
     opening, closing = ("", "") if out.is_terminal else ("⟦", "⟧")  # where there are no colors
@@ -172,8 +172,7 @@ def plan(command: argparse.Namespace, rest: Sequence[str]) -> int:
     recipe = _recipe(command, rest, _plan_options)
     from lowmem.run import plan as planning
 
-    options, ranks = recipe.options, recipe.options.ranks or 1
-    require.number(">= 1", whole=True)("--ranks", ranks)
+    options, ranks = recipe.options, _count("--ranks", recipe.options.ranks, 1)
     memory = None if options.memory is None else parse_bytes(options.memory, "--memory")
     with stage("planning a run"):
         recipe, planned = planning.plan_within(recipe, ranks, memory)
@@ -200,6 +199,26 @@ def plan(command: argparse.Namespace, rest: Sequence[str]) -> int:
     return 0 if fits else 1
 
 
+def profile(command: argparse.Namespace, rest: Sequence[str]) -> None:
+    """`lowmem profile`."""
+    recipe = _recipe(command, rest, _profile_options, device=None)
+    from lowmem.run import profile as profiling
+
+    steps, folder = _count("--steps", recipe.options.steps, 2), recipe.options.out or Path("profile")
+    with stage("planning the run and taking steps"):
+        result = profiling.profile(recipe, steps, folder)
+    table = _table("peak of tensors", "measured", "planned", numbers=["measured", "planned"])
+    planned = result.planned or {"items": {}}
+    for kind, nbytes in {**result.measured.items, "total": result.measured.peak}.items():
+        expected = {**planned["items"], "total": planned.get("peak")}.get(kind)
+        table.add_row(kind, size(nbytes), "" if expected is None else size(expected))
+    out.print(table)
+    out.print(f"\nthe process: {size(result.process)}", soft_wrap=True)
+    if result.planned is None:
+        out.print(f"not planned: {result.text}", soft_wrap=True)
+    out.print(f"written: {', '.join(str(file) for file in sorted(folder.iterdir()))}", soft_wrap=True)
+
+
 def _recipe(
     command: argparse.Namespace, rest: Sequence[str], options: Callable[[Any], None], device: str | None = "gpu"
 ) -> "Recipe":
@@ -211,6 +230,13 @@ def _recipe(
     return parse(command.training, rest, device=device, more=options)
 
 
+def _count(name: str, value: int | None, default: int) -> int:
+    """The value of an option that is a count."""
+    count = default if value is None else value
+    require.number(">= 1", whole=True)(name, count)
+    return count
+
+
 def _train_options(parser: Any) -> None:
     group = parser.add_argument_group("lowmem: memory")
     group.add_argument("--force", action="store_true", help="do not check that the run fits in the free memory")
@@ -220,6 +246,12 @@ def _inspect_options(parser: Any) -> None:
     group = parser.add_argument_group("lowmem inspect")
     group.add_argument("--samples", type=int, metavar="N", help="number of rows to show (3)")
     group.add_argument("--device", choices=("gpu", "cpu"), help="the device to train on (gpu)")
+
+
+def _profile_options(parser: Any) -> None:
+    group = parser.add_argument_group("lowmem profile")
+    group.add_argument("--steps", type=int, metavar="N", help="number of steps to take (2)")
+    group.add_argument("--out", type=Path, metavar="DIR", help="the folder of the picture and its figures (profile)")
 
 
 def _plan_options(parser: Any) -> None:

@@ -488,6 +488,7 @@ def test_lowmem_rules_prints_the_learning_rate_for_a_model(tmp_path):
 EXAMPLES = {
     "": "lowmem sft --config configs/quickstart.yaml --learning_rate 2e-2",
     "plan": "lowmem plan sft --config configs/llama3_8b_chat_24gb.yaml",
+    "profile": "lowmem profile sft --config configs/llama3_8b_chat_24gb.yaml",
     "inspect": "lowmem inspect sft --config configs/llama3_8b_chat_24gb.yaml",
     "generate": 'lowmem generate runs/quickstart "a prompt"',
 }
@@ -514,8 +515,8 @@ def test_inspect_shows_as_many_rows_as_it_is_asked_for(tmp_path, monkeypatch):
         )
 
 
-@pytest.mark.parametrize(("command", "option"), [("plan", "--memory"), ("inspect", "--samples")])
-def test_help_of_a_method_has_the_options_of_a_plan(command, option):
+@pytest.mark.parametrize(("command", "option"), [("plan", "--memory"), ("profile", "--steps"), ("inspect", "--samples")])
+def test_help_of_a_method_has_further_options(command, option):
     ended = lowmem(command, "dpo", "--help")
     assert ended.status == 0 and option in ended.out and "--beta" in ended.out
 

@@ -77,12 +77,12 @@ class FakeRun(NamedTuple):
         assert self.evaluated is not None
         self.trainer.prediction_step(self.trainer.model.eval(), dict(self.evaluated), prediction_loss_only=True)
 
-    def step(self) -> StepMemory:
-        """Records a step, and an evaluation if the run has any."""
+    def step(self, count: int | None = None) -> StepMemory:
+        """Records `count` steps, by default as many as a plan needs, and an evaluation if the run has any."""
         trainer, evaluate = self.trainer, None if self.evaluated is None else self.evaluate
         losses = [self.loss] * min(trainer.args.gradient_accumulation_steps, _MICRO_BATCHES)
         tensors = [*filter(torch.is_tensor, (self.batch | (self.evaluated or {})).values())]
-        options = self.others, evaluate, 2 if trainer.args.deepspeed else 1
+        options = self.others, evaluate, count or (2 if trainer.args.deepspeed else 1)
         return step_memory(trainer.model.train(), trainer.create_optimizer, losses, tensors, *options)
 
 
@@ -114,8 +114,8 @@ def running(recipe: Recipe, config: Any, device: torch.device, *, real: bool = F
         stack.enter_context(_recomputed_and_offloaded(trainer.model, recipe.training))
         stack.enter_context(_autocast_on_meta())
         trainer._shard()
-        if not real:
-            batches = tree_map_only(Tensor, lambda value: torch.empty_like(value, device=device), batches)
+        to_device = Tensor.to if real else torch.empty_like
+        batches = tree_map_only(Tensor, lambda value: to_device(value, device=device), batches)
         yield FakeRun(trainer, others, batches[0], batches[1] if len(batches) > 1 else None)
 
 

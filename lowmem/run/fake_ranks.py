@@ -35,6 +35,7 @@ def fake_ranks(count: int, device: torch.device, *, zero3: bool) -> Iterator[Non
     with ExitStack() as stack:
         stack.enter_context(patch.dict(os.environ, dict(zip(names, values, strict=True)), ACCELERATE_USE_CPU="true"))
         dist.init_process_group("cpu:fake,meta:fake", store=FakeStore(), rank=0, world_size=count)
+        AcceleratorState._reset_state(reset_partial_state=True)  # of a plan of one device
         stack.callback(AcceleratorState._reset_state, reset_partial_state=True)
         stack.callback(dist.destroy_process_group)
         for place, name, replacement in (*_PATCHES, *(_of_deepspeed(device) if zero3 else ())):

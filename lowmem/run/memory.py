@@ -1,10 +1,11 @@
 """The memory of one training step by kind: a prediction with fake tensors, or a measurement with real ones."""
 
+import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import numpy as np
@@ -59,6 +60,7 @@ class _Tracker(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.now = 0  # a clock that advances by one with every allocation and every release
+        self.seconds: list[float] = []  # when each moment was, except in updates of fake tensors
         self.allocations: list[_Allocation] = []
         self._by_storage = WeakIdKeyDictionary()
         self._firsts: dict[Any, tuple[Result, int, list[tuple[_Allocation, int, int]]]] = {}  # updates of programs
@@ -145,7 +147,24 @@ class _Tracker(TorchDispatchMode):
 
     def _tick(self) -> int:
         self.now += 1
+        self.seconds.append(time.perf_counter())
         return self.now
+
+
+class Timeline(NamedTuple):
+    """The bytes of tensors on the model's device at the moments of recorded steps.
+
+    Attributes:
+        live: by kind, int64 [moments].
+        seconds: when each moment was, float64 [moments]. Fake tensors have fewer.
+        backwards: the first and last moment of each backward.
+        end: the moment at which the last step ends; an evaluation may follow.
+    """
+
+    live: dict[str, Any]
+    seconds: Any
+    backwards: list[tuple[int, int]]
+    end: int
 
 
 @dataclass(frozen=True)
@@ -159,6 +178,7 @@ class StepMemory:
     temporaries: tuple[tuple[str, int], ...]  # dtype and shape, and bytes, of the three largest
     host_weights: int = 0  # bytes of offloaded weights
     evaluation: int = 0  # bytes at the peak of an evaluation after the step; 0 without one
+    timeline: Timeline | None = field(default=None, compare=False, repr=False)
 
     @property
     def peak(self) -> int:
@@ -198,7 +218,7 @@ def step_memory(model: nn.Module, make_optimizer: Callable[[], FusedOptimizer],
     tracker = _Tracker()
     tracker.label((stored(param) for each in (model, *others) for param in each.parameters()), WEIGHTS)
     tracker.label([*(buffer for each in (model, *others) for buffer in each.buffers()), *batch], BUFFERS)
-    tracker.now = 0
+    tracker.now, tracker.seconds = 0, [time.perf_counter()]
     backwards = []
     with tracker:
         optimizer = make_optimizer()
@@ -226,29 +246,35 @@ def step_memory(model: nn.Module, make_optimizer: Callable[[], FusedOptimizer],
 
 
 def _at_peak(
-    tracker: _Tracker, device: torch.device, backwards: Sequence[tuple[int, int]], end: int, *, evaluated: bool
+    tracker: _Tracker, device: torch.device, backwards: list[tuple[int, int]], end: int, *, evaluated: bool
 ) -> StepMemory:
-    """Sums the storages that are live at the peak of the step, which ends at the moment `end`, by kind."""
+    """Sums the recorded storages by kind at each moment, and at the peak of the steps, which end at the moment `end`.
+    An evaluation may follow.
+    """
     last = tracker.now + 1
-    changes = np.zeros((2, last + 1), dtype=np.int64)  # on the model's device, and on the host if that is another
+    rows = {kind: row for row, kind in enumerate(KINDS)}
+    changes = np.zeros((len(KINDS) + 1, last + 1), dtype=np.int64)  # on the model's device, and on the host
     spans, host_weights = [], 0
     for allocation in tracker.allocations:
-        on_host = int(allocation.device.type != device.type)
-        born = 0 if allocation.kind in (WEIGHTS, STATES, BUFFERS) else allocation.born
+        on_host, kind = int(allocation.device.type != device.type), allocation.kind or TEMPORARIES
+        born = 0 if kind in (WEIGHTS, STATES, BUFFERS) else allocation.born
         died = last if allocation.died is None else min(allocation.died, last)  # a collection may have begun since
-        changes[on_host, born] += allocation.nbytes
-        changes[on_host, died] -= allocation.nbytes
-        host_weights += allocation.nbytes * (on_host and allocation.kind == WEIGHTS)
+        row = -1 if on_host else rows[kind]
+        changes[row, born] += allocation.nbytes
+        changes[row, died] -= allocation.nbytes
+        host_weights += allocation.nbytes * (on_host and kind == WEIGHTS)
         if not on_host:
             spans.append((born, died, allocation))
-    live, host = changes.cumsum(axis=1)[:, :-1]
-    moment = int(live[: end + 1].argmax())
-    at_peak = [allocation for born, died, allocation in spans if born <= moment < died]
-    items = {kind: sum(a.nbytes for a in at_peak if (a.kind or TEMPORARIES) == kind) for kind in KINDS}
-    temporaries = sorted(((a.tensor, a.nbytes) for a in at_peak if not a.kind), key=lambda pair: pair[1], reverse=True)
+    *live, host = changes.cumsum(axis=1)[:, :-1]
+    total = sum(live)
+    moment = int(total[: end + 1].argmax())
+    items = {kind: int(row[moment]) for kind, row in zip(KINDS, live, strict=True)}
+    at_peak = [(a.tensor, a.nbytes) for born, died, a in spans if born <= moment < died and not a.kind]
+    temporaries = sorted(at_peak, key=lambda pair: pair[1], reverse=True)
     during = "backward" if any(first <= moment <= last for first, last in backwards) else "forward"
     largest_gradient = max((a.nbytes for a in tracker.allocations if a.kind == GRADIENTS), default=0)
-    evaluation = int(live[end:].max()) if evaluated else 0
+    evaluation = int(total[end:].max()) if evaluated else 0
+    timeline = Timeline(dict(zip(KINDS, live, strict=True)), np.array(tracker.seconds), backwards, end)
     return StepMemory(
-        items, during, int(host.max()), largest_gradient, tuple(temporaries[:3]), host_weights, evaluation
+        items, during, int(host.max()), largest_gradient, tuple(temporaries[:3]), host_weights, evaluation, timeline
     )

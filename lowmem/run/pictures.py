@@ -1,4 +1,4 @@
-"""The picture of a run, drawn from its metrics."""
+"""The pictures of a run: its loss, from its metrics, and the memory of its steps."""
 
 import itertools
 import math
@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from lowmem.files import write_file
+from lowmem.run.memory import ACTIVATIONS, BUFFERS, GRADIENTS, STATES, TEMPORARIES, WEIGHTS, Timeline
 
 # A line of metrics.jsonl.
 Record = dict[str, Any]
@@ -24,6 +25,13 @@ _STYLE = {
     "legend.frameon": False, "lines.linewidth": 1.3, "lines.markersize": 5,
 }  # fmt: skip
 _BLUE, _PALE, _EVAL = "#1f5fa8", "#b5cbe6", ("#d1495b", "#e08e2b", "#5b8c2a")
+
+# The color of each kind of memory, and the largest number of moments that are drawn.
+_KINDS = {
+    WEIGHTS: "#1f5fa8", STATES: "#5b8c2a", BUFFERS: "#9aa3b0", GRADIENTS: "#d1495b", ACTIVATIONS: "#b5cbe6",
+    TEMPORARIES: "#e7b55a",
+}  # fmt: skip
+_COLUMNS = 1500
 
 # The panels below the main metric: metrics, where they were logged, and their labels.
 _PANELS = {
@@ -37,10 +45,20 @@ _LOGARITHMIC = ("grad_norm", "loss_scale")
 
 def draw(folder: Path, records: list[Record]) -> None:
     """Draws loss.png of a run from its log history."""
-    png = BytesIO()
     with matplotlib.rc_context(_STYLE):
-        loss_picture(records, folder.resolve().name).savefig(png, format="png", dpi=150)
-    write_file(folder / "loss.png", png.getvalue())
+        _write(loss_picture(records, folder.resolve().name), folder / "loss.png")
+
+
+def draw_memory(path: Path, timeline: Timeline, planned: int | None, title: str) -> None:
+    """Draws the tensors of recorded steps by kind, and the planned peak."""
+    with matplotlib.rc_context(_STYLE):
+        _write(memory_picture(timeline, planned, title), path)
+
+
+def _write(figure: Figure, path: Path) -> None:
+    png = BytesIO()
+    figure.savefig(png, format="png", dpi=150)
+    write_file(path, png.getvalue())
 
 
 def _smoothed(values: list[float]) -> np.ndarray[Any, Any]:
@@ -98,6 +116,30 @@ def evaluations(records: list[Record], metric: str) -> list[str]:
     """The keys of a metric in evaluations: one, or one per evaluation dataset."""
     keys = dict.fromkeys(key for record in records for key in record)
     return [key for key in keys if re.fullmatch(rf"eval_(.+_)?(?<!aux_){metric}", key)]
+
+
+def memory_picture(timeline: Timeline, planned: int | None, title: str) -> Figure:
+    """Draws the bytes of tensors over time by kind. A column of pixels has its largest total. Backwards are shaded."""
+    total = sum(timeline.live.values())
+    unit, name = (2**30, "GiB") if max(total) >= 2**30 else (2**20, "MiB")
+    starts = np.unique(np.linspace(0, len(total), _COLUMNS, endpoint=False, dtype=np.int64))
+    shown = [start + int(part.argmax()) for start, part in zip(starts, np.split(total, starts[1:]), strict=True)]
+    seconds = timeline.seconds - timeline.seconds[0]
+    figure = Figure(figsize=(9, 4.2), layout="constrained")
+    axes = figure.subplots()
+    kinds = [kind for kind, live in timeline.live.items() if live.any()]
+    layers = [timeline.live[kind][shown] / unit for kind in kinds]
+    axes.stackplot(seconds[shown], layers, labels=kinds, colors=[_KINDS[kind] for kind in kinds], step="post", lw=0)
+    parts = {"backward": timeline.backwards, "evaluation": [(timeline.end, len(total) - 1)]}
+    for (part, spans), color in zip(parts.items(), ("#e9e9e9", "#f6e7d3"), strict=True):
+        for first, last in spans:
+            label = part if last > first and (first, last) == spans[0] else None
+            axes.axvspan(seconds[first], seconds[last], color=color, lw=0, zorder=0, label=label)
+    if planned is not None:
+        axes.axhline(planned / unit, color="black", ls="--", label=f"planned peak, {planned / unit:.2f} {name}")
+    axes.set(title=title, xlabel="seconds", ylabel=name, xlim=(0, seconds[-1]))
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
+    return figure
 
 
 def _point(steps: list[int]) -> str:

@@ -6,6 +6,7 @@ Nothing is allocated, and every machine predicts the same.
 
 import math
 from collections import Counter
+from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -24,13 +25,16 @@ from lowmem.tiles.quantized import in_codes
 # The device of fake tensors. A GPU is "meta", so that its tensors differ from those on the host.
 DEVICES = {"gpu": torch.device("meta"), "cpu": torch.device("cpu")}
 
-# Commands and arguments that cannot be planned: the reason, and what to plan instead.
-_BOUND = "`lowmem plan sft` with the same model and length of rows is a lower bound"
-_COMMANDS = dict.fromkeys(("grpo", "rloo"), f"its step also generates text. {_BOUND}")
-_ARGUMENTS = {
+# Commands and arguments that can be neither planned nor profiled, and arguments that cannot be planned: the reason,
+# and what to plan instead.
+_BOUND = "sft with the same model and length of rows is a lower bound"
+_NEITHER = {
+    **dict.fromkeys(("grpo", "rloo"), f"its step also generates text. {_BOUND}"),
+    **dict.fromkeys(("load_in_4bit", "load_in_8bit"), "its kernels need data. Omit it for a bfloat16 base model"),
+}
+_NOT_PLANNED = {
     "use_liger_kernel": "its kernels need data. Omit it to plan PyTorch's code, which needs more memory",
     "torch_compile": "a compiled model cannot run on fake tensors. Omit it to plan the eager model",
-    **dict.fromkeys(("load_in_4bit", "load_in_8bit"), "its kernels need data. Omit it to plan a bfloat16 base model"),
 }
 
 # Memory that is not in tensors: CUDA's context, and what its allocator rounds up; Python and its libraries.
@@ -171,10 +175,7 @@ def require_plannable(recipe: Recipe, ranks: int = 1) -> None:
         ConfigError: there are too few ranks to shard the model.
         UnsupportedError: the other reasons.
     """
-    arguments_of = (name for name in _ARGUMENTS if any(getattr(p, name, None) for p in (recipe.training, recipe.model)))
-    for name in (recipe.command, *arguments_of):
-        if reason := {**_COMMANDS, **_ARGUMENTS}.get(name):
-            raise UnsupportedError(f"{name} cannot be planned: {reason}")
+    require_rows(recipe, _NOT_PLANNED, "planned")
     sharded = next((name for name in ("deepspeed", "fsdp") if getattr(recipe.training, name)), None)
     if sharded and ranks < 2:
         raise ConfigError(f"{sharded} shards the model over several processes: say how many with --ranks N")
@@ -187,3 +188,14 @@ def require_plannable(recipe: Recipe, ranks: int = 1) -> None:
             "plans for a GPU do not support autocast. Set dtype: bfloat16, which also halves the memory, or bf16: "
             "false, or use --device cpu"
         )
+
+
+def require_rows(recipe: Recipe, unsupported: Mapping[str, str] = {}, done: str = "profiled") -> None:
+    """Raises `UnsupportedError` for a command or an argument that does not work with random weights and made-up rows,
+    or is among the `unsupported`.
+    """
+    parts = (recipe.training, recipe.model)
+    given = {recipe.command, *(name for part in parts for name, value in vars(part).items() if value)}
+    for name, reason in {**_NEITHER, **unsupported}.items():
+        if name in given:
+            raise UnsupportedError(f"{name} cannot be {done}: {reason}")

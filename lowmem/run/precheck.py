@@ -58,7 +58,7 @@ def _answer(recipe: Recipe) -> tuple[str | None, dict[str, Any]]:
     on_host = psutil.virtual_memory().available // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     memory = torch.cuda.mem_get_info(args.device)[0] if on_gpu else on_host
     with stage("planning the memory of the run"):
-        planned, text = _planned(recipe, memory, "gpu" if on_gpu else "cpu")
+        planned, text = plan_elsewhere(recipe, memory)
     if planned is None:
         out.print(f"memory     not planned: {text}", soft_wrap=True)
         return None, {}
@@ -79,15 +79,20 @@ def _answer(recipe: Recipe) -> tuple[str | None, dict[str, Any]]:
     return f"the run does not fit: {problem}. --force trains nevertheless", {}
 
 
-def _planned(recipe: Recipe, memory: int, device: str) -> tuple[dict[str, Any] | None, str]:
-    """The figures and the text of a plan in another process, of which nothing stays here; or None and the reason."""
+def plan_elsewhere(recipe: Recipe, memory: int | None = None) -> tuple[dict[str, Any] | None, str]:
+    """Plans a run in another process, of which nothing stays here.
+
+    Returns:
+        The figures and the text of the plan; or None and the reason why there is none.
+    """
     env = {name: value for name, value in os.environ.items() if not name.startswith(_OF_LAUNCHERS)}
+    device = "cpu" if recipe.training.device.type == "cpu" else "gpu"
     with tempfile.TemporaryDirectory() as folder:
         config, file = Path(folder, "config.yaml"), Path(folder, "plan.json")
         config.write_text(recipe.to_yaml(), encoding="utf-8")
         words = [sys.executable, "-m", "lowmem", "plan", recipe.command, "--config", str(config), "--json", str(file)]
         words += ["--ranks", str(recipe.training.world_size), "--device", device]
-        words += ["--memory", f"{memory / 2**20:.2f}MiB"]
+        words += [] if memory is None else ["--memory", f"{memory / 2**20:.2f}MiB"]
         env["CUDA_VISIBLE_DEVICES"] = ""
         ended = subprocess.run(words, env=env, capture_output=True, text=True)
         if ended.returncode in (0, 1) and file.exists():

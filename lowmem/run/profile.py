@@ -1,0 +1,76 @@
+"""Measures the memory of training steps, and draws it together with what a plan predicts.
+
+The run's own trainer takes the steps, with random weights and the longest rows, so nothing is downloaded.
+"""
+
+import json
+import resource
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from lowmem.files import write_file, writing
+from lowmem.run import pictures
+from lowmem.run.description import describe
+from lowmem.run.fake import model_config, running
+from lowmem.run.memory import StepMemory
+from lowmem.run.plan import require_rows
+from lowmem.run.precheck import plan_elsewhere
+from lowmem.run.recipe import Recipe
+from lowmem.run.terminal import rank
+
+# Files in the folder of a profile.
+PICTURE, FIGURES, SNAPSHOT = "memory.png", "profile.json", "snapshot.pickle"
+
+
+class Profile(NamedTuple):
+    """The memory of training steps on one rank, in bytes.
+
+    Attributes:
+        measured: of tensors.
+        planned: the figures of a plan on rank 0, or None.
+        text: the plan, or the reason why there is none.
+        process: of the process: what its CUDA allocator has reserved, or the resident set on a CPU.
+    """
+
+    measured: StepMemory
+    planned: dict[str, Any] | None
+    text: str
+    process: int
+
+
+def profile(recipe: Recipe, steps: int, folder: Path) -> Profile:
+    """Takes steps on this machine, and writes a picture of the memory of rank 0 and its figures; on a GPU also the
+    snapshot of its allocator, for https://pytorch.org/memory_viz.
+
+    Raises:
+        ConfigError: the model's configuration cannot be read, or the arguments cannot be trained with.
+        UnsupportedError: the command has no rows that can be made.
+        LowmemError: the folder cannot be written.
+    """
+    require_rows(recipe)
+    config, device = model_config(recipe), recipe.training.device
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    planned, text = plan_elsewhere(recipe) if rank() == 0 else (None, "")
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats(device)
+        torch.cuda.memory._record_memory_history()
+    with running(recipe, config, device, real=True) as run:
+        measured, model = run.step(steps), describe(run.trainer)["model"]
+    if on_gpu:
+        process = torch.cuda.max_memory_reserved(device)
+    else:
+        process = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+    result = Profile(measured, planned, text, process)
+    if rank() == 0:
+        if on_gpu:
+            torch.cuda.memory._dump_snapshot(str(folder / SNAPSHOT))
+        figures = {"measured": measured.figures(), "planned": planned, "process": process}
+        write_file(folder / FIGURES, (json.dumps(figures, indent=2) + "\n").encode())
+        assert measured.timeline is not None
+        title = f"Tensors of {steps} step{'s' if steps > 1 else ''} of {model}"
+        pictures.draw_memory(folder / PICTURE, measured.timeline, planned and planned["peak"], title)
+    return result
