@@ -319,7 +319,7 @@ def test_out_of_memory_errors_show_the_plan(tmp_path, run_dir, monkeypatch):
     )
     assert " --per_device_train_batch_size 1, --max_length 8. `lowmem plan` shows by how much" in ended.err
     assert f"lowmem sft --config {run_dir}/config.yaml --resume_from_checkpoint last" in ended.err
-    monkeypatch.setitem(plan._COMMANDS, "kto", "no reason")
+    monkeypatch.setitem(plan._NEITHER, "kto", "no reason")
     ended = lowmem("kto", "--config", write(tmp_path, "kto", output_dir=str(tmp_path / "kto")))
     assert "Arguments that reduce the memory" in ended.err and "lowmem plan" not in ended.err  # which has no KTO here
     monkeypatch.setattr(ways, "ways", failing(KeyError("a defect")))
@@ -515,7 +515,9 @@ def test_inspect_shows_as_many_rows_as_it_is_asked_for(tmp_path, monkeypatch):
         )
 
 
-@pytest.mark.parametrize(("command", "option"), [("plan", "--memory"), ("profile", "--steps"), ("inspect", "--samples")])
+@pytest.mark.parametrize(
+    ("command", "option"), [("plan", "--memory"), ("profile", "--steps"), ("inspect", "--samples")]
+)
 def test_help_of_a_method_has_further_options(command, option):
     ended = lowmem(command, "dpo", "--help")
     assert ended.status == 0 and option in ended.out and "--beta" in ended.out

@@ -2,7 +2,7 @@
 
 import importlib
 import re
-from argparse import ArgumentError, ArgumentTypeError
+from argparse import SUPPRESS, ArgumentError, ArgumentTypeError
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
@@ -67,6 +67,7 @@ class Parser(TrlParser):
         self.rule = resolve(rule)
         types = dataclasses_of(command)
         super().__init__(types, prog=f"lowmem {command}", allow_abbrev=False, add_help=False)
+        self.argument_default = SUPPRESS  # --help shows those of the dataclasses
         self.hints = {name: hint for kind in types for name, hint in get_type_hints(kind).items()}
         self.items: dict[str, Any] = {}  # arguments that take a list of mappings, and the dataclass of one
         for action in self._actions:

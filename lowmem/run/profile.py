@@ -72,5 +72,6 @@ def profile(recipe: Recipe, steps: int, folder: Path) -> Profile:
         write_file(folder / FIGURES, (json.dumps(figures, indent=2) + "\n").encode())
         assert measured.timeline is not None
         title = f"Tensors of {steps} step{'s' if steps > 1 else ''} of {model}"
-        pictures.draw_memory(folder / PICTURE, measured.timeline, planned and planned["peak"], title)
+        peak = planned["peak"] if planned else None
+        pictures.draw_memory(folder / PICTURE, measured.timeline, peak, title)
     return result
