@@ -28,6 +28,7 @@ from lowmem.errors import ConfigError, StepError, require_packages
 from lowmem.hf import adapters, arguments, checkpoint, optim, packing, processes, resuming
 from lowmem.hf import layers as model_layers
 from lowmem.hf.accelerator import FusedAccelerator
+from lowmem.hf.sharding import loading
 from lowmem.hf.weights import load_weights, save_weights
 from lowmem.layers.quantize import quantize_
 from lowmem.optimizer import FusedOptimizer
@@ -89,7 +90,8 @@ class FusedTrainerMixin(_Base):
         if self._inputs.args is not None:  # otherwise the class creates them
             self._inputs.prepare()
         self.layers, self._run = layers or LayersConfig(), resuming.Run()
-        super().__init__(*args, **kwargs)
+        with loading(self._inputs.args and self._inputs.sharding):
+            super().__init__(*args, **kwargs)
         self._adopt()
 
     def _adopt(self) -> None:

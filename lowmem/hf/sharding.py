@@ -6,16 +6,20 @@ their code shards the model, but the model is not wrapped, and `lowmem.placement
 
 import copy
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from accelerate.utils import FullyShardedDataParallelPlugin
 from accelerate.utils.fsdp_utils import fsdp2_apply_ac, fsdp2_prepare_model
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import AutoConfig, TrainingArguments
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
@@ -87,6 +91,58 @@ def prepare(sharding: "Sharding | None", model: Any, args: TrainingArguments, *,
         trusted, revision = options.get("trust_remote_code", False), options.get("revision")
         dtype = AutoConfig.from_pretrained(model, trust_remote_code=trusted, revision=revision).dtype or "float32"
     sharding.prepare(getattr(torch, dtype) if isinstance(dtype, str) else dtype)
+
+
+@contextmanager
+def loading(sharding: "Sharding | None") -> Iterator[None]:
+    """A context in which a trainer loads its model. FSDP2 converts weights to another dtype when it shards them."""
+    if not isinstance(sharding, FSDP2Sharding) or sharding._settings["cpu_ram_efficient_loading"]:
+        yield
+        return
+    from transformers import core_model_loading  # of transformers 5
+
+    def materialize(weight: Any, device: Any = None, dtype: torch.dtype | None = None) -> Tensor:
+        mapped: Tensor = weight[...]
+        now = dtype in (None, mapped.dtype) or torch.device(device or "cpu").type != "cpu"
+        return mapped.to(device, dtype) if now else _Deferred([mapped], dtype)
+
+    sharded = patch("torch.distributed.fsdp.fully_shard", _shard_unit)  # of a reference model, by TRL
+    with patch.object(core_model_loading, "_materialize_copy", materialize), sharded:
+        yield
+
+
+class _Deferred(Tensor):
+    """A weight in the mapped files, which is converted when an operation uses it or when its unit is sharded."""
+
+    held: list[Tensor]  # one, which aliases share
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def __new__(cls, held: list[Tensor], dtype: torch.dtype | None) -> "_Deferred":
+        new: Any = torch.Tensor._make_wrapper_subclass(cls, held[0].shape, dtype=dtype)  # type: ignore[attr-defined]
+        new.held = held
+        return new  # type: ignore[no-any-return]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].held, args[0].dtype)
+        for used in (each for each in tree_leaves((args, kwargs)) if isinstance(each, cls)):
+            used.held[0] = used.held[0].to(used.dtype)
+        args, kwargs = tree_map_only(cls, lambda used: used.held[0], (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def _shard_unit(modules: Any, **options: Any) -> Any:
+    """`fully_shard`, which converts the deferred weights of a unit first."""
+    new: dict[Tensor, Tensor] = {}  # tied weights stay tied
+    for module in nn.ModuleList(modules if isinstance(modules, list | tuple) else [modules]).modules():
+        for name, old in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
+            if isinstance(old, _Deferred):
+                value = new[old] if old in new else old.held[0].to(old.dtype)
+                is_new_param = isinstance(old, nn.Parameter) and old not in new
+                new[old] = nn.Parameter(value, old.requires_grad) if is_new_param else value
+                setattr(module, name, new[old])
+    return fully_shard(modules, **options)
 
 
 def _require_process_group(argument: str) -> None:
@@ -259,7 +315,8 @@ class FSDP2Sharding:
             raise ConfigError(f"fsdp: {error}") from error
         if plugin.activation_checkpointing:
             fsdp2_apply_ac(stand_in, model)
-        fsdp2_prepare_model(stand_in, model)
+        with patch("torch.distributed.fsdp.fully_shard", _shard_unit):  # where Accelerate finds it
+            fsdp2_prepare_model(stand_in, model)
 
     def release(self, model: nn.Module) -> None:
         """Frees the parameters that are still gathered after a forward without a backward."""

@@ -123,12 +123,13 @@ def _phases(trainer: Any, step: StepMemory, ranks: int, device: torch.device, *,
     checkpoint = sum(weights) + (0 if args.save_only_model else states)
     kept = 1 if args.save_total_limit is None else args.save_total_limit
     on_host = 0  # weights as they are in the files, which are mapped
-    if (converts or quantizes) and placement != "zero3":
+    if by_rows:
+        on_host, unit = quantizes * sum(map(nbytes, params)), unit * (converts or not on_cpu)
+    elif (converts or quantizes) and placement != "zero3":
         direct = ranks == 1 and not (on_cpu or quantizes)  # each of them goes to the GPU before the next one
-        codes = sum(map(nbytes, params)) if by_rows else largest
-        on_host = sum(weights) if converts and not direct else codes
-    # FSDP2 moves a unit to a GPU, and ZeRO-3 gathers a module; on a CPU, gloo gathers into a copy
-    more = {"replicated": largest, "fsdp2": unit * (not on_cpu), "zero3": unit * (1 + on_cpu)}.get(placement, 0)
+        on_host = sum(weights) if converts and not direct else largest
+    # FSDP2 converts a unit or moves it to a GPU, and ZeRO-3 gathers a module; on a CPU, gloo gathers into a copy
+    more = {"replicated": largest, "fsdp2": unit, "zero3": unit * (1 + on_cpu)}.get(placement, 0)
     held = step.items[WEIGHTS] + step.items[BUFFERS]
     load = Phase(held + more, step.host_weights + on_host)
     if on_cpu:

@@ -25,7 +25,7 @@ CORE_ATEN = {"_local_scalar_dense", "_to_copy"}
 # Names that some supported versions lack. The code that uses them asks for each.
 OPTIONAL = {
     "_fsdp_orig_uid", "_init_training_state", "revert_weight_conversion", "_weight_conversions", "was_used",
-    "num_experts",
+    "num_experts", "_materialize_copy",
 }  # fmt: skip
 
 
