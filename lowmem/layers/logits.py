@@ -29,6 +29,7 @@ class Source:
         weight, bias: [vocabulary, size] and [vocabulary], complete inside `gather_weight()`.
         dtype: of the logits.
         normalized: the logits are log-probabilities.
+        attached: the weight and the bias get gradients. Detaching them before they are gathered would lose them.
         log_sum: log-sum-exp, [..., 1], once it is known.
     """
 
@@ -40,17 +41,25 @@ class Source:
     head: Head
     gather_weight: Gather
     normalized: bool = False
+    attached: bool = True
     log_sum: Tensor | None = None
 
     @property
     def shape(self) -> torch.Size:
         return torch.Size((*self.hidden.shape[:-1], self.vocabulary))
 
+    def parameters(self) -> tuple[Tensor, Tensor | None]:
+        """Returns the weight and the bias."""
+        if self.attached:
+            return self.weight, self.bias
+        return self.weight.detach(), None if self.bias is None else self.bias.detach()
+
     def matrix(self, hidden: Tensor) -> Tensor:
         """Computes the logits of some hidden states, [..., size] → [..., vocabulary], as an ordinary tensor."""
         with self.gather_weight():
-            bias = None if self.bias is None else self.bias.to(hidden.dtype)
-            z = F.linear(hidden, self.weight.to(hidden.dtype), bias).to(self.dtype)
+            weight, bias = self.parameters()
+            bias = None if bias is None else bias.to(hidden.dtype)
+            z = F.linear(hidden, weight.to(hidden.dtype), bias).to(self.dtype)
         cap, scale = self.head.softcap, self.head.logit_scale
         z = z * scale if cap is None else torch.tanh(z * (scale / cap)) * (cap / self.head.temperature)
         return z.log_softmax(-1) if self.normalized else z
@@ -60,8 +69,9 @@ class Source:
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Computes losses, log-sum-exps and `METRICS` of the shape of `targets`; see `token_losses`."""
         head, shape = replace(self.head, label_smoothing=label_smoothing), self.hidden.shape[:-1]
-        matrices, gather = (self.hidden.flatten(0, -2), self.weight, self.bias), self.gather_weight
+        hidden, gather = self.hidden.flatten(0, -2), self.gather_weight
         with gather():
+            matrices = hidden, *self.parameters()
             losses, sums, values = token_losses(*matrices, targets.flatten(), head, metrics, gather, keeps)
         return losses.view(shape), sums.view(shape), {name: value.view(shape) for name, value in values.items()}
 
@@ -108,8 +118,8 @@ class Source:
         return NotImplemented if capped else self.but(head=replace(self.head, softcap=1.0), log_sum=None)
 
     def detach(self, func: Any) -> Any:
-        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
-        return self.but(**{name: tensor.detach() for name, tensor in tensors.items()})
+        log_sum = None if self.log_sum is None else self.log_sum.detach()
+        return self.but(hidden=self.hidden.detach(), log_sum=log_sum, attached=False)
 
     def _reshape(self, func: Any, *args: Any, **options: Any) -> Any:
         after = func(torch.empty(self.shape, dtype=self.dtype, device="meta"), *args, **options)
@@ -191,7 +201,7 @@ class Logits(Tensor):
 
     @staticmethod
     def of(source: Source) -> "Logits":
-        logits: Logits = _Product.apply(source.hidden, source.weight, source.bias, source)  # type: ignore[no-untyped-call]
+        logits: Logits = _Product.apply(source.hidden, *source.parameters(), source)  # type: ignore[no-untyped-call]
         logits.source, logits._matrix, logits._node = source, None, logits.grad_fn
         return logits
 
@@ -233,8 +243,8 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         needed = dict(zip(("hidden", "weight", "bias"), ctx.needs_input_grad, strict=False))
-        leaves = {name: getattr(ctx.source, name).detach().requires_grad_() for name in needed if needed[name]}
-        with torch.enable_grad():
+        with ctx.source.gather_weight(), torch.enable_grad():
+            leaves = {name: getattr(ctx.source, name).detach().requires_grad_() for name in needed if needed[name]}
             source = replace(ctx.source, **leaves)
             grads = torch.autograd.grad(source.matrix(source.hidden), list(leaves.values()), grad)
         of = dict(zip(leaves, grads, strict=True))

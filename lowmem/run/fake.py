@@ -13,6 +13,7 @@ from unittest.mock import patch
 
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
@@ -102,6 +103,10 @@ def running(recipe: Recipe, config: Any, device: torch.device, *, real: bool = F
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # of DeepSpeed and PyTorch, about the ranks that do not exist
         stack.enter_context(patch.object(TrainingArguments, "device", of_args))
+        stack.enter_context(patch.object(Accelerator, "device", property(lambda _: device)))
+        if not real and recipe.training.deepspeed:  # by which TRL shards reference models; Accelerate has none on a CPU
+            plugin = property(lambda _: recipe.training.deepspeed_plugin)
+            stack.enter_context(patch.object(AcceleratorState, "deepspeed_plugin", plugin))
         if not real:  # the original moves the model to the CPU
             stack.enter_context(patch.object(Accelerator, "prepare_model", lambda _, model, **__: model))
         folder = stack.enter_context(tempfile.TemporaryDirectory())  # a trainer creates its output folder

@@ -15,9 +15,9 @@ from lowmem.run.recipe import parse
     ("placement", "models"),
     [
         ("one device", ["Qwen3, experts", "Llama, LoRA", "Llama, KTO", "Llama, reward"]),
-        ("replicated, 2", ["Llama, tied"]),
+        ("replicated, 2", ["Llama, KTO"]),
         ("FSDP2, 3", ["Llama", "Llama, DPO"]),
-        ("ZeRO-3, 2", ["Llama, tied"]),
+        ("ZeRO-3, 2", ["Llama, tied", "Llama, DPO"]),
         ("ZeRO-3, offloaded, 2", ["Llama"]),
     ],
 )
