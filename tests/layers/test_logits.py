@@ -3,7 +3,7 @@
 The reference is the linear layer itself. Reads in tiles must not create the matrix.
 """
 
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -139,6 +139,29 @@ def test_every_read_equals_a_matrix(name, linear, matrices):
                     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=2e-6)
     assert bool(matrices) == (name in BY_MATRIX)
     assert name != "entropy" or {shape[0] for shape in matrices} <= {1, 2}
+
+
+@pytest.mark.parametrize("name", [*IN_TILES, *BY_MATRIX, "detached"])
+def test_weights_are_gathered_where_they_are_read(name, linear):
+    """As by ZeRO-3, which also detaches the logits of a reference model."""
+    read = {**IN_TILES, **BY_MATRIX, "detached": lambda z: loss(z.detach())}[name]
+    full = {param: param.data for param in linear.parameters()}
+
+    @contextmanager
+    def gathered(*params):
+        before = [param.data for param in params]
+        for param in params:
+            param.data = full[param]
+        yield
+        for param, data in zip(params, before, strict=True):
+            param.data = data
+
+    with torch.no_grad():
+        expected, *_ = run(linear, linear, read)
+        for param in linear.parameters():
+            param.data = torch.empty(0)
+        actual, *_ = run(LazyHead(linear, gathered, memory=20_000), linear, read)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=2e-6)
 
 
 def test_shape_and_dtype_need_no_matrix(linear, matrices):
