@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
+from lowmem import placements
 from lowmem.layers.autocast import autocast_dtype
 from lowmem.layers.head import Gather, token_losses
 from lowmem.layers.head_tiles import Head
@@ -269,6 +270,10 @@ class LazyHead(nn.Module):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, hidden: Tensor) -> Tensor:
         weight, bias = self.linear.weight, self.linear.bias
+        if hasattr(weight, "device_mesh"):  # FSDP2 shards the layer by itself, and gathers it only in `linear(hidden)`
+            if weight.requires_grad:
+                return self.linear(hidden)  # type: ignore[no-any-return]
+            weight, bias = (None if param is None else placements.full_tensor(param) for param in (weight, bias))
         hidden = hidden.to(weight.device, autocast_dtype(weight.device) or hidden.dtype)
         size, gather = self.linear.out_features, lambda: self._gather(weight, bias)
         return Logits.of(Source(hidden, weight, bias, size, hidden.dtype, self._head, gather))

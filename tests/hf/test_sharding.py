@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
 from transformers.trainer_utils import HPSearchBackend
 
-from lowmem import FusedConfig, placements
+from lowmem import FusedConfig, LayersConfig, placements
 from lowmem.errors import LowmemError, UnsupportedError
 from lowmem.hf.sharding import FSDP2Sharding, Zero3Sharding
 from lowmem.tiles.quantized import in_codes
@@ -29,9 +29,14 @@ def sharded_ranks(request):
 
 
 def trained(rank, row, path, folder, sharding, dtype, lora):
+    """Sharded with the default head, and on whole ranks with TRL's, whose products have other roundings in 16 bits."""
     keywords = {"model": path, **({"ref_model": None} if row in ("DPO", "KTO") else {})}
+    if sharding != "replicated" and dtype != "bfloat16":
+        keywords["layers"] = LayersConfig()
     if lora:
-        keywords["peft_config"] = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+        trained_too = {"modules_to_save": ["lm_head"]} if lora == "and the head" else {}
+        targets = ["q_proj", "v_proj"]
+        keywords["peft_config"] = peft.LoraConfig(r=4, target_modules=targets, task_type="CAUSAL_LM", **trained_too)
     with joined(rank):
         options = {"model_init_kwargs": {"dtype": dtype}, "max_steps": 2, "use_cpu": True, **SHARDED[sharding]}
         trainer = build(row, folder, True, keywords, **options)
@@ -42,7 +47,7 @@ def trained(rank, row, path, folder, sharding, dtype, lora):
 
 
 CASES = [("SFT", "float32", False), ("SFT", "bfloat16", False), ("SFT", "auto", True), ("DPO", "float32", False)]
-CASES += [("DPO", "bfloat16", False)]
+CASES += [("DPO", "bfloat16", False), ("SFT", "float32", "and the head")]
 CASES += [("DPO", "float32", True), ("KTO", "float32", False), ("GRPO", "float32", False), ("RLOO", "float32", False)]
 
 

@@ -189,7 +189,13 @@ def distillation():
 # training arguments of each placement
 SHARDED = {
     "fsdp2": {"fsdp": True, "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}},
-    "zero3": {"deepspeed": {"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": "auto"}},
+    # without a threshold, every parameter of a small model would stay gathered
+    "zero3": {
+        "deepspeed": {
+            "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+            "train_micro_batch_size_per_gpu": "auto",
+        }
+    },
     "replicated": {},
 }
 
