@@ -196,7 +196,8 @@ class HeadGradient(Contribution):
     Attributes:
         hidden: [tokens, size].  weight: [vocabulary, size].  bias: [vocabulary].  targets: int64 [tokens].
         log_sums: log-sum-exp of the logits of each token, float32 [tokens].
-        grad, of_targets: derivatives of the loss by log-sum-exps, and by minus the logits of labels, float32 [tokens].
+        grad, of_targets: derivatives of the loss with respect to each log-sum-exp, and to minus the logit of each
+            label: float32 [tokens].
         dtype: of products.
     """
 

@@ -213,7 +213,9 @@ _Maxima = Callable[[], Mapping[Placed, float]]
 
 
 def _maxima(states: Mapping[Placed, int]) -> _Maxima:
-    """Launches an all-reduce of maxima. Returns a function that waits for them; in a dry run, all are possible."""
+    """Launches an all-reduce of the maximum of each state. Returns a function that waits for the maxima and returns
+    them. In a dry run, every gradient is possible.
+    """
     numbers = to_device([*states.values()], torch.int32, next(iter(states)).param.device)
     dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
     copy = Readback(numbers)

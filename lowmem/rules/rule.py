@@ -208,7 +208,8 @@ class UpdateRule(ABC):
         return {self.decay: 0.0}
 
     def spec(self, name: str, shape: tuple[int, ...], hyper: Hyper) -> ParamSpec:
-        """Returns the spec of the parameter `name` of `shape`, for `update`. Edits of the group that change it raise.
+        """Returns the spec of the parameter `name` of `shape`, for `update`. Edits of the group that would change it
+        raise an error.
 
         Raises:
             ConfigError: the hyperparameters do not cover this parameter, or are invalid for it.

@@ -132,7 +132,9 @@ class RunFolder:
         if names and self.resume is None:
             what = "already contains a run" if is_run else f"is not empty (it contains {min(names)})"
             go_on = f"Continue it with --resume_from_checkpoint {LAST}, set" if is_run else "Set"
-            raise ConfigError(f"output_dir {self.path} {what}. {go_on} output_dir to another folder, or delete it.")
+            raise ConfigError(
+                f"output_dir {self.path} {what}. {go_on} output_dir to another folder, or delete this one."
+            )
 
     @contextmanager
     def _locked(self) -> Iterator[None]:

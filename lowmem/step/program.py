@@ -199,7 +199,9 @@ def make_program(placed: Placed, rule: UpdateRule, group: Mapping[str, Any], sha
 def _require_quantizable(rule: UpdateRule, rounding: str) -> None:
     """Raises `UnsupportedError` for rules and roundings that do not support quantized weights."""
     if rule.materializes:
-        raise UnsupportedError(f"is quantized, but {rule.name} needs a matrix. Use a rule of lowmem, such as 'adalomo'")
+        raise UnsupportedError(
+            f"is quantized, but {rule.name} needs an ordinary matrix. Use a rule of lowmem, such as 'adalomo'"
+        )
     if rounding in TABLE and rounding != "stochastic":
         raise UnsupportedError(
             f"is quantized, and must be rounded stochastically: {rounding!r} would lose most updates, which are "

@@ -28,7 +28,8 @@ from lowmem.tiles.sweep import Scalars, Sweep
 logger = logging.getLogger(__name__)
 
 # Elements up to which a parameter is small: launching its update takes longer than the update. With stacks, small
-# parameters are never compiled: eager torch sums so few elements in one order, with the same bits in a stack.
+# parameters are never compiled: eager torch sums so few elements in one order, so a parameter gets the same bits
+# alone and in a stack.
 SMALL = 1 << 14
 
 # Elements per tile in a plan for a GPU, where the temporaries of compiled code are negligible.

@@ -23,7 +23,8 @@ Form = tuple[bool, bool]
 BLOCK_ROWS = 16
 LINE = 1024
 
-# Columns are summed within each block of rows, in vector registers, and then over blocks: at most so many sums exist.
+# Columns are summed within each block of rows, in vector registers, and then over blocks: so many float32
+# sums at most exist at a time.
 BLOCK_SUMS = 1 << 20
 
 # (preferred, minimum) rows of a block, and elements of a part of a single line.

@@ -149,7 +149,8 @@ def random_bits(word: Tensor, number: int, count: int) -> Tensor:
     """Returns random numbers in [0, 2ᶜᵒᵘⁿᵗ), 16 bits or more, for tensor `number` from a random int32 word.
 
     Tensor 0 uses the lower half of the word, tensor 1 the upper half, and others the upper half of the word times an
-    odd number, which depends on all its bits. Any two are practically independent. Bits after 16 are the other half's.
+    odd number, which depends on all its bits. Any two of them are practically independent. Bits after the
+    first 16 come from the other half.
     """
     if number == 0:
         low = word & _LOW16

@@ -247,7 +247,8 @@ class Sweep:
 
     @contextmanager
     def materialized(self) -> Iterator[Tensor]:
-        """Yields the local shard as one leaf tensor with `.grad`, for optimizers that do not reduce and apply.
+        """Yields the local shard as one leaf tensor with `.grad`, for optimizers that are not written as reduce
+        and apply.
 
         It is the parameter itself if its storage is a plain cast (float32, or nearest rounding). Otherwise it is a
         float32 copy, which is written back tile by tile. The gradient is unscaled and clipped in place.
