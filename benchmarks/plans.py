@@ -114,7 +114,8 @@ def tables(report: Any) -> dict[str, str]:
     def worst(model: str, placement: str) -> str:
         pairs = report["peaks"].get(placement, {}).get(model, {}).values()
         found = [each["planned"] / each["measured"] - 1 for each in pairs]
-        return f"{max(found, key=abs):+.2%}" if found else "–"
+        largest = max(found, key=abs, default=None)
+        return "–" if largest is None else "0" if abs(largest) < 5e-4 else f"{largest:+.1%}"
 
     return {"": markdown([{"model": model, **{name: worst(model, name) for name in PLACEMENTS}} for model in MODELS])}
 
