@@ -131,7 +131,9 @@ def _reward_functions(script: Any) -> list[Any]:
         try:
             function = pkgutil.resolve_name(name if "." in name else f"trl.rewards.{name}")
         except (ImportError, AttributeError, ValueError) as error:
-            raise ConfigError(f"reward_funcs: {name!r} is neither in TRL nor can it be imported: {error}") from error
+            raise ConfigError(
+                f"reward_funcs: {name!r} is not a reward function of TRL and cannot be imported: {error}"
+            ) from error
         overlong = name == "get_soft_overlong_punishment"
         functions.append(function(max_completion_len=1280, soft_punish_cache=256) if overlong else function)
     if not functions:
