@@ -15,7 +15,7 @@ from support.attack import DYNAMIC, HYPER, Settings
 from support.compiled import compiles
 from support.products import FULL
 
-from lowmem.step import clipping, offers, policies
+from lowmem.step import clipping, hooks, policies
 from lowmem.tiles import quantized
 
 # The choices of each setting that has more than two; the first is the simplest, and one that occurs twice is twice as
@@ -126,8 +126,8 @@ def test_compiled_loops_train_as_in_plain_pytorch(event):
 
 
 def lose_what_is_offered(monkeypatch):
-    original = offers.Offers.take
-    monkeypatch.setattr(offers.Offers, "take", lambda self, param: original(self, param)[:0])
+    original = hooks.Offers.take
+    monkeypatch.setattr(hooks.Offers, "take", lambda self, param: original(self, param)[:0])
 
 
 def clip_by_a_per_mille_more(monkeypatch):
