@@ -152,7 +152,7 @@ def inspect(command: argparse.Namespace, rest: Sequence[str]) -> None:
     samples = _count("--samples", recipe.options.samples, 3)
     train = data.first(data.load(recipe)[0], samples)
     trainer = data.stand_in(recipe, train)
-    opening, closing = ("", "") if out.is_terminal else ("⟦", "⟧")  # where there are no colors
+    opening, closing = ("", "") if out.is_terminal else ("⟦", "⟧")  # a file shows no colors
     for number, parts in enumerate(data.rows(trainer, samples), start=1):
         trained = sum(part.tokens for part in parts if part.trained)
         out.rule(f"row {number}: {sum(part.tokens for part in parts)} tokens, trained on {trained}", style="dim")
@@ -208,15 +208,14 @@ def profile(command: argparse.Namespace, rest: Sequence[str]) -> None:
     with stage("planning the run and taking steps"):
         result = profiling.profile(recipe, steps, folder)
     table = _table("peak of tensors", "measured", "planned", numbers=["measured", "planned"])
-    planned = result.planned or {"items": {}}
+    planned = {**result.planned["items"], "total": result.planned["peak"]} if result.planned else {}
     for kind, nbytes in {**result.measured.items, "total": result.measured.peak}.items():
-        expected = {**planned["items"], "total": planned.get("peak")}.get(kind)
-        table.add_row(kind, size(nbytes), "" if expected is None else size(expected))
+        table.add_row(kind, size(nbytes), size(planned[kind]) if kind in planned else "")
     out.print(table)
     out.print(f"\nthe process: {size(result.process)}", soft_wrap=True)
     if result.planned is None:
         out.print(f"not planned: {result.text}", soft_wrap=True)
-    out.print(f"written: {', '.join(str(file) for file in sorted(folder.iterdir()))}", soft_wrap=True)
+    out.print(f"written: {', '.join(map(str, result.files))}", soft_wrap=True)
 
 
 def _recipe(

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lowmem.errors import CheckpointError, LowmemError
 
-# Bytes that are copied to the host at a time while a tensor is written, or that are read before a file is mapped anew.
+# Bytes to copy to the host at a time when writing a tensor, and to read from a file before mapping it again.
 _CHUNK_BYTES = 1 << 26
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 # Errors of file systems that cannot fsync directories.
@@ -74,7 +74,7 @@ def _write_tensor(file: BinaryIO, offset: int, tensor: Tensor) -> None:
 class SafetensorsFile:
     """An open safetensors file with the methods of `safetensors.safe_open`, whose tensors are views of the mapped file.
 
-    Pages that are read stay resident while a file is mapped, so it is mapped anew after every `_CHUNK_BYTES`.
+    Pages that are read stay resident while a file is mapped, so it is mapped again after every `_CHUNK_BYTES`.
 
     Raises:
         CheckpointError: the file is missing, or does not have the length that its header implies.

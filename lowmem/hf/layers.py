@@ -68,7 +68,7 @@ def embedding(model: Any, side: Literal["input", "output"]) -> Any:
     get = getattr(model, f"get_{side}_embeddings", None)
     try:
         return None if get is None else get()
-    except NotImplementedError:  # transformers 5.23 (modeling_utils.py) raises it for a model without one
+    except NotImplementedError:  # from transformers 5.23 (modeling_utils.py), if the model has no embedding
         return None
 
 

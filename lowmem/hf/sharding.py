@@ -137,11 +137,12 @@ def _shard_unit(modules: Any, **options: Any) -> Any:
     new: dict[Tensor, Tensor] = {}  # tied weights stay tied
     for module in nn.ModuleList(modules if isinstance(modules, list | tuple) else [modules]).modules():
         for name, old in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
-            if isinstance(old, _Deferred):
-                value = new[old] if old in new else old.held[0].to(old.dtype)
-                is_new_param = isinstance(old, nn.Parameter) and old not in new
-                new[old] = nn.Parameter(value, old.requires_grad) if is_new_param else value
-                setattr(module, name, new[old])
+            if not isinstance(old, _Deferred):
+                continue
+            if old not in new:
+                value = old.held[0].to(old.dtype)
+                new[old] = nn.Parameter(value, old.requires_grad) if isinstance(old, nn.Parameter) else value
+            setattr(module, name, new[old])
     return fully_shard(modules, **options)
 
 

@@ -32,12 +32,14 @@ class Profile(NamedTuple):
         planned: the figures of a plan on rank 0, or None.
         text: the plan, or the reason why there is none.
         process: of the process: what its CUDA allocator has reserved, or the resident set on a CPU.
+        files: that rank 0 has written.
     """
 
     measured: StepMemory
     planned: dict[str, Any] | None
     text: str
     process: int
+    files: list[Path]
 
 
 def profile(recipe: Recipe, steps: int, folder: Path) -> Profile:
@@ -64,7 +66,7 @@ def profile(recipe: Recipe, steps: int, folder: Path) -> Profile:
         process = torch.cuda.max_memory_reserved(device)
     else:
         process = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
-    result = Profile(measured, planned, text, process)
+    files = [folder / name for name in (PICTURE, FIGURES, *([SNAPSHOT] if on_gpu else []))]
     if rank() == 0:
         if on_gpu:
             torch.cuda.memory._dump_snapshot(str(folder / SNAPSHOT))
@@ -74,4 +76,4 @@ def profile(recipe: Recipe, steps: int, folder: Path) -> Profile:
         title = f"Tensors of {steps} step{'s' if steps > 1 else ''} of {model}"
         peak = planned["peak"] if planned else None
         pictures.draw_memory(folder / PICTURE, measured.timeline, peak, title)
-    return result
+    return Profile(measured, planned, text, process, files)

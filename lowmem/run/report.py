@@ -31,6 +31,13 @@ DOMINANT = "dominant_parameter"
 _TIMING = ("runtime", "samples_per_second", "steps_per_second", "num_tokens")
 
 
+class _Bar(ProgressCallback):  # type: ignore[misc]
+    """The progress bar of transformers without its log, which a `RunReport` prints."""
+
+    def on_log(self, *_: Any, **__: Any) -> None:
+        pass
+
+
 class RunReport(TrainerCallback):  # type: ignore[misc]
     """Writes log lines, metrics.jsonl and, on a terminal, a progress bar; at the end, even after an error, loss.png.
 
@@ -46,8 +53,7 @@ class RunReport(TrainerCallback):  # type: ignore[misc]
     def __init__(self, run_dir: str | Path, console: Console | None = None) -> None:
         self.run_dir = Path(run_dir)
         self.console = console or Console()
-        self.bar = ProgressCallback()
-        self.bar.on_log = lambda *_, **__: None  # this report prints the log
+        self.bar = _Bar()
         self.records: list[Record] = []  # empty before the first log line, and on ranks other than 0
         self.weight_bytes = 0
         self.seconds = 0.0  # of training since the last log line
