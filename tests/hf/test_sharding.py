@@ -64,9 +64,10 @@ def test_a_model_by_its_path_is_sharded_and_trains_as_on_whole_ranks(sharded_ran
         (expected, weights, placement, _), _ = two.run(trained, row, path, str(tmp_path), "replicated", dtype, lora)
         (actual, sharded, chosen, left), _ = ranks.run(trained, row, path, str(tmp_path), sharding, dtype, lora)
     except RankError as error:
-        for words in ("not compatible with `create_reference_model()`", "no attribute 'warnings_issued'"):
+        reference, issued = "not compatible with `create_reference_model()`", "no attribute 'warnings_issued'"
+        for words in (reference, issued, "no attribute 'ds_grads_remaining'"):  # of TRL, TRL, and PEFT with DeepSpeed
             if words in str(error):
-                pytest.skip(f"this version of TRL itself fails: {words}")
+                pytest.skip(f"these versions fail by themselves: {words}")
         raise
     assert (placement, chosen, left) == ("replicated", sharding, False)
     tolerance = 2e-2 if dtype == "bfloat16" else 1e-5
