@@ -93,8 +93,9 @@ class FusedConfig:
             experts to this many bits (in a loop, call `lowmem.quantize_`). None does not quantize.
         placement: "local"; "replicated": each rank of a process group has all parameters, which are broadcast from rank
             0, and separate data, and gradients are averaged; "zero3" and "fsdp2": parameters are sharded over the ranks
-            by DeepSpeed or `fully_shard`; "auto": found from the parameters and the process group. "auto" does not
-            broadcast, and raises if the parameters of ranks differ.
+            by DeepSpeed or `fully_shard`; "streamed": repeated layers of `model` have their weights in host memory, and
+            on the device only while they compute; "auto": found from the parameters and the process group. "auto" does
+            not broadcast, and raises if the parameters of ranks differ.
         compile: True, False, or "auto": compile updates if there is a compiler and the model is large enough.
         seed: seed of stochastic rounding.
         batching: small parameters of equal shape wait for each other and are updated as one stack, with the same bits.

@@ -26,7 +26,7 @@ __all__ = [
     "stored",
 ]
 
-Choice = Literal["auto", "local", "replicated", "zero3", "fsdp2"]
+Choice = Literal["auto", "local", "replicated", "zero3", "fsdp2", "streamed"]
 
 
 def find(placement: Choice, params: Iterable[Any]) -> Placement:
@@ -49,13 +49,17 @@ def find(placement: Choice, params: Iterable[Any]) -> Placement:
     kind = kinds.pop() if kinds else None
     if kind is None and placement in ("zero3", "fsdp2"):
         raise ConfigError(f"placement={placement!r}, but the parameters are not sharded; shard the model first")
+    several = in_group() and dist.get_world_size() > 1
+    if placement == "streamed" and kind in (None, placement):
+        if several:
+            raise UnsupportedError("placement='streamed' supports one process. Use 'zero3' or 'fsdp2' with several")
+        return _sharded(placement)
     if kind is not None and placement not in ("auto", kind):
         raise ConfigError(f"placement={placement!r}, but the parameters are sharded by {kind}")
     if placement == "replicated" and not in_group():
         raise ConfigError("placement='replicated' needs a process group: call torch.distributed.init_process_group()")
     if kind is not None:
         return _sharded(kind)
-    several = in_group() and dist.get_world_size() > 1
     if placement == "replicated" or (placement == "auto" and several):
         return Replicated(broadcasts=placement == "replicated")
     return Local()
@@ -103,6 +107,10 @@ def _sharded(kind: str) -> Placement:
         from lowmem.placements.zero3 import Zero3
 
         return Zero3()
+    if kind == "streamed":
+        from lowmem.placements.streamed import Streamed
+
+        return Streamed()
     from lowmem.placements.fsdp2 import FSDP2
 
     return FSDP2()
@@ -110,4 +118,5 @@ def _sharded(kind: str) -> Placement:
 
 def _kind(param: Any) -> str | None:
     """Returns the name of the placement that shards a parameter, or None."""
-    return "zero3" if hasattr(param, "ds_id") else "fsdp2" if hasattr(param, "device_mesh") else None
+    marks = {"ds_id": "zero3", "device_mesh": "fsdp2", "streaming": "streamed"}
+    return next((kind for mark, kind in marks.items() if hasattr(param, mark)), None)

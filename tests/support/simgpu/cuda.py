@@ -318,6 +318,7 @@ torch._C._cuda_emptyCache = lambda: None
 
 # Storages of a CPU build are made on the CPU alone. Here they are copied as tensors.
 storage_to, storage_clone = torch.storage._to, torch.storage._StorageBase.clone
+storage_resize = torch.UntypedStorage.resize_
 
 
 def as_tensor(storage):
@@ -338,4 +339,12 @@ def cpu(self):
     return self if self.device.type == "cpu" else to(self, "cpu")
 
 
+def resize_(self, bytes):
+    if self.device.type == "cpu":
+        return storage_resize(self, bytes)
+    simgpu.library.sim_resize_storage(ctypes.c_void_p(self._cdata), ctypes.c_int64(bytes))
+    return self
+
+
 torch.storage._to, torch.storage._StorageBase.clone, torch.UntypedStorage.cpu = to, clone, cpu
+torch.UntypedStorage.resize_ = resize_

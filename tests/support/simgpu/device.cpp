@@ -1168,4 +1168,14 @@ void sim_seed_generator(int device, uint64_t seed) {
 }
 uint64_t sim_generator_seed(int device) { return at::default_generator(device).current_seed(); }
 
+// storage.resize_, on the current stream of the storage's device. Its tensors see the new memory.
+void sim_resize_storage(void* of, int64_t bytes) {
+  auto* storage = (c10::StorageImpl*)of;
+  auto fresh = at::new_storage(bytes, storage->device().index());
+  auto kept = std::min<int64_t>(bytes, storage->nbytes());
+  if (kept) std::memcpy(fresh.mutable_data(), storage->data(), kept);
+  storage->set_data_ptr_noswap(std::move(fresh.unsafeGetStorageImpl()->_mutable_data_ptr_no_checks()));
+  storage->set_nbytes(bytes);
+}
+
 }  // extern "C"

@@ -1,0 +1,382 @@
+"""Streamed weights: the same bits as local training, with at most two units on the device."""
+
+import pytest
+import torch
+from torch import nn
+
+import lowmem
+from lowmem import placements
+from lowmem.errors import UnsupportedError
+from lowmem.placements import streamed
+from lowmem.placements.streamed import find_units, move_resident, stream
+from lowmem.step.updates import SMALL
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+LAYERS = 4
+SIZES = {
+    "hidden_size": 144, "intermediate_size": 288, "num_hidden_layers": LAYERS, "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+}  # fmt: skip
+
+
+@pytest.fixture
+def make(tiny_llama):
+    """A factory: a model on the device, or one to be streamed past it."""
+
+    def make(streams, dtype=torch.float32, checkpointing=True, **config):
+        model = tiny_llama(dtype, checkpointing, **{**SIZES, **config})
+        if streams:
+            move_resident(model, DEVICE)
+        else:
+            model.to(DEVICE)
+        return model
+
+    return make
+
+
+@pytest.fixture
+def batches(token_batches):
+    return [{name: ids.to(DEVICE) for name, ids in batch.items()} for batch in token_batches(4, (2, 6))]
+
+
+def optimizer(model, streams, rule="adalomo", **options):
+    placement = "streamed" if streams else "local"
+    return lowmem.FusedOptimizer(
+        model.named_parameters(), rule, model=model, placement=placement, **{"lr": 1e-2, **options}
+    )
+
+
+def train(model, opt, batches):
+    return [opt.backward(model(**batch).loss).item() for batch in batches]
+
+
+def weights(model):
+    return {name: placements.full_tensor(param).cpu().clone() for name, param in model.named_parameters()}
+
+
+def assert_equal(one, other):
+    assert one.keys() == other.keys()
+    assert not [name for name in one if not torch.equal(one[name], other[name])]
+
+
+def both(make, batches, steps=train, model=None, **options):
+    """Trains local weights and streamed ones in the same way. Returns the streaming."""
+    results = []
+    for streams in (False, True):
+        trained = make(streams, **(model or {}))
+        opt = optimizer(trained, streams, **options)
+        results.append((steps(trained, opt, batches), weights(trained)))
+    (losses, local), (streamed_losses, ours) = results
+    assert losses == streamed_losses
+    assert_equal(local, ours)
+    return stream(trained)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("policy", ["immediate", "two_pass", "deferred"])
+@pytest.mark.parametrize("rule", ["adalomo", "adamw", "lomo"])
+def test_same_bits_as_local_training(make, batches, rule, policy, dtype):
+    streaming = both(make, batches, rule=rule, policy=policy, model={"dtype": dtype})
+    assert streaming.peak == 2 * streaming.units[0].nbytes
+    assert streaming.written == len(batches) * LAYERS * streaming.units[0].nbytes
+
+
+@pytest.mark.parametrize("policy", ["immediate", "two_pass", "deferred"])
+def test_without_checkpointing(make, batches, policy):
+    streaming = both(make, batches, policy=policy, model={"checkpointing": False})
+    assert streaming.peak == 2 * streaming.units[0].nbytes
+
+
+def test_reentrant_checkpointing(make, batches):
+    def steps(model, opt, batches):
+        model.gradient_checkpointing_enable({"use_reentrant": True})
+        model.enable_input_require_grads()
+        return train(model, opt, batches)
+
+    both(make, batches, steps)
+
+
+@pytest.mark.parametrize("rounding", ["compensated", "master"])
+def test_rounding(make, batches, rounding):
+    both(make, batches, rule="adamw", rounding=rounding, model={"dtype": torch.bfloat16})
+
+
+def test_clipping_and_accumulation(make, batches):
+    def steps(model, opt, batches):
+        losses = []
+        for first, second in zip(batches[::2], batches[1::2], strict=True):
+            with opt.accumulate():
+                losses += train(model, opt, [first])
+            losses += train(model, opt, [second])
+        return losses
+
+    both(make, batches, steps, clip_norm=0.1, policy="deferred")
+
+
+def test_plain_backward(make, batches):
+    def steps(model, opt, batches):
+        losses = [model(**batch).loss for batch in batches[:1]]
+        losses[0].backward()
+        return [loss.item() for loss in losses]
+
+    for policy in ("immediate", "deferred"):
+        both(make, batches, steps, policy=policy)
+
+
+def test_tied_weights(make, batches):
+    both(make, batches, model={"tie_word_embeddings": True})
+
+
+def test_weights_that_two_layers_share_stay(make, batches):
+    def tied(streams):
+        model = make(False)  # on the device, from where homes are filled
+        layers = model.model.layers
+        layers[2].mlp.up_proj.weight = layers[0].mlp.up_proj.weight
+        return model
+
+    streaming = both(tied, batches)
+    homes = [len(unit.homes) for unit in streaming.units]
+    assert homes == [6, 7, 6, 7]
+
+
+def test_frozen_layers(make, batches):
+    """They are fetched for the gradient of their inputs, and never written back."""
+
+    def frozen(streams):
+        model = make(streams)
+        model.model.layers[0].requires_grad_(False)
+        model.model.layers[2].requires_grad_(False)
+        return model
+
+    streaming = both(frozen, batches)
+    assert streaming.written == len(batches) * (LAYERS - 2) * streaming.units[0].nbytes
+
+
+def test_layers_with_frozen_weights_and_trained_ones(make, batches):
+    """A backward reads frozen weights after the last trained one was updated."""
+
+    def frozen(streams):
+        model = make(streams)
+        for layer in model.model.layers:
+            layer.self_attn.requires_grad_(False)
+        return model
+
+    both(frozen, batches)
+
+
+def test_without_gradients_of_inputs(make, batches):
+    """The backward ends in a layer that is neither the first one, nor trained as a whole."""
+
+    def frozen(streams):
+        model = make(streams).requires_grad_(False)
+        model.model.layers[2].mlp.requires_grad_(True)
+        return model
+
+    both(frozen, batches, policy="immediate")
+
+
+def test_evaluation_and_generation_between_steps(make, batches):
+    def steps(model, opt, batches):
+        losses = []
+        for batch in batches:
+            losses += train(model, opt, [batch])
+            model.eval()
+            with torch.no_grad():
+                losses += [model(**each).loss.item() for each in batches[:2]]
+                new = model.generate(batch["input_ids"][:, :3], max_new_tokens=3, do_sample=False)
+            losses += new.flatten().tolist()
+            model.train()
+        return losses
+
+    streaming = both(make, batches, steps)
+    assert streaming.peak == 2 * streaming.units[0].nbytes
+
+
+def test_layers_that_are_left_out(make, batches):
+    """The order changes from step to step, so that the units that were fetched ahead are the wrong ones."""
+
+    def steps(model, opt, batches):
+        layers, losses = list(model.model.layers), []
+        for order in ([0, 1, 2, 3], [0, 3], [2, 1, 0], [1, 1, 3]):
+            model.model.layers = nn.ModuleList(layers[n] for n in order)
+            model.config.num_hidden_layers = model.model.config.num_hidden_layers = len(order)
+            losses += train(model, opt, batches[:2])
+        model.model.layers = nn.ModuleList(layers)
+        return losses
+
+    both(make, batches, steps, policy="deferred")
+
+
+def test_failed_forward_and_paused_backward(make, batches):
+    def steps(model, opt, batches):
+        losses = train(model, opt, batches[:1])
+        failing = model.model.layers[2].mlp.register_forward_pre_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model(**batches[1])
+        failing.remove()
+        with opt.paused():
+            model(**batches[1]).loss.backward()
+        return losses + train(model, opt, batches[2:])
+
+    both(make, batches, steps)
+
+
+def test_failed_backward(make, batches):
+    """A backward that fails before the first update changes nothing."""
+
+    def steps(model, opt, batches):
+        losses = train(model, opt, batches[:1])
+        loss = model(**batches[1]).loss
+        failing = model.model.layers[1].mlp.register_forward_pre_hook(lambda *_: 1 / 0)  # when it is recomputed
+        with pytest.raises(ZeroDivisionError):
+            opt.backward(loss)
+        failing.remove()
+        return losses + train(model, opt, batches[2:])
+
+    both(make, batches, steps, policy="deferred")
+
+
+@pytest.mark.parametrize("again", ["same model", "new model"])
+def test_resume(make, batches, again):
+    model = make(True)
+    opt = optimizer(model, True, "adamw", policy="immediate")
+    train(model, opt, batches[:2])
+    saved = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    states = opt.state_dict()
+    states["state"] = {n: {name: t.clone() for name, t in state.items()} for n, state in states["state"].items()}
+    losses, ours = train(model, opt, batches[2:]), weights(model)
+    opt.remove()
+    if again == "new model":
+        model = make(True)
+    opt = optimizer(model, True, "adamw", policy="immediate")
+    model.load_state_dict(saved)
+    opt.load_state_dict(states)
+    assert train(model, opt, batches[2:]) == losses
+    assert_equal(weights(model), ours)
+
+
+def test_weights_are_filled_and_read(make, batches):
+    model, other = make(True), make(False)
+    train(other, optimizer(other, False), batches)
+    train(model, optimizer(model, True), batches[:1])
+    for name, param in model.named_parameters():
+        placements.fill(param, other.get_parameter(name).detach())
+    assert_equal(weights(model), weights(other))
+    assert model(**batches[0]).loss.item() == other(**batches[0]).loss.item()
+
+
+def test_homes_in_files(make, batches, tmp_path):
+    def in_files(streams):
+        model = make(streams)
+        if streams:
+            stream(model, tmp_path)
+        return model
+
+    streaming = both(in_files, batches)
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) == LAYERS * streaming.units[0].nbytes
+
+
+def test_traffic_of_a_step(make, batches):
+    """Each unit is fetched for forward and for backward, except for the two that are still there."""
+    model = make(True)
+    opt = optimizer(model, True, policy="immediate")
+    train(model, opt, batches[:1])
+    streaming, unit = stream(model), stream(model).units[0].nbytes
+    for _ in range(2):
+        fetched, written = streaming.fetched, streaming.written
+        train(model, opt, batches[:1])
+        assert streaming.fetched - fetched == 2 * (LAYERS - 2) * unit
+        assert streaming.written - written == LAYERS * unit
+
+
+def test_parameters_leave_the_device(make, batches):
+    model = make(True)
+    opt = optimizer(model, True)
+    params = list(model.parameters())
+    train(model, opt, batches)
+    streaming = stream(model)
+    assert [id(param) for param in params] == [id(param) for param in model.parameters()]
+    assert all(param.device.type == DEVICE for param in params)
+    there = [unit.index for unit in streaming.units if unit.present]
+    assert there == [0, 1]
+    for unit in streaming.units:
+        for param, home in unit.homes.items():
+            assert param.untyped_storage().nbytes() == (home.nbytes if unit.present else 0)
+            assert home.is_pinned() == (DEVICE != "cpu")
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="a CPU does not count what is allocated")
+@pytest.mark.parametrize("policy", ["immediate", "two_pass"])
+def test_peak_of_a_step(make, batches, policy):
+    """It is lower than in local training by all units except for two."""
+    peaks = []
+    for streams in (False, True):
+        before = torch.cuda.memory_allocated()
+        model = make(streams, num_hidden_layers=6)
+        opt = optimizer(model, streams, policy=policy)
+        train(model, opt, batches[:1])
+        torch.cuda.reset_peak_memory_stats()
+        train(model, opt, batches[1:3])
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+        unit = find_units(model)[0].nbytes if not streams else unit
+        largest = max(param.nbytes for param in model.parameters())
+        opt.remove()
+        del model, opt
+    local, ours = peaks
+    assert ours <= local - (6 - 2) * unit + largest
+
+
+def test_units():
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.bias = nn.Linear(130, 130), nn.Parameter(torch.zeros(3))
+
+    class Listed(nn.Module):
+        _no_split_modules = ("Block",)
+
+        def __init__(self):
+            super().__init__()
+            self.embedding, self.first, self.second = nn.Embedding(9, 130), Block(), Block()
+
+    listed = find_units(Listed())
+    assert [[tuple(param.shape) for param in unit.homes] for unit in listed] == [[(130, 130)]] * 2
+    model = nn.Sequential(nn.Linear(300, 300), nn.ModuleList([nn.Linear(200, 200) for _ in range(3)]))
+    assert [unit.module for unit in find_units(model)] == list(model[1])
+    with pytest.raises(UnsupportedError, match="no repeated layers"):
+        find_units(nn.Linear(300, 300))
+
+
+def test_small_parameters_stay(make):
+    assert streamed.RESIDENT >= SMALL  # else they would be updated in stacks, after their unit has left
+    model = make(True)
+    stay = {name for name, param in model.named_parameters() if param.numel() <= SMALL}
+    assert stay == {
+        name for name, p in model.named_parameters() if not any(p in unit.homes for unit in find_units(model))
+    }
+
+
+def test_refusals(make):
+    model = make(True)
+    with pytest.raises(UnsupportedError, match="needs the model"):
+        lowmem.FusedOptimizer(model.named_parameters(), placement="streamed")
+    torch.manual_seed(0)
+    layers = nn.Sequential(*(nn.Linear(256, 256, device=DEVICE) for _ in range(3)))
+    with pytest.raises(UnsupportedError, match="no repeated layers"):
+        lowmem.FusedOptimizer(layers.named_parameters(), model=layers, placement="streamed")
+
+
+def test_a_second_optimizer_takes_over(make, batches):
+    def steps(model, opt, batches):
+        losses = train(model, opt, batches[:2])
+        opt.remove()
+        second = lowmem.FusedOptimizer(model.named_parameters(), "lomo", lr=1e-2, model=model)  # placement auto
+        assert second.placement == opt.placement
+        return losses + train(model, second, batches[2:])
+
+    both(make, batches, steps)
+
+
+def test_random_weights_of_updates(make, batches):
+    """Stochastic rounding draws the same noise, wherever a weight lives."""
+    both(make, batches, rule="lomo", rounding="stochastic", seed=3, model={"dtype": torch.bfloat16})
