@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from lowmem.errors import UnsupportedError
+from lowmem.errors import StepError, UnsupportedError
 from lowmem.placements.base import Placed, Placement, Reduced, Reducer, Shard
 from lowmem.tiles.quantized import QuantizedWeight
 
@@ -54,6 +54,39 @@ class Unit:
         return sum(home.nbytes for home in self.homes.values())
 
 
+# Functions that do not read the elements of a tensor.
+_OF_METADATA = {
+    "__delete__", "__get__", "__hash__", "__set__", "as_strided", "backward", "data_ptr", "detach", "dim",
+    "element_size", "empty_like", "get_device", "grad", "is_complex", "is_contiguous", "is_floating_point",
+    "is_inference", "is_pinned", "ndimension", "nelement", "new_empty", "new_zeros", "numel", "ones_like",
+    "register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "size", "storage_offset", "stride",
+    "untyped_storage", "view", "view_as", "zeros_like",
+}  # fmt: skip
+
+
+class Absent(nn.Parameter):
+    """The class of a parameter while it is not on the device. To read its memory would end the process."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.__name__ not in _OF_METADATA:
+            params = [each for each in tree_leaves((args, kwargs)) if isinstance(each, cls)]
+            raise StepError(
+                f"{func.__name__}() uses {_named(params[0])}, which is on the device only while its layer computes. "
+                "Read it with lowmem.placements.full_tensor(param), and write it with lowmem.placements.fill(param, "
+                "tensor)"
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+def _named(param: Tensor) -> str:
+    _, unit = _where(param)
+    assert unit is not None
+    name = next(name for name, each in unit.module.named_parameters() if each is param)
+    return f"parameter {name!r} of layer {unit.index} ({type(unit.module).__name__})"
+
+
 # The position in a step: the unit before, the present one, and the kind of pass.
 _Place = tuple[int, int, str]
 
@@ -78,18 +111,19 @@ class Streaming:
         self._in_backward = False  # a backward has a unit in use
         self._current, self._places = -1, list[_Place]()  # the present unit, and where it was in use
         self._following: dict[_Place, int] = {}  # the unit that came next in earlier passes
-        streams = device.type not in _WITHOUT_STREAMS
-        self._module: Any = torch.get_device_module(device) if streams else None
-        self._incoming, self._outgoing = ((self._module.Stream(device) if streams else None) for _ in range(2))
+        self._module: Any = None if device.type in _WITHOUT_STREAMS else torch.get_device_module(device)
+        self._incoming: Any = self._module and self._module.Stream(device)
+        self._outgoing: Any = self._module and self._module.Stream(device)
         for unit in self.units:
             self._adopt(unit)
 
     def _adopt(self, unit: Unit) -> None:
         """Frees the parameters of a unit, and fetches it from now on when its module computes."""
-        for param, home in unit.homes.items():
+        for param in unit.homes:
             like = torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device=self.device)
             like.untyped_storage().resize_(0)
             param.data = like
+            param.__class__ = Absent
         unit.module.register_forward_pre_hook(partial(_before_forward, self, unit), prepend=True)
         unit.module.register_forward_hook(partial(_after_forward, self, unit))
         unit.module.register_state_dict_post_hook(partial(_replace_saved, self, unit))
@@ -154,8 +188,8 @@ class Streaming:
         if unit.left is not None:
             self._incoming.wait_event(unit.left)
         for param, home in unit.homes.items():
-            storage = param.untyped_storage()
-            storage.resize_(home.nbytes)
+            param.__class__ = nn.Parameter
+            param.untyped_storage().resize_(home.nbytes)
             param.data.copy_(home, non_blocking=True)  # of param.data, autograd does not count versions
 
     def evict(self, unit: Unit) -> None:
@@ -167,7 +201,12 @@ class Streaming:
             self._incoming.wait_stream(self._module.current_stream(self.device))
             if unit.left is not None:
                 self._incoming.wait_event(unit.left)
-        self._on_stream(self._incoming, lambda: [param.untyped_storage().resize_(0) for param in unit.homes])
+        self._on_stream(self._incoming, partial(self._free, unit))
+
+    def _free(self, unit: Unit) -> None:
+        for param in unit.homes:
+            param.untyped_storage().resize_(0)
+            param.__class__ = Absent
 
     def write(self, unit: Unit, param: Tensor) -> None:
         """Starts to copy a parameter to its home, after its update."""
@@ -336,8 +375,8 @@ def stream(model: nn.Module, folder: Path | None = None) -> Streaming:
         )
     (device,) = devices
     for unit in units:
-        for n, param in enumerate(unit.homes):
-            unit.homes[param] = _make_home(param, device, folder and folder / f"unit{unit.index}_{n}")
+        for n, weight in enumerate(unit.homes):
+            unit.homes[weight] = _make_home(weight, device, folder and folder / f"unit{unit.index}_{n}")
     streaming = Streaming(units, device)
     for param in model.parameters():
         param.streaming = streaming  # type: ignore[attr-defined]
@@ -379,27 +418,27 @@ def find_units(model: nn.Module) -> list[Unit]:
         layers = list(largest)
     inner = {inside for layer in layers for inside in itertools.islice(layer.modules(), 1, None)}
     units = [Unit(0, layer) for layer in layers if layer not in inner]
+    unit: Unit | None
     owner = {module: unit for unit in units for module in unit.module.modules()}
     users: dict[Tensor, set[Unit | None]] = {}
     for module in modules:
-        for param in module._parameters.values():
-            if param is not None:
-                users.setdefault(param, set()).add(owner.get(module))
-    for param, used_by in users.items():
+        for param in module.parameters(recurse=False):
+            users.setdefault(param, set()).add(owner.get(module))
+    for weight, used_by in users.items():
         unit = next(iter(used_by))
-        if unit is None or len(used_by) > 1 or param.numel() <= RESIDENT or not param.is_contiguous():
+        if unit is None or len(used_by) > 1 or weight.numel() <= RESIDENT or not weight.is_contiguous():
             continue
-        if type(param) is not nn.Parameter:
-            raise UnsupportedError(f"placement='streamed' does not support parameters of {type(param).__name__}")
-        unit.homes[param] = param.detach()
-    units = [unit for unit in units if unit.homes]
+        if type(weight) not in (nn.Parameter, Absent):
+            raise UnsupportedError(f"placement='streamed' does not support parameters of {type(weight).__name__}")
+        unit.homes[weight] = weight.detach()
+    units = [each for each in units if each.homes]
     if len(units) < 2:
         raise UnsupportedError(
             "placement='streamed' finds no repeated layers with parameters of more than "
             f"{RESIDENT} elements in a {type(model).__name__}. List their class in model._no_split_modules"
         )
-    for index, unit in enumerate(units):
-        unit.index = index
+    for index, each in enumerate(units):
+        each.index = index
     return units
 
 
@@ -407,10 +446,8 @@ def move_resident(model: nn.Module, device: torch.device | str) -> None:
     """Moves everything to a device, except for the parameters that will be streamed."""
     streamed = {param for unit in find_units(model) for param in unit.homes}
     for module in model.modules():
-        for tensors in (module._parameters, module._buffers):
-            for name, tensor in tensors.items():
-                if tensor is not None and tensor not in streamed:
-                    if isinstance(tensor, nn.Parameter):
-                        tensor.data = tensor.data.to(device)
-                    else:
-                        tensors[name] = tensor.to(device)
+        for param in module.parameters(recurse=False):
+            if param not in streamed:
+                param.data = param.data.to(device)
+        for name, buffer in module.named_buffers(recurse=False):
+            module._buffers[name] = buffer.to(device)

@@ -6,7 +6,7 @@ from torch import nn
 
 import lowmem
 from lowmem import placements
-from lowmem.errors import UnsupportedError
+from lowmem.errors import StepError, UnsupportedError
 from lowmem.placements import streamed
 from lowmem.placements.streamed import find_units, move_resident, stream
 from lowmem.step.updates import SMALL
@@ -318,7 +318,7 @@ def test_peak_of_a_step(make, batches, policy):
         torch.cuda.reset_peak_memory_stats()
         train(model, opt, batches[1:3])
         peaks.append(torch.cuda.max_memory_allocated() - before)
-        unit = find_units(model)[0].nbytes if not streams else unit
+        unit = sum(param.nbytes for param in model.model.layers[0].parameters() if param.numel() > SMALL)
         largest = max(param.nbytes for param in model.parameters())
         opt.remove()
         del model, opt
@@ -364,6 +364,22 @@ def test_refusals(make):
     layers = nn.Sequential(*(nn.Linear(256, 256, device=DEVICE) for _ in range(3)))
     with pytest.raises(UnsupportedError, match="no repeated layers"):
         lowmem.FusedOptimizer(layers.named_parameters(), model=layers, placement="streamed")
+
+
+def test_a_parameter_that_is_not_on_the_device(make, batches):
+    model = make(True)
+    opt = optimizer(model, True)
+    train(model, opt, batches[:1])
+    weight = model.model.layers[3].mlp.up_proj.weight
+    for use in (weight.clone, weight.norm, lambda: weight + 1, lambda: print(weight), weight.zero_):
+        with torch.no_grad(), pytest.raises(StepError, match=r"'mlp.up_proj.weight' of layer 3 \(LlamaDecoderLayer\)"):
+            use()
+    assert isinstance(weight, nn.Parameter)
+    assert weight.shape == (288, 144)
+    assert weight.dtype == torch.float32
+    model.model.layers[1].mlp.register_forward_hook(lambda *_: weight.sum())
+    with pytest.raises(StepError, match=r"sum\(\) uses parameter"):
+        model(**batches[0])
 
 
 def test_a_second_optimizer_takes_over(make, batches):
