@@ -38,7 +38,8 @@ class Unit:
         index: its position among the units of the model.
         homes: parameter → its elements on the host.
         present: the parameters are on the device, or are arriving.
-        arrived, left: the ends of the last copies to the device and back to the homes.
+        arrived: the end of the last copy to the device.
+        left: parameter → the end of its last copy to its home.
     """
 
     index: int
@@ -46,7 +47,7 @@ class Unit:
     homes: dict[Tensor, Tensor] = field(default_factory=dict)
     present: bool = False
     arrived: Any = None
-    left: Any = None
+    left: dict[Tensor, Any] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
@@ -160,13 +161,16 @@ class Streaming:
         back = index == last if kind == "train" else kind == "backward" and index > 0
         return index - 1 if back else (index + 1) % len(self.units)
 
-    def read(self, unit: Unit) -> None:
-        """Makes a unit present for an update."""
+    def read(self, unit: Unit, params: Iterable[Tensor]) -> None:
+        """Makes a unit present, so that some of its parameters can be changed."""
         if self._in_backward:  # another unit may be in use
             self.fetch(unit)
             self._wait(unit)
         else:
             self.demand(unit, "other")
+        for param in params:
+            if param in unit.left:  # written in the step before, and still on the device
+                self._module.current_stream(self.device).wait_event(unit.left[param])
 
     def end_backward(self) -> None:
         """Called when no unit is in use."""
@@ -185,8 +189,6 @@ class Streaming:
         self.peak = max(self.peak, sum(each.nbytes for each in self.units if each.present))
 
     def _copy_in(self, unit: Unit) -> None:
-        if unit.left is not None:
-            self._incoming.wait_event(unit.left)
         for param, home in unit.homes.items():
             param.__class__ = nn.Parameter
             param.untyped_storage().resize_(home.nbytes)
@@ -199,8 +201,8 @@ class Streaming:
         unit.present = False
         if self._incoming is not None:
             self._incoming.wait_stream(self._module.current_stream(self.device))
-            if unit.left is not None:
-                self._incoming.wait_event(unit.left)
+            for left in unit.left.values():
+                self._incoming.wait_event(left)
         self._on_stream(self._incoming, partial(self._free, unit))
 
     def _free(self, unit: Unit) -> None:
@@ -213,12 +215,13 @@ class Streaming:
         if self._outgoing is not None:
             self._outgoing.wait_stream(self._module.current_stream(self.device))
         self._on_stream(self._outgoing, lambda: unit.homes[param].copy_(param.data, non_blocking=True))
-        unit.left = self._outgoing and self._outgoing.record_event()
+        if self._outgoing is not None:
+            unit.left[param] = self._outgoing.record_event()
         self.written += unit.homes[param].nbytes
 
     def home(self, unit: Unit, param: Tensor) -> Tensor:
         """Returns the elements of a parameter on the host."""
-        for copied in (unit.left, unit.arrived):
+        for copied in (unit.left.get(param), unit.arrived):
             if copied is not None:
                 copied.synchronize()
         return unit.homes[param]
@@ -273,7 +276,7 @@ def _replace_saved(
 
 
 def _before_load(streaming: Streaming, unit: Unit, module: nn.Module, *args: Any) -> None:
-    streaming.read(unit)
+    streaming.read(unit, unit.homes)
 
 
 def _after_load(streaming: Streaming, unit: Unit, module: nn.Module, keys: Any) -> None:
@@ -294,7 +297,7 @@ class _Home(Shard):
     def read(self, param: Tensor) -> Tensor:
         streaming, unit = _where(param)
         if unit is not None:
-            streaming.read(unit)
+            streaming.read(unit, (param,))
         return super().read(param)
 
     def write(self, param: Tensor, shard: Tensor) -> None:
