@@ -126,7 +126,7 @@ class Streaming:
             param.data = like
             param.__class__ = Absent
         unit.module.register_forward_pre_hook(partial(_before_forward, self, unit), prepend=True)
-        unit.module.register_forward_hook(partial(_after_forward, self, unit))
+        unit.module.register_forward_hook(partial(_after_forward, self, unit), with_kwargs=True)
         unit.module.register_state_dict_post_hook(partial(_replace_saved, self, unit))
         unit.module.register_load_state_dict_pre_hook(partial(_before_load, self, unit))
         unit.module.register_load_state_dict_post_hook(partial(_after_load, self, unit))
@@ -247,13 +247,16 @@ def _before_forward(streaming: Streaming, unit: Unit, module: nn.Module, args: A
     streaming.demand(unit, "backward" if in_backward else "train" if torch.is_grad_enabled() else "other")
 
 
-def _after_forward(streaming: Streaming, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
+def _after_forward(
+    streaming: Streaming, unit: Unit, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any
+) -> None:
     """Makes the backward of each output fetch the unit first.
 
     transformers 5.23, modeling_layers.py: checkpointing surrounds `forward`, so it does not run the hooks of modules.
     """
+    passed_on = set(map(id, tree_leaves((args, kwargs))))  # T5's blocks return the position bias of the first one
     for tensor in tree_leaves(output):
-        if isinstance(tensor, Tensor) and tensor.requires_grad:
+        if isinstance(tensor, Tensor) and tensor.requires_grad and id(tensor) not in passed_on:
             tensor.register_hook(partial(_before_backward, streaming, unit))
 
 

@@ -19,17 +19,18 @@ SIZES = {
 }  # fmt: skip
 
 
+def placed(model, streams):
+    """Moves a model to the device, or everything except for the weights that will be streamed."""
+    move_resident(model, DEVICE) if streams else model.to(DEVICE)
+    return model
+
+
 @pytest.fixture
 def make(tiny_llama):
     """A factory: a model on the device, or one to be streamed past it."""
 
     def make(streams, dtype=torch.float32, checkpointing=True, **config):
-        model = tiny_llama(dtype, checkpointing, **{**SIZES, **config})
-        if streams:
-            move_resident(model, DEVICE)
-        else:
-            model.to(DEVICE)
-        return model
+        return placed(tiny_llama(dtype, checkpointing, **{**SIZES, **config}), streams)
 
     return make
 
@@ -137,6 +138,60 @@ def test_weights_that_two_layers_share_stay(make, batches):
     streaming = both(tied, batches)
     homes = [len(unit.homes) for unit in streaming.units]
     assert homes == [6, 7, 6, 7]
+
+
+def language_model(kind, **options):
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+    config = AutoConfig.for_model(kind, vocab_size=97, use_cache=False, **options)
+    auto = AutoModelForSeq2SeqLM if kind == "t5" else AutoModelForCausalLM
+    return auto.from_config(config)
+
+
+MIXTURE = {**SIZES, "intermediate_size": 160, "num_local_experts": 4, "output_router_logits": True}
+MODELS = {
+    "mixture of experts": lambda: language_model("mixtral", **MIXTURE),
+    "dropout": lambda: language_model("gpt2", n_embd=144, n_layer=LAYERS, n_head=4),
+    "encoder and decoder": lambda: language_model(
+        "t5", d_model=144, d_kv=36, d_ff=288, num_layers=3, num_heads=4, decoder_start_token_id=0
+    ),
+}
+
+
+@pytest.mark.parametrize("checkpointing", [True, False])
+@pytest.mark.parametrize("name", MODELS)
+def test_models(name, batches, checkpointing):
+    def build(streams):
+        torch.manual_seed(0)
+        model = MODELS[name]().train()
+        if checkpointing:
+            model.enable_input_require_grads()
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        return placed(model, streams)
+
+    def steps(model, opt, batches):
+        torch.manual_seed(5)
+        return train(model, opt, batches)
+
+    streaming = both(build, batches, steps, rule="adamw", policy="immediate")
+    assert streaming.peak <= 2 * max(unit.nbytes for unit in streaming.units)
+
+
+def test_adapters(make, batches):
+    """Frozen weights are in the units of trained ones, which are small here and stay on the device."""
+    peft = pytest.importorskip("peft")
+
+    def adapted(streams):
+        model = make(streams)
+        torch.manual_seed(0)
+        options = {"r": 8, "target_modules": "all-linear", "lora_dropout": 0.1}
+        return placed(peft.get_peft_model(model, peft.LoraConfig(**options)), streams)
+
+    def steps(model, opt, batches):
+        torch.manual_seed(5)
+        return train(model, opt, batches)
+
+    assert both(adapted, batches, steps).written == 0
 
 
 def test_frozen_layers(make, batches):
