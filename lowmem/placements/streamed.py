@@ -9,6 +9,7 @@ that is expected next.
 """
 
 import itertools
+import mmap
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -37,6 +38,7 @@ class Unit:
     Attributes:
         index: its position among the units of the model.
         homes: parameter → its elements on the host.
+        file: the homes, if they are in a file that is mapped into memory. A CPU uses them where they are.
         present: the parameters are on the device, or are arriving.
         arrived: the end of the last copy to the device.
         left: parameter → the end of its last copy to its home.
@@ -45,6 +47,7 @@ class Unit:
     index: int
     module: nn.Module
     homes: dict[Tensor, Tensor] = field(default_factory=dict)
+    file: mmap.mmap | None = None
     present: bool = False
     arrived: Any = None
     left: dict[Tensor, Any] = field(default_factory=dict)
@@ -120,11 +123,10 @@ class Streaming:
 
     def _adopt(self, unit: Unit) -> None:
         """Frees the parameters of a unit, and fetches it from now on when its module computes."""
-        for param in unit.homes:
-            like = torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device=self.device)
-            like.untyped_storage().resize_(0)
-            param.data = like
-            param.__class__ = Absent
+        for param, home in unit.homes.items():
+            in_place = unit.file is not None and self._module is None
+            param.data = home if in_place else torch.empty_like(home, device=self.device)
+        self._free(unit)
         unit.module.register_forward_pre_hook(partial(_before_forward, self, unit), prepend=True)
         unit.module.register_forward_hook(partial(_after_forward, self, unit), with_kwargs=True)
         unit.module.register_state_dict_post_hook(partial(_replace_saved, self, unit))
@@ -191,8 +193,11 @@ class Streaming:
     def _copy_in(self, unit: Unit) -> None:
         for param, home in unit.homes.items():
             param.__class__ = nn.Parameter
-            param.untyped_storage().resize_(home.nbytes)
-            param.data.copy_(home, non_blocking=True)  # of param.data, autograd does not count versions
+            if param.data_ptr() != home.data_ptr():
+                param.untyped_storage().resize_(home.nbytes)
+                param.data.copy_(home, non_blocking=True)  # of param.data, autograd does not count versions
+        if unit.file is not None:
+            unit.file.madvise(mmap.MADV_WILLNEED)  # the kernel reads ahead
 
     def evict(self, unit: Unit) -> None:
         """Frees a unit on the device, whose copies and uses are ordered before the memory is used again."""
@@ -206,15 +211,19 @@ class Streaming:
         self._on_stream(self._incoming, partial(self._free, unit))
 
     def _free(self, unit: Unit) -> None:
-        for param in unit.homes:
-            param.untyped_storage().resize_(0)
+        for param, home in unit.homes.items():
+            if param.data_ptr() != home.data_ptr():
+                param.untyped_storage().resize_(0)
             param.__class__ = Absent
+        if unit.file is not None:
+            unit.file.madvise(mmap.MADV_DONTNEED)  # changed pages are still written to the file
 
     def write(self, unit: Unit, param: Tensor) -> None:
         """Starts to copy a parameter to its home, after its update."""
         if self._outgoing is not None:
             self._outgoing.wait_stream(self._module.current_stream(self.device))
-        self._on_stream(self._outgoing, lambda: unit.homes[param].copy_(param.data, non_blocking=True))
+        if param.data_ptr() != unit.homes[param].data_ptr():
+            self._on_stream(self._outgoing, lambda: unit.homes[param].copy_(param.data, non_blocking=True))
         if self._outgoing is not None:
             unit.left[param] = self._outgoing.record_event()
         self.written += unit.homes[param].nbytes
@@ -381,8 +390,10 @@ def stream(model: nn.Module, folder: Path | None = None) -> Streaming:
         )
     (device,) = devices
     for unit in units:
-        for n, weight in enumerate(unit.homes):
-            unit.homes[weight] = _make_home(weight, device, folder and folder / f"unit{unit.index}_{n}")
+        if folder is None:
+            unit.homes = {weight: _make_home(weight, device) for weight in unit.homes}
+        else:
+            _map_homes(unit, folder / f"unit{unit.index}")
     streaming = Streaming(units, device)
     for param in model.parameters():
         param.streaming = streaming  # type: ignore[attr-defined]
@@ -394,16 +405,24 @@ def _where(param: Any) -> tuple[Streaming, Unit | None]:
     return param.streaming, param.streaming.owners.get(param)
 
 
-def _make_home(param: Tensor, device: torch.device, path: Path | None) -> Tensor:
-    """Returns the elements of a parameter on the host, which are its own memory if nothing is pinned."""
+def _make_home(param: Tensor, device: torch.device) -> Tensor:
+    """Returns the elements of a parameter in host memory, which are its own memory if nothing is pinned."""
     pinned = device.type not in _WITHOUT_STREAMS
-    if path is not None:
-        home = torch.from_file(str(path), shared=True, size=param.numel(), dtype=param.dtype).view(param.shape)
-    elif pinned or param.device.type != "cpu":
-        home = torch.empty(param.shape, dtype=param.dtype, device="cpu", pin_memory=pinned)
-    else:
+    if not pinned and param.device.type == "cpu":
         return param.detach()
-    return home.copy_(param.detach())
+    return torch.empty(param.shape, dtype=param.dtype, device="cpu", pin_memory=pinned).copy_(param.detach())
+
+
+def _map_homes(unit: Unit, path: Path) -> None:
+    """Moves the elements of a unit to a file."""
+    with path.open("wb+") as file:
+        file.truncate(unit.nbytes)
+        unit.file = mmap.mmap(file.fileno(), unit.nbytes)
+    start = 0
+    for param in unit.homes:
+        home = torch.frombuffer(unit.file, dtype=param.dtype, count=param.numel(), offset=start).view(param.shape)
+        unit.homes[param] = home.copy_(param.detach())
+        start += home.nbytes
 
 
 def find_units(model: nn.Module) -> list[Unit]:
