@@ -60,7 +60,8 @@ class Unit:
 
 # Functions that do not read the elements of a tensor.
 _OF_METADATA = {
-    "__delete__", "__get__", "__hash__", "__set__", "as_strided", "backward", "data_ptr", "detach", "dim",
+    "__delete__", "__get__", "__hash__", "__set__", "_has_compatible_shallow_copy_type", "as_strided",
+    "backward", "data_ptr", "detach", "dim",
     "element_size", "empty_like", "get_device", "grad", "is_complex", "is_contiguous", "is_floating_point",
     "is_inference", "is_pinned", "ndimension", "nelement", "new_empty", "new_zeros", "numel", "ones_like",
     "register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "size", "storage_offset", "stride",
@@ -73,7 +74,7 @@ class Absent(nn.Parameter):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.__name__ not in _OF_METADATA:
+        if func.__name__ not in _OF_METADATA and not (func.__name__ == "to" and _is_there(*args, **(kwargs or {}))):
             params = [each for each in tree_leaves((args, kwargs)) if isinstance(each, cls)]
             raise StepError(
                 f"{func.__name__}() uses {_named(params[0])}, which is on the device only while its layer computes. "
@@ -82,6 +83,13 @@ class Absent(nn.Parameter):
             )
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
+
+
+def _is_there(param: Tensor, *args: Any, **kwargs: Any) -> bool:
+    """Returns whether `param.to(...)` returns the parameter itself, as in `model.to(device)` of a trainer."""
+    device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)  # type: ignore[attr-defined]
+    there = device is None or torch.empty(0, device=device).device == param.device
+    return there and dtype in (None, param.dtype)
 
 
 def _named(param: Tensor) -> str:

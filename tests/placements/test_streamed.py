@@ -429,6 +429,9 @@ def test_a_parameter_that_is_not_on_the_device(make, batches):
     for use in (weight.clone, weight.norm, lambda: weight + 1, lambda: print(weight), weight.zero_):
         with torch.no_grad(), pytest.raises(StepError, match=r"'mlp.up_proj.weight' of layer 3 \(LlamaDecoderLayer\)"):
             use()
+    with pytest.raises(StepError, match=r"to\(\) uses parameter"):
+        model.to(torch.float64)
+    model.to(DEVICE)
     assert isinstance(weight, nn.Parameter)
     assert weight.shape == (288, 144)
     assert weight.dtype == torch.float32
