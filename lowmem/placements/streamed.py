@@ -40,6 +40,7 @@ class Unit:
         homes: parameter → its elements on the host.
         file: the homes, if they are in a file that is mapped into memory. A CPU uses them where they are.
         present: the parameters are on the device, or are arriving.
+        lent: its module may use the parameters.
         arrived: the end of the last copy to the device.
         left: parameter → the end of its last copy to its home.
     """
@@ -49,6 +50,7 @@ class Unit:
     homes: dict[Tensor, Tensor] = field(default_factory=dict)
     file: mmap.mmap | None = None
     present: bool = False
+    lent: bool = True
     arrived: Any = None
     left: dict[Tensor, Any] = field(default_factory=dict)
 
@@ -69,8 +71,11 @@ _OF_METADATA = {
 }  # fmt: skip
 
 
-class Absent(nn.Parameter):
-    """The class of a parameter while it is not on the device. To read its memory would end the process."""
+class Idle(nn.Parameter):
+    """The class of a streamed parameter while its layer does not compute.
+
+    To read the memory of one that is not on the device would end the process, and a change would be lost.
+    """
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -128,6 +133,7 @@ class Streaming:
         self._outgoing: Any = self._module and self._module.Stream(device)
         for unit in self.units:
             self._adopt(unit)
+        self.lend(None)
 
     def _adopt(self, unit: Unit) -> None:
         """Frees the parameters of a unit, and fetches it from now on when its module computes."""
@@ -182,9 +188,18 @@ class Streaming:
             if param in unit.left:  # written in the step before, and still on the device
                 self._module.current_stream(self.device).wait_event(unit.left[param])
 
+    def lend(self, unit: Unit | None) -> None:
+        """Lets a layer use its parameters, and no other one."""
+        for each in self.units:
+            if each.lent is not (each is unit):
+                each.lent = each is unit
+                for param in each.homes:
+                    param.__class__ = nn.Parameter if each.lent else Idle
+
     def end_backward(self) -> None:
         """Called when no unit is in use."""
         self._in_backward = False
+        self.lend(None)
 
     # -- copies ----------------------------------------------------------------------------------------------------
 
@@ -200,7 +215,6 @@ class Streaming:
 
     def _copy_in(self, unit: Unit) -> None:
         for param, home in unit.homes.items():
-            param.__class__ = nn.Parameter
             if param.data_ptr() != home.data_ptr():
                 param.untyped_storage().resize_(home.nbytes)
                 param.data.copy_(home, non_blocking=True)  # of param.data, autograd does not count versions
@@ -212,6 +226,8 @@ class Streaming:
         if not unit.present:
             return
         unit.present = False
+        if unit.lent:  # after a failed forward, or a backward without updates
+            self.lend(None)
         if self._incoming is not None:
             self._incoming.wait_stream(self._module.current_stream(self.device))
             for left in unit.left.values():
@@ -222,7 +238,6 @@ class Streaming:
         for param, home in unit.homes.items():
             if param.data_ptr() != home.data_ptr():
                 param.untyped_storage().resize_(0)
-            param.__class__ = Absent
         if unit.file is not None:
             unit.file.madvise(mmap.MADV_DONTNEED)  # changed pages are still written to the file
 
@@ -262,6 +277,7 @@ def _before_forward(streaming: Streaming, unit: Unit, module: nn.Module, args: A
     # reentrant checkpointing runs forwards inside of a backward
     in_backward = torch._C._current_graph_task_id() != -1
     streaming.demand(unit, "backward" if in_backward else "train" if torch.is_grad_enabled() else "other")
+    streaming.lend(unit)
 
 
 def _after_forward(
@@ -275,10 +291,13 @@ def _after_forward(
     for tensor in tree_leaves(output):
         if isinstance(tensor, Tensor) and tensor.requires_grad and id(tensor) not in passed_on:
             tensor.register_hook(partial(_before_backward, streaming, unit))
+    if torch._C._current_graph_task_id() == -1:
+        streaming.lend(None)
 
 
 def _before_backward(streaming: Streaming, unit: Unit, grad: Tensor) -> None:
     streaming.demand(unit, "backward")
+    streaming.lend(unit)
 
 
 def _names(unit: Unit, module: nn.Module, prefix: str) -> Iterator[tuple[str, Tensor]]:
@@ -297,9 +316,11 @@ def _replace_saved(
 
 def _before_load(streaming: Streaming, unit: Unit, module: nn.Module, *args: Any) -> None:
     streaming.read(unit, unit.homes)
+    streaming.lend(unit)
 
 
 def _after_load(streaming: Streaming, unit: Unit, module: nn.Module, keys: Any) -> None:
+    streaming.lend(None)
     for param in unit.homes:
         streaming.write(unit, param)
 
@@ -461,7 +482,7 @@ def find_units(model: nn.Module) -> list[Unit]:
         unit = next(iter(used_by))
         if unit is None or len(used_by) > 1 or weight.numel() <= RESIDENT or not weight.is_contiguous():
             continue
-        if type(weight) not in (nn.Parameter, Absent):
+        if type(weight) not in (nn.Parameter, Idle):
             raise UnsupportedError(f"placement='streamed' does not support parameters of {type(weight).__name__}")
         unit.homes[weight] = weight.detach()
     units = [each for each in units if each.homes]

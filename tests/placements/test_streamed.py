@@ -421,16 +421,17 @@ def test_refusals(make):
         lowmem.FusedOptimizer(layers.named_parameters(), model=layers, placement="streamed")
 
 
-def test_a_parameter_that_is_not_on_the_device(make, batches):
+@pytest.mark.parametrize("layer", [0, 3], ids=["on the device", "not on the device"])
+def test_a_parameter_is_used_outside_of_its_layer(make, batches, layer):
     model = make(True)
-    opt = optimizer(model, True)
-    train(model, opt, batches[:1])
-    weight = model.model.layers[3].mlp.up_proj.weight
+    train(model, optimizer(model, True), batches[:1])
+    weight = model.model.layers[layer].mlp.up_proj.weight
+    named = rf"'mlp.up_proj.weight' of layer {layer} \(LlamaDecoderLayer\)"
     for use in (weight.clone, weight.norm, lambda: weight + 1, lambda: print(weight), weight.zero_):
-        with torch.no_grad(), pytest.raises(StepError, match=r"'mlp.up_proj.weight' of layer 3 \(LlamaDecoderLayer\)"):
+        with torch.no_grad(), pytest.raises(StepError, match=named):
             use()
     with pytest.raises(StepError, match=r"to\(\) uses parameter"):
-        model.to(torch.float64)
+        model.model.layers.to(torch.float64)
     model.to(DEVICE)
     assert isinstance(weight, nn.Parameter)
     assert weight.shape == (288, 144)
