@@ -3,9 +3,9 @@
 The repeated layers of a model are its units. At most two units are on the device: the one that computes, and the one
 that is expected next.
 
-    unit          0    1    2    2    1    0      forward, then backward with its updates
-    fetched     0 1    2    .    1    0    1      each one while the unit before it computes
-    written back                 2    1    0      each parameter as soon as it is updated
+    layer         0    1    2    3    3    2    1    0      forward, then backward with its updates
+    fetched       .    2    3    .    .    1    0    .      while the layer computes; 0 and 1 are still there
+    written back                      3    2    1    0      each parameter as soon as it is updated
 """
 
 import itertools
