@@ -8,6 +8,7 @@ from lowmem.errors import LowmemError
 from lowmem.layers.quantize import dequantize_, quantize_
 from lowmem.optimizer import FusedOptimizer
 from lowmem.options import DynamicScale, FusedConfig, LayersConfig
+from lowmem.placements.streamed import stream
 from lowmem.step.report import LastStep
 from lowmem.tiles import storage
 
@@ -23,4 +24,5 @@ __all__ = [
     "quantize_",
     "rules",
     "storage",
+    "stream",
 ]

@@ -49,13 +49,11 @@ def find(placement: Choice, params: Iterable[Any]) -> Placement:
     kind = kinds.pop() if kinds else None
     if kind is None and placement in ("zero3", "fsdp2"):
         raise ConfigError(f"placement={placement!r}, but the parameters are not sharded; shard the model first")
+    if kind is None and placement == "streamed":
+        raise ConfigError("placement='streamed', but the parameters are not: call lowmem.stream(model, device) first")
     several = in_group() and dist.get_world_size() > 1
-    if placement == "streamed" and kind in (None, placement):
-        if several:
-            raise UnsupportedError("placement='streamed' supports one process. Use 'zero3' or 'fsdp2' with several")
-        return _sharded(placement)
     if kind is not None and placement not in ("auto", kind):
-        raise ConfigError(f"placement={placement!r}, but the parameters are sharded by {kind}")
+        raise ConfigError(f"placement={placement!r}, but the parameters are in placement {kind!r}")
     if placement == "replicated" and not in_group():
         raise ConfigError("placement='replicated' needs a process group: call torch.distributed.init_process_group()")
     if kind is not None:

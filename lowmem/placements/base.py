@@ -6,6 +6,7 @@ The classes here are the placement on one device, and the base classes of the ot
 import sys
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -100,6 +101,14 @@ class Shard:
         """Writes the shard back, which `read` returned and the caller has changed."""
         if isinstance(param, QuantizedWeight):  # autograd does not see that its parts have changed
             torch.autograd.graph.increment_version(param)
+
+    def keep(self, param: Tensor, states: dict[Any, Any]) -> dict[Any, Any]:
+        """Returns the states of a parameter, with their tensors where they are between two uses."""
+        return states
+
+    def lend(self, param: Tensor, states: dict[Any, Any]) -> AbstractContextManager[dict[Any, Any]]:
+        """Returns a context in which states are on the device that computes, and may be changed or added."""
+        return nullcontext(states)
 
     def gather(self, param: Tensor, shard: Tensor, span: Span) -> Tensor:
         """Gathers a tensor that is sharded like a parameter, such as an optimizer state. Every rank calls it."""
@@ -238,6 +247,9 @@ class Placement:
         """
         if in_group():
             refuse_wrapped(records)
+
+    def settle(self) -> None:
+        """Waits until weights and states are where they are between two uses."""
 
     def free_copies(self, records: Collection[Placed], *, updated: bool) -> None:
         """Called after each micro-batch, with `updated` after the updates of a step. Frees copies of weights, or renews

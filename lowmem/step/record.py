@@ -10,7 +10,6 @@ from lowmem.errors import StepError
 from lowmem.placements.base import Placed, Shard
 from lowmem.rules import ENGINE_KEYS, UpdateRule
 from lowmem.step.program import Program, make_program, rounding_of
-from lowmem.tiles.quantized import tensors_of
 from lowmem.tiles.storage import ROUNDED_DTYPES
 
 Group = dict[str, Any]
@@ -94,10 +93,6 @@ class ParamRecord(Placed):
         self.span = program.span
         like = self.param.dtype, self.param.device, self.span, program.spec, program.ranks
         self.program = self.group.programs.setdefault((*like, program.weight, *program.states.items()), program)
-
-    def weight(self, shard: Tensor) -> tuple[Tensor, ...]:
-        """The tensors of the weight's storage, of this shard."""
-        return *tensors_of(shard), *self.extra
 
     def put_extra(self, tensors: tuple[Tensor, ...], shard: Shard) -> None:
         """Takes the saved tensors of the weight's storage."""

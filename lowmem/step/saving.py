@@ -65,6 +65,7 @@ def named(loop: StepLoop, *, lazy: bool) -> dict[str, Any]:
     parameters, shard = loop.parameters, loop.parameters.shard
     loop.drop_failed()
     loop.report.settle()
+    parameters.placement.settle()
     loop.cycle.refuse_open("save")
     states, records = parameters.states, list(loop.records.values())
     groups = [
@@ -187,6 +188,7 @@ def load(loop: StepLoop, saved: Mapping[str, Any], *, numbered: bool) -> None:
         copies = {key: _copy(parameters, owners.get(name), key, value) for key, value in state.items()}
         if name in owners:
             record = owners[name].record
+            copies = parameters.shard.keep(record.param, copies)
             record.put_extra(tuple(copies.pop(extra) for extra in record.program.extra_names), parameters.shard)
             parameters.states[record.param] = copies
         else:

@@ -19,7 +19,7 @@ from lowmem.step.program import Program, Result
 from lowmem.step.record import AddedGroup, ParamRecord
 from lowmem.tiles.gradients import Gradient
 from lowmem.tiles.graph import Compiler
-from lowmem.tiles.quantized import QuantizedWeight
+from lowmem.tiles.quantized import QuantizedWeight, tensors_of
 from lowmem.tiles.rounding import noise_key
 from lowmem.tiles.storage import Float, Held
 from lowmem.tiles.stored import StoredTiles, begin_storage
@@ -201,16 +201,18 @@ class Updates:
         there = {*state, *(program.extra_names if record.extra else ())}
         if not (missing := [name for name in program.created if name not in there]):
             return
-        new = initial_tensors(program, missing, self._shard.read(record.param))
+        new = self._shard.keep(record.param, initial_tensors(program, missing, self._shard.read(record.param)))
         if extra := tuple(new.pop(name) for name in program.extra_names if name in missing):
             record.extra = extra
         state.update(new)
 
     def _update_one(self, record: ParamRecord, grad: Gradient, decision: Decision | None) -> None:
         self.begin_state(record)
-        shard = self._shard.read(record.param)
-        self._run(record.program, [record], record.weight(shard), grad, self._states[record.param], decision)
-        self._shard.write(record.param, shard)
+        param, extra = record.param, dict(enumerate(record.extra))
+        shard = self._shard.read(param)
+        with self._shard.lend(param, self._states[param]) as state, self._shard.lend(param, extra) as extra:
+            self._run(record.program, [record], (*tensors_of(shard), *extra.values()), grad, state, decision)
+        self._shard.write(param, shard)
 
     def _update_shards(self) -> None:
         """Measures the waiting shards in one collective, and updates their parameters."""

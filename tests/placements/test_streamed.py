@@ -1,14 +1,18 @@
 """Streamed weights: the same bits as local training, with at most two units on the device."""
 
+import fcntl
+import mmap
+import shutil
+
 import pytest
 import torch
 from torch import nn
 
 import lowmem
 from lowmem import placements
-from lowmem.errors import StepError, UnsupportedError
-from lowmem.placements import streamed
-from lowmem.placements.streamed import find_units, move_resident, stream
+from lowmem.errors import ConfigError, StepError, UnsupportedError
+from lowmem.placements import homes
+from lowmem.placements.streamed import find_units
 from lowmem.step.updates import SMALL
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -19,9 +23,13 @@ SIZES = {
 }  # fmt: skip
 
 
-def placed(model, streams):
-    """Moves a model to the device, or everything except for the weights that will be streamed."""
-    move_resident(model, DEVICE) if streams else model.to(DEVICE)
+def stream(model, **options):
+    return lowmem.stream(model, DEVICE, **options)
+
+
+def placed(model, streams, **options):
+    """Moves a model to the device, or streams it past the device."""
+    stream(model, **options) if streams else model.to(DEVICE)
     return model
 
 
@@ -29,8 +37,8 @@ def placed(model, streams):
 def make(tiny_llama):
     """A factory: a model on the device, or one to be streamed past it."""
 
-    def make(streams, dtype=torch.float32, checkpointing=True, **config):
-        return placed(tiny_llama(dtype, checkpointing, **{**SIZES, **config}), streams)
+    def make(streams, dtype=torch.float32, checkpointing=True, options=None, **config):
+        return placed(tiny_llama(dtype, checkpointing, **{**SIZES, **config}), streams, **(options or {}))
 
     return make
 
@@ -41,10 +49,9 @@ def batches(token_batches):
 
 
 def optimizer(model, streams, rule="adalomo", **options):
-    placement = "streamed" if streams else "local"
-    return lowmem.FusedOptimizer(
-        model.named_parameters(), rule, model=model, placement=placement, **{"lr": 1e-2, **options}
-    )
+    opt = lowmem.FusedOptimizer(model.named_parameters(), rule, model=model, **{"lr": 1e-2, **options})
+    assert opt.placement == ("streamed" if streams else "local")
+    return opt
 
 
 def train(model, opt, batches):
@@ -79,7 +86,8 @@ def both(make, batches, steps=train, model=None, **options):
 def test_same_bits_as_local_training(make, batches, rule, policy, dtype):
     streaming = both(make, batches, rule=rule, policy=policy, model={"dtype": dtype})
     assert streaming.peak == 2 * streaming.units[0].nbytes
-    assert streaming.written == len(batches) * LAYERS * streaming.units[0].nbytes
+    tensors = 3 if rule == "adamw" else 1
+    assert streaming.written == len(batches) * LAYERS * tensors * streaming.units[0].nbytes
 
 
 @pytest.mark.parametrize("policy", ["immediate", "two_pass", "deferred"])
@@ -133,7 +141,7 @@ def test_weights_that_two_layers_share_stay(make, batches):
         model = make(False)  # on the device, from where homes are filled
         layers = model.model.layers
         layers[2].mlp.up_proj.weight = layers[0].mlp.up_proj.weight
-        return model
+        return placed(model, streams)
 
     streaming = both(tied, batches)
     homes = [len(unit.homes) for unit in streaming.units]
@@ -182,7 +190,7 @@ def test_adapters(make, batches):
     peft = pytest.importorskip("peft")
 
     def adapted(streams):
-        model = make(streams)
+        model = make(False)
         torch.manual_seed(0)
         options = {"r": 8, "target_modules": "all-linear", "lora_dropout": 0.1}
         return placed(peft.get_peft_model(model, peft.LoraConfig(**options)), streams)
@@ -320,15 +328,13 @@ def test_weights_are_filled_and_read(make, batches):
     assert model(**batches[0]).loss.item() == other(**batches[0]).loss.item()
 
 
-def test_homes_in_files(make, batches, tmp_path):
-    def in_files(streams):
-        model = make(streams)
-        if streams:
-            stream(model, tmp_path)
-        return model
-
-    streaming = both(in_files, batches)
-    assert sum(path.stat().st_size for path in tmp_path.iterdir()) == LAYERS * streaming.units[0].nbytes
+@pytest.mark.parametrize("rule", ["adalomo", "adamw", torch.optim.SGD])
+def test_homes_in_files(make, batches, rule, tmp_path):
+    streaming = both(make, batches, rule=rule, policy="two_pass", model={"options": {"home": tmp_path}})
+    sizes = {kind: sum(path.stat().st_size for path in tmp_path.glob(f"*.{kind}")) for kind in ("weights", "states")}
+    weights = LAYERS * streaming.units[0].nbytes
+    assert weights <= sizes["weights"] < weights + LAYERS * 7 * mmap.PAGESIZE
+    assert sizes["states"] >= (2 * weights if rule == "adamw" else 0)
 
 
 def test_traffic_of_a_step(make, batches):
@@ -356,7 +362,7 @@ def test_parameters_leave_the_device(make, batches):
     assert there == [0, 1]
     for unit in streaming.units:
         for param, home in unit.homes.items():
-            assert param.untyped_storage().nbytes() == (home.nbytes if unit.present else 0)
+            assert param.untyped_storage().nbytes() == (home.nbytes if unit.present or DEVICE == "cpu" else 0)
             assert home.is_pinned() == (DEVICE != "cpu")
 
 
@@ -403,22 +409,43 @@ def test_units():
 
 
 def test_small_parameters_stay(make):
-    assert streamed.RESIDENT >= SMALL  # else they would be updated in stacks, after their unit has left
+    assert homes.RESIDENT >= SMALL  # else they would be updated in stacks, after their unit has left
     model = make(True)
     stay = {name for name, param in model.named_parameters() if param.numel() <= SMALL}
     assert stay == {
-        name for name, p in model.named_parameters() if not any(p in unit.homes for unit in find_units(model))
+        name for name, param in model.named_parameters() if param not in stream(model).owners
     }
 
 
-def test_refusals(make):
-    model = make(True)
-    with pytest.raises(UnsupportedError, match="needs the model"):
+def test_refusals(make, tmp_path):
+    model = make(False).cpu()
+    with pytest.raises(ConfigError, match=r"call lowmem\.stream"):
         lowmem.FusedOptimizer(model.named_parameters(), placement="streamed")
-    torch.manual_seed(0)
-    layers = nn.Sequential(*(nn.Linear(256, 256, device=DEVICE) for _ in range(3)))
     with pytest.raises(UnsupportedError, match="no repeated layers"):
-        lowmem.FusedOptimizer(layers.named_parameters(), model=layers, placement="streamed")
+        stream(nn.Sequential(*(nn.Linear(256, 256) for _ in range(3))))
+    with pytest.raises(ConfigError, match=r"The largest layer is layer 0 \(LlamaDecoderLayer\) with 829,440"):
+        stream(model, device_memory=1_000_000)
+    (tmp_path / "used").mkdir()
+    with (tmp_path / "used" / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(ConfigError, match="in use by another run"):
+            stream(model, home=tmp_path / "used")
+    monkeypatched = shutil.disk_usage(tmp_path)._replace(free=1000)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda path: monkeypatched)
+        with pytest.raises(ConfigError, match=r"has 1,000 bytes left, but the weights of the layers take 3,317,760"):
+            stream(model, home=tmp_path / "full")
+    assert all(type(param) is nn.Parameter for param in model.parameters())
+
+
+@pytest.mark.parametrize("layers", [0, 1, 2, 4])
+def test_layers_stay_within_device_memory(make, batches, layers):
+    local = make(False, num_hidden_layers=6)
+    unit = find_units(local)[0].nbytes
+    total = sum(param.nbytes for param in local.parameters()) + sum(buffer.nbytes for buffer in local.buffers())
+    model = {"options": {"device_memory": total - (4 - layers) * unit}, "num_hidden_layers": 6}
+    streaming = both(make, batches, rule="adamw", model=model)
+    assert len(streaming.units) == (0 if layers == 4 else 6 - layers)
 
 
 @pytest.mark.parametrize("layer", [0, 3], ids=["on the device", "not on the device"])

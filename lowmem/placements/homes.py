@@ -1,0 +1,97 @@
+"""Homes of streamed tensors: host memory, or files that are mapped into memory."""
+
+import fcntl
+import mmap
+import os
+import shutil
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lowmem.errors import ConfigError
+
+# Devices that compute on the host.
+WITHOUT_STREAMS = ("cpu", "meta")
+
+# Tensors up to this number of elements stay on the device: such weights are updated in stacks, after their unit left.
+RESIDENT = 1 << 14
+
+
+class Home:
+    """Host memory. For a GPU it is pinned; on a CPU, tensors are used where they are."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._pins = device.type not in WITHOUT_STREAMS
+
+    def keep(self, tensor: Tensor) -> Tensor:
+        """Returns a tensor of the home with the same elements."""
+        if not self._pins and tensor.device.type == "cpu":
+            return tensor.detach()
+        home = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=self._pins)
+        return home.copy_(tensor.detach())
+
+    def expect(self) -> None:
+        """Called before a device that computes on the host uses the tensors."""
+
+    def leave(self) -> None:
+        """Called after a device that computes on the host has used the tensors."""
+
+
+class FileHome(Home):
+    """A file, in which each tensor begins a page. A CPU uses the tensors where they are.
+
+    Raises:
+        ConfigError: there is no room for the file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._file, self._end = path, path.open("wb+"), 0
+        self._maps: list[mmap.mmap] = []
+
+    def keep(self, tensor: Tensor) -> Tensor:
+        try:
+            os.posix_fallocate(self._file.fileno(), self._end, tensor.nbytes)
+        except OSError as error:
+            raise ConfigError(f"home: {self._path} cannot grow by {tensor.nbytes:,} bytes: {error.strerror}") from error
+        mapped = mmap.mmap(self._file.fileno(), tensor.nbytes, offset=self._end)
+        self._maps.append(mapped)
+        self._end += -(-tensor.nbytes // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
+        home = torch.frombuffer(mapped, dtype=tensor.dtype).view(tensor.shape).copy_(tensor.detach())
+        mapped.madvise(mmap.MADV_DONTNEED)
+        return home
+
+    def expect(self) -> None:
+        for mapped in self._maps:
+            mapped.madvise(mmap.MADV_WILLNEED)  # the kernel reads ahead
+
+    def leave(self) -> None:
+        for mapped in self._maps:
+            mapped.madvise(mmap.MADV_DONTNEED)  # changed pages are still written to the file
+
+
+class Folder:
+    """A folder of files for homes, which one process uses at a time.
+
+    Raises:
+        ConfigError: another process uses it, or its disk has less than `nbytes` left.
+    """
+
+    def __init__(self, path: Path, nbytes: int) -> None:
+        path.mkdir(parents=True, exist_ok=True)
+        self._path, self._lock = path, (path / "lock").open("w")  # until the process ends
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise ConfigError(f"home={str(path)!r} is in use by another run. Choose another folder") from error
+        for old in path.glob("layer*.*"):  # of a run that has ended
+            old.unlink()
+        free = shutil.disk_usage(path).free
+        if free < nbytes:
+            raise ConfigError(
+                f"home={str(path)!r}: the disk has {free:,} bytes left, but the weights of the layers take {nbytes:,}"
+            )
+
+    def home(self, index: int, kind: str) -> FileHome:
+        """Returns the home of the weights of a layer, or of other tensors."""
+        return FileHome(self._path / f"layer{index}.{kind}")

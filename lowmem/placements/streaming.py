@@ -1,0 +1,351 @@
+"""Units of a model, and their way past the device: which are there, and the copies of them and of their states.
+
+At most two units are on the device: the one that computes, and the one that is expected next.
+
+    layer         0    1    2    3    3    2    1    0      forward, then backward with its updates
+    fetched       .    2    3    .    .    1    0    .      while the layer computes; 0 and 1 are still there
+    written back                      3    2    1    0      each parameter as soon as it is updated
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from lowmem.errors import StepError
+from lowmem.placements.homes import RESIDENT, WITHOUT_STREAMS, Home
+from lowmem.tiles.quantized import QuantizedWeight, tensors_of
+
+
+@dataclass(eq=False, repr=False)
+class Unit:
+    """A module whose parameters are fetched together.
+
+    Attributes:
+        index: its position among the units of the model.
+        homes: parameter → its elements in `home`; of a quantized weight, its parts.
+        home, states: make the homes of weights and of optimizer states.
+        present: the parameters are on the device, or are arriving.
+        lent: its module may use the parameters.
+        arrived: the end of the last copy to the device.
+        left: parameter → the end of the last copy of it and its states to their homes.
+    """
+
+    index: int
+    module: nn.Module
+    homes: dict[Tensor, Tensor] = field(default_factory=dict)
+    home: Home = field(init=False)
+    states: Home = field(init=False)
+    present: bool = False
+    lent: bool = True
+    arrived: Any = None
+    left: dict[Tensor, Any] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that the unit takes on the device."""
+        return sum(home.nbytes for _, home in self.tensors())
+
+    def tensors(self, param: Tensor | None = None) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yields pairs of a tensor on the device and the one in its home: of one parameter, or of all."""
+        for each in self.homes if param is None else (param,):
+            yield from zip(tensors_of(each), tensors_of(self.homes[each]), strict=True)
+
+    def __repr__(self) -> str:
+        return f"layer {self.index} ({type(self.module).__name__})"
+
+
+# Functions that do not read the elements of a tensor.
+_OF_METADATA = {
+    "__delete__", "__get__", "__hash__", "__set__", "_has_compatible_shallow_copy_type", "as_strided",
+    "backward", "data_ptr", "detach", "dim",
+    "element_size", "empty_like", "get_device", "grad", "is_complex", "is_contiguous", "is_floating_point",
+    "is_inference", "is_pinned", "ndimension", "nelement", "new_empty", "new_zeros", "numel", "ones_like",
+    "register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "size", "storage_offset", "stride",
+    "untyped_storage", "view", "view_as", "zeros_like",
+}  # fmt: skip
+
+
+class _Guarded:
+    """The class of a streamed parameter while its layer does not compute.
+
+    To read the memory of one that is not on the device would end the process, and a change would be lost.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.__name__ not in _OF_METADATA and not (func.__name__ == "to" and _is_there(*args, **(kwargs or {}))):
+            param = next(each for each in tree_leaves((args, kwargs)) if isinstance(each, cls))
+            unit = param.streaming.owners[param]
+            name = next(name for name, each in unit.module.named_parameters() if each is param)
+            raise StepError(
+                f"{func.__name__}() uses parameter {name!r} of {unit}, which is on the device only while its layer "
+                "computes. Read it with lowmem.placements.full_tensor(param), and write it with "
+                "lowmem.placements.fill(param, tensor)"
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+class Idle(_Guarded, nn.Parameter):
+    __doc__ = _Guarded.__doc__
+
+
+class IdleQuantized(_Guarded, QuantizedWeight):
+    __doc__ = _Guarded.__doc__
+
+
+_IDLE: dict[type, type] = {nn.Parameter: Idle, QuantizedWeight: IdleQuantized}
+_LENT = {idle: lent for lent, idle in _IDLE.items()}
+
+
+def _is_there(param: Tensor, *args: Any, **kwargs: Any) -> bool:
+    """Returns whether `param.to(...)` returns the parameter itself, as in `model.to(device)` of a trainer."""
+    device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)  # type: ignore[attr-defined]
+    there = device is None or torch.empty(0, device=device).device == param.device
+    return there and dtype in (None, param.dtype)
+
+
+# The position in a step: the unit before, the present one, and the kind of pass.
+_Place = tuple[int, int, str]
+
+
+class Streaming:
+    """Streams the units of one model past a device. It lives as long as its model, with any number of optimizers.
+
+    Copies to the device run on one stream, and copies to the host on another one. The memory of units is allocated,
+    freed and allocated again on the first one, which waits for everything that uses a unit before it frees it.
+
+    Attributes:
+        units: in the order of the model.
+        owners: parameter → its unit.
+        fetched, written: bytes that were copied to the device and back.
+        peak: the maximum number of bytes of units on the device.
+    """
+
+    def __init__(self, units: Iterable[Unit], device: torch.device) -> None:
+        self.units, self.device = list(units), device
+        self.owners = {param: unit for unit in self.units for param in unit.homes}
+        self.fetched = self.written = self.peak = 0
+        self._in_backward = False  # a backward has a unit in use
+        self._current, self._places = -1, list[_Place]()  # the present unit, and where it was in use
+        self._following: dict[_Place, int] = {}  # the unit that came next in earlier passes
+        self._module: Any = None if device.type in WITHOUT_STREAMS else torch.get_device_module(device)
+        self._incoming: Any = self._module and self._module.Stream(device)
+        self._outgoing: Any = self._module and self._module.Stream(device)
+        self._borrowed: deque[tuple[Any, Any]] = deque()  # states on the device, and the end of their last copy
+        self._waited, self._waits = 0.0, deque[tuple[Any, Any]]()  # seconds, and the events around later waits
+        self.lend(None)
+
+    # -- which units are on the device -----------------------------------------------------------------------------
+
+    def demand(self, unit: Unit, kind: str) -> None:
+        """Makes a unit present, and starts to fetch the unit that is expected after it. All others leave.
+
+        Args:
+            kind: of the pass: "backward", "train" (a forward that is followed by a backward), or "other".
+        """
+        self._in_backward = kind == "backward"
+        before = self._places[0][0] if self._places else -1
+        if unit.index != self._current:
+            self._following |= dict.fromkeys(self._places, unit.index)
+            before, self._current, self._places = self._current, unit.index, []
+        place = before, unit.index, kind
+        if place not in self._places:
+            self._places.append(place)
+        expected = self.units[self._following.get(place, self._neighbor(unit.index, kind))]
+        for other in self.units:
+            if other not in (unit, expected):
+                self.evict(other)
+        for each in (unit, expected):
+            self.fetch(each)
+        self._await(unit.arrived)
+
+    def _neighbor(self, index: int, kind: str) -> int:
+        """Returns the unit that comes next in a model that runs its units in order, unless it has run otherwise."""
+        last = len(self.units) - 1
+        back = index == last if kind == "train" else kind == "backward" and index > 0
+        return index - 1 if back else (index + 1) % len(self.units)
+
+    def read(self, unit: Unit, params: Iterable[Tensor]) -> None:
+        """Makes a unit present, so that some of its parameters can be changed."""
+        if self._in_backward:  # another unit may be in use
+            self.fetch(unit)
+            self._await(unit.arrived)
+        else:
+            self.demand(unit, "other")
+        for param in params:
+            if param in unit.left:  # written in the step before, and still on the device
+                self._module.current_stream(self.device).wait_event(unit.left[param])
+
+    def lend(self, unit: Unit | None) -> None:
+        """Lets a layer use its parameters, and no other one."""
+        for each in self.units:
+            if each.lent is not (each is unit):
+                each.lent = each is unit
+                for param in each.homes:
+                    param.__class__ = (_LENT if each.lent else _IDLE)[type(param)]
+
+    def end_backward(self) -> None:
+        """Called when no unit is in use."""
+        self._in_backward = False
+        self.lend(None)
+
+    # -- copies of weights -----------------------------------------------------------------------------------------
+
+    def fetch(self, unit: Unit) -> None:
+        """Starts to copy a unit to the device."""
+        if unit.present:
+            return
+        unit.present, start = True, time.perf_counter()
+        self._on_stream(self._incoming, partial(self._copy_in, unit))
+        if self._incoming is None:
+            self._waited += time.perf_counter() - start
+        else:
+            unit.arrived = self._incoming.record_event()
+        self.fetched += unit.nbytes
+        self.peak = max(self.peak, sum(each.nbytes for each in self.units if each.present))
+
+    def _copy_in(self, unit: Unit) -> None:
+        for there, home in unit.tensors():
+            if there.data_ptr() != home.data_ptr():
+                there.untyped_storage().resize_(home.nbytes)
+                there.data.copy_(home, non_blocking=True)  # of `data`, autograd does not count versions
+        if self._module is None:
+            unit.home.expect()
+
+    def evict(self, unit: Unit) -> None:
+        """Frees a unit on the device, whose copies and uses are ordered before the memory is used again."""
+        if not unit.present:
+            return
+        unit.present = False
+        if unit.lent:  # after a failed forward, or a backward without updates
+            self.lend(None)
+        if self._incoming is not None:
+            self._incoming.wait_stream(self._module.current_stream(self.device))
+            for left in unit.left.values():
+                self._incoming.wait_event(left)
+        self._on_stream(self._incoming, partial(self._free, unit))
+
+    def _free(self, unit: Unit) -> None:
+        for there, home in unit.tensors():
+            if there.data_ptr() != home.data_ptr():
+                there.untyped_storage().resize_(0)
+        if self._module is None:
+            unit.home.leave()
+            unit.states.leave()
+
+    def write(self, unit: Unit, param: Tensor) -> None:
+        """Starts to copy a parameter to its home, after its update."""
+        pairs = [pair for pair in unit.tensors(param) if pair[0].data_ptr() != pair[1].data_ptr()]
+        left = self._copy_out((home, there.detach()) for there, home in pairs)
+        if left is not None:
+            unit.left[param] = left
+        self.written += sum(home.nbytes for _, home in unit.tensors(param))
+
+    def _copy_out(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> Any:
+        """Starts copies to homes. Returns the event at their end; None if this device has none."""
+        if self._outgoing is None:
+            for home, there in pairs:
+                home.copy_(there)
+            return None
+        self._outgoing.wait_stream(self._module.current_stream(self.device))
+        with self._module.stream(self._outgoing):
+            for home, there in pairs:
+                home.copy_(there, non_blocking=True)
+        return self._outgoing.record_event()
+
+    def home(self, unit: Unit, param: Tensor) -> Tensor:
+        """Returns a parameter in its home, after the copies that change it or are made of it."""
+        for copied in (unit.left.get(param), unit.arrived):
+            if copied is not None:
+                copied.synchronize()
+        return unit.homes[param]
+
+    # -- copies of states ------------------------------------------------------------------------------------------
+
+    def keep(self, unit: Unit, states: dict[Any, Any]) -> dict[Any, Any]:
+        """Returns the states of a parameter, those that move in their homes."""
+        return {name: unit.states.keep(value) if _moves(value) else value for name, value in states.items()}
+
+    @contextmanager
+    def states(self, unit: Unit, param: Tensor, states: dict[Any, Any]) -> Iterator[dict[Any, Any]]:
+        """A context in which states are on the device. Those that it changes or adds have a home at its end.
+
+        Small states stay on the device. Others are there for at most two parameters at a time.
+        """
+        there = states | self._bring(unit, param, {n: home for n, home in states.items() if _moves(home)})
+        yield there
+        copies, new = [], {name: value for name, value in there.items() if value is not states.get(name)}
+        for name, value in new.items():
+            home = states.get(name)
+            if _moves(value) and _moves(home) and (value.shape, value.dtype) == (home.shape, home.dtype):
+                copies.append((home, value))
+            else:
+                states[name] = unit.states.keep(value) if _moves(value) else value
+        left = self._copy_out(copies)
+        self.written += sum(home.nbytes for home in states.values() if _moves(home))
+        if left is not None:
+            self._borrowed.append((new, left))
+
+    def _bring(self, unit: Unit, param: Tensor, homes: dict[Any, Tensor]) -> dict[Any, Tensor]:
+        """Copies states to a device that has a memory of its own."""
+        self.fetched += sum(home.nbytes for home in homes.values())
+        if self._module is None or not homes:
+            return {}
+        while len(self._borrowed) > 1:
+            borrowed, left = self._borrowed.popleft()
+            self._incoming.wait_event(left)  # so that the next states can have the same memory
+            del borrowed
+        if param in unit.left:
+            self._incoming.wait_event(unit.left[param])
+        with self._module.stream(self._incoming):
+            moved = {name: home.to(self.device, non_blocking=True) for name, home in homes.items()}
+        self._await(self._incoming.record_event())
+        return moved
+
+    # -- waiting ---------------------------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Waits until everything is in its home."""
+        if self._outgoing is not None:
+            self._outgoing.synchronize()
+
+    @property
+    def waited(self) -> float:
+        """Seconds for which the device waited for copies. A CPU waits for files as it uses them, which is not known."""
+        while self._waits and self._waits[0][1].query():
+            start, end = self._waits.popleft()
+            self._waited += start.elapsed_time(end) / 1000
+        return self._waited
+
+    def _await(self, copied: Any) -> None:
+        """Makes the device wait for a copy."""
+        if copied is None or copied.query():
+            return
+        _ = self.waited  # takes the events that are past
+        start, end = (self._module.Event(enable_timing=True) for _ in range(2))
+        current = self._module.current_stream(self.device)
+        start.record(current)
+        current.wait_event(copied)
+        end.record(current)
+        self._waits.append((start, end))
+
+    def _on_stream(self, stream: Any, act: Callable[[], Any]) -> None:
+        if stream is None:
+            act()
+        else:
+            with self._module.stream(stream):
+                act()
+
+
+def _moves(value: Any) -> bool:
+    """Returns whether a state leaves the device between its uses."""
+    return isinstance(value, Tensor) and value.numel() > RESIDENT
