@@ -81,17 +81,23 @@ class _Guarded:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.__name__ not in _OF_METADATA and not (func.__name__ == "to" and _is_there(*args, **(kwargs or {}))):
-            param = next(each for each in tree_leaves((args, kwargs)) if isinstance(each, cls))
-            unit = param.streaming.owners[param]
-            name = next(name for name, each in unit.module.named_parameters() if each is param)
-            raise StepError(
-                f"{func.__name__}() uses parameter {name!r} of {unit}, which is on the device only while its layer "
-                "computes. Read it with lowmem.placements.full_tensor(param), and write it with "
-                "lowmem.placements.fill(param, tensor)"
-            )
+        name = "data" if func == Tensor.data.__get__ else func.__name__  # type: ignore[attr-defined]
+        if name not in _OF_METADATA and not (name == "to" and _is_there(*args, **(kwargs or {}))):
+            raise next(each for each in tree_leaves((args, kwargs)) if isinstance(each, cls)).refusal(name)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise self.refusal("copy.deepcopy")
+
+    def refusal(self: Any, use: str) -> StepError:
+        """Returns an error about a use of the parameter."""
+        unit = self.streaming.owners[self]
+        name = next(name for name, each in unit.module.named_parameters() if each is self)
+        return StepError(
+            f"{use} uses parameter {name!r} of {unit}, which is on the device only while its layer computes. Read it "
+            "with lowmem.placements.full_tensor(param), and write it with lowmem.placements.fill(param, tensor)"
+        )
 
 
 class Idle(_Guarded, nn.Parameter):
@@ -217,7 +223,7 @@ class Streaming:
         for there, home in unit.tensors():
             if there.data_ptr() != home.data_ptr():
                 there.untyped_storage().resize_(home.nbytes)
-                there.data.copy_(home, non_blocking=True)  # of `data`, autograd does not count versions
+                _untracked(there).copy_(home, non_blocking=True)
         if self._module is None:
             unit.home.expect()
 
@@ -344,6 +350,12 @@ class Streaming:
         else:
             with self._module.stream(stream):
                 act()
+
+
+def _untracked(tensor: Tensor) -> Tensor:
+    """Returns a tensor with the same memory, of whose changes autograd does not know."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.data
 
 
 def _moves(value: Any) -> bool:
