@@ -334,7 +334,7 @@ class Streaming:
 
     def _await(self, copied: Any) -> None:
         """Makes the device wait for a copy."""
-        if copied is None or copied.query():
+        if copied is None:
             return
         _ = self.waited  # takes the events that are past
         start, end = (self._module.Event(enable_timing=True) for _ in range(2))
