@@ -59,14 +59,15 @@ def stream(
     device = torch.empty(0, device=device).device  # with its index
     units = find_units(model)
     units = units[: _number_that_streams(model, units, device_memory)]
-    streamed = {param for unit in units for param in unit.homes}
-    folder = None if home == "host" else Folder(Path(home), sum(unit.nbytes for unit in units))
+    streamed: set[Tensor] = {param for unit in units for param in unit.homes}
+    planned = device.type == "meta"  # nothing has elements
+    folder = None if planned or home == "host" else Folder(Path(home), sum(unit.nbytes for unit in units))
     _move_others(model, streamed, device)
     for unit in units:
         unit.home = folder.home(unit.index, "weights") if folder else Home(device)
         unit.states = folder.home(unit.index, "states") if folder else Home(device)
-        for param in unit.homes:
-            _move_home(unit, param, device)
+        for weight in unit.homes:
+            _move_home(unit, weight, device)
     streaming = Streaming(units, device)
     for unit in units:
         _hook(streaming, unit)

@@ -9,10 +9,9 @@ At most two units are on the device: the one that computes, and the one that is 
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -83,14 +82,14 @@ class _Guarded:
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = "data" if func == Tensor.data.__get__ else func.__name__  # type: ignore[attr-defined]
         if name not in _OF_METADATA and not (name == "to" and _is_there(*args, **(kwargs or {}))):
-            raise next(each for each in tree_leaves((args, kwargs)) if isinstance(each, cls)).refusal(name)
+            raise next(each for each in tree_leaves((args, kwargs)) if isinstance(each, cls)).idle_error(name)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
     def __deepcopy__(self, memo: Any) -> Any:
-        raise self.refusal("copy.deepcopy")
+        raise self.idle_error("copy.deepcopy")
 
-    def refusal(self: Any, use: str) -> StepError:
+    def idle_error(self: Any, use: str) -> StepError:
         """Returns an error about a use of the parameter."""
         unit = self.streaming.owners[self]
         name = next(name for name, each in unit.module.named_parameters() if each is self)
@@ -143,6 +142,7 @@ class Streaming:
         self._in_backward = False  # a backward has a unit in use
         self._current, self._places = -1, list[_Place]()  # the present unit, and where it was in use
         self._following: dict[_Place, int] = {}  # the unit that came next in earlier passes
+        self._in_place = device.type == "cpu"  # which computes with the homes
         self._module: Any = None if device.type in WITHOUT_STREAMS else torch.get_device_module(device)
         self._incoming: Any = self._module and self._module.Stream(device)
         self._outgoing: Any = self._module and self._module.Stream(device)
@@ -188,7 +188,7 @@ class Streaming:
         else:
             self.demand(unit, "other")
         for param in params:
-            if param in unit.left:  # written in the step before, and still on the device
+            if unit.left.get(param) is not None:  # written in the step before, and still on the device
                 self._module.current_stream(self.device).wait_event(unit.left[param])
 
     def lend(self, unit: Unit | None) -> None:
@@ -211,21 +211,18 @@ class Streaming:
         if unit.present:
             return
         unit.present, start = True, time.perf_counter()
-        self._on_stream(self._incoming, partial(self._copy_in, unit))
-        if self._incoming is None:
+        with self._on(self._incoming):
+            if self._in_place:
+                unit.home.expect()
+            else:
+                for there, home in unit.tensors():
+                    there.untyped_storage().resize_(home.nbytes)
+                    _untracked(there).copy_(home, non_blocking=True)
+        unit.arrived = self._mark(self._incoming)
+        if unit.arrived is None:
             self._waited += time.perf_counter() - start
-        else:
-            unit.arrived = self._incoming.record_event()
         self.fetched += unit.nbytes
         self.peak = max(self.peak, sum(each.nbytes for each in self.units if each.present))
-
-    def _copy_in(self, unit: Unit) -> None:
-        for there, home in unit.tensors():
-            if there.data_ptr() != home.data_ptr():
-                there.untyped_storage().resize_(home.nbytes)
-                _untracked(there).copy_(home, non_blocking=True)
-        if self._module is None:
-            unit.home.expect()
 
     def evict(self, unit: Unit) -> None:
         """Frees a unit on the device, whose copies and uses are ordered before the memory is used again."""
@@ -236,37 +233,30 @@ class Streaming:
             self.lend(None)
         if self._incoming is not None:
             self._incoming.wait_stream(self._module.current_stream(self.device))
-            for left in unit.left.values():
+            for left in filter(None, unit.left.values()):
                 self._incoming.wait_event(left)
-        self._on_stream(self._incoming, partial(self._free, unit))
-
-    def _free(self, unit: Unit) -> None:
-        for there, home in unit.tensors():
-            if there.data_ptr() != home.data_ptr():
-                there.untyped_storage().resize_(0)
-        if self._module is None:
-            unit.home.leave()
-            unit.states.leave()
+        with self._on(self._incoming):
+            if self._in_place:
+                unit.home.leave()
+                unit.states.leave()
+            else:
+                for there, _ in unit.tensors():
+                    there.untyped_storage().resize_(0)
 
     def write(self, unit: Unit, param: Tensor) -> None:
         """Starts to copy a parameter to its home, after its update."""
-        pairs = [pair for pair in unit.tensors(param) if pair[0].data_ptr() != pair[1].data_ptr()]
-        left = self._copy_out((home, there.detach()) for there, home in pairs)
-        if left is not None:
-            unit.left[param] = left
-        self.written += sum(home.nbytes for _, home in unit.tensors(param))
+        pairs = [(home, there.detach()) for there, home in unit.tensors(param)]
+        unit.left[param] = self._copy_out(() if self._in_place else pairs)
+        self.written += sum(home.nbytes for home, _ in pairs)
 
     def _copy_out(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> Any:
         """Starts copies to homes. Returns the event at their end; None if this device has none."""
-        if self._outgoing is None:
-            for home, there in pairs:
-                home.copy_(there)
-            return None
-        self._outgoing.wait_stream(self._module.current_stream(self.device))
-        with self._module.stream(self._outgoing):
+        if self._outgoing is not None:
+            self._outgoing.wait_stream(self._module.current_stream(self.device))
+        with self._on(self._outgoing):
             for home, there in pairs:
                 home.copy_(there, non_blocking=True)
-        return self._outgoing.record_event()
+        return self._mark(self._outgoing)
 
     def home(self, unit: Unit, param: Tensor) -> Tensor:
         """Returns a parameter in its home, after the copies that change it or are made of it."""
@@ -291,30 +281,29 @@ class Streaming:
         yield there
         copies, new = [], {name: value for name, value in there.items() if value is not states.get(name)}
         for name, value in new.items():
-            home = states.get(name)
+            home: Any = states.get(name)
             if _moves(value) and _moves(home) and (value.shape, value.dtype) == (home.shape, home.dtype):
                 copies.append((home, value))
             else:
                 states[name] = unit.states.keep(value) if _moves(value) else value
-        left = self._copy_out(copies)
+        self._borrowed.append((new, self._copy_out(copies)))
         self.written += sum(home.nbytes for home in states.values() if _moves(home))
-        if left is not None:
-            self._borrowed.append((new, left))
 
     def _bring(self, unit: Unit, param: Tensor, homes: dict[Any, Tensor]) -> dict[Any, Tensor]:
         """Copies states to a device that has a memory of its own."""
         self.fetched += sum(home.nbytes for home in homes.values())
-        if self._module is None or not homes:
-            return {}
         while len(self._borrowed) > 1:
             borrowed, left = self._borrowed.popleft()
-            self._incoming.wait_event(left)  # so that the next states can have the same memory
+            if left is not None:
+                self._incoming.wait_event(left)  # so that the next states can have the same memory
             del borrowed
-        if param in unit.left:
+        if self._in_place or not homes:
+            return {}
+        if unit.left.get(param) is not None:
             self._incoming.wait_event(unit.left[param])
-        with self._module.stream(self._incoming):
+        with self._on(self._incoming):
             moved = {name: home.to(self.device, non_blocking=True) for name, home in homes.items()}
-        self._await(self._incoming.record_event())
+        self._await(self._mark(self._incoming))
         return moved
 
     # -- waiting ---------------------------------------------------------------------------------------------------
@@ -344,12 +333,11 @@ class Streaming:
         end.record(current)
         self._waits.append((start, end))
 
-    def _on_stream(self, stream: Any, act: Callable[[], Any]) -> None:
-        if stream is None:
-            act()
-        else:
-            with self._module.stream(stream):
-                act()
+    def _on(self, stream: Any) -> AbstractContextManager[Any]:
+        return nullcontext() if stream is None else self._module.stream(stream)
+
+    def _mark(self, stream: Any) -> Any:
+        return None if stream is None else stream.record_event()
 
 
 def _untracked(tensor: Tensor) -> Tensor:

@@ -76,12 +76,16 @@ class _Tracker(TorchDispatchMode):
     def __enter__(self) -> "_Tracker":
         resize, tracker = torch.UntypedStorage.resize_, self
 
-        def resize_(storage: torch.UntypedStorage, size: int) -> None:  # no operation: FSDP2 frees and allocates by it
+        def resize_(
+            storage: torch.UntypedStorage, size: int
+        ) -> None:  # no operation: weights are freed by it
             resize(storage, size)
-            allocation = tracker._by_storage.get(storage)
-            if allocation is not None and allocation.nbytes != storage.nbytes():
-                tracker._release(allocation)
-                tracker._allocate(storage, allocation.device, allocation.tensor)
+            old = tracker._by_storage.get(storage)
+            if old is None:
+                tracker._allocate(storage, storage.device, f"{size:,} bytes")
+            elif old.nbytes != storage.nbytes():
+                tracker._release(old)
+                tracker._allocate(storage, old.device, old.tensor)
 
         self._resizing = patch.object(torch.UntypedStorage, "resize_", resize_)
         self._resizing.start()
