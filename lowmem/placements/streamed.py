@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import is_fake
 from torch.utils._pytree import tree_leaves
 
 from lowmem.errors import ConfigError, UnsupportedError
@@ -147,7 +148,7 @@ def find_units(model: nn.Module) -> list[Unit]:
         unit = next(iter(used_by))
         if unit is None or len(used_by) > 1 or weight.numel() <= RESIDENT:
             continue
-        if type(weight) not in (nn.Parameter, QuantizedWeight):
+        if type(weight) not in (nn.Parameter, QuantizedWeight) and not is_fake(weight):
             raise UnsupportedError(f"lowmem.stream does not support parameters of class {type(weight).__name__}")
         unit.homes[weight] = weight.detach()
     units = [each for each in units if each.homes]

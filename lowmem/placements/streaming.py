@@ -197,7 +197,8 @@ class Streaming:
             if each.lent is not (each is unit):
                 each.lent = each is unit
                 for param in each.homes:
-                    param.__class__ = (_LENT if each.lent else _IDLE)[type(param)]
+                    kind: Any = type(param)
+                    param.__class__ = (_LENT if each.lent else _IDLE).get(kind, kind)  # those of plans are fake
 
     def end_backward(self) -> None:
         """Called when no unit is in use."""
