@@ -2,15 +2,18 @@
 
 import math
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from lowmem.errors import ConfigError, UnsupportedError
 from lowmem.placements.base import Local, Placement, Shard
 from lowmem.placements.ranks import Ranks, in_group
 from lowmem.placements.replicated import Replicated
+
+if TYPE_CHECKING:
+    from lowmem.placements.streaming import Streaming
 
 __all__ = [
     "Choice",
@@ -24,6 +27,7 @@ __all__ = [
     "release",
     "shape_of",
     "stored",
+    "streaming_of",
 ]
 
 Choice = Literal["auto", "local", "replicated", "zero3", "fsdp2", "streamed"]
@@ -93,6 +97,11 @@ def stored(tensor: Tensor) -> Tensor:
 def release(tensor: Tensor) -> None:
     """Frees the gathered copy of a parameter or buffer, if there is one."""
     _shard_of(tensor).release(tensor)
+
+
+def streaming_of(model: nn.Module) -> "Streaming | None":
+    """Returns what streams a model, or None."""
+    return next((param.streaming for param in model.parameters() if hasattr(param, "streaming")), None)
 
 
 def _shard_of(tensor: Tensor) -> Shard:

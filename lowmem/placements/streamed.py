@@ -27,6 +27,7 @@ def stream(
     *,
     home: str | Path = "host",
     device_memory: int | None = None,
+    load: Callable[[Tensor], object] = lambda tensor: None,
 ) -> Streaming:
     """Moves the repeated layers of a model to a home, and everything else to a device. From now on, the weights of a
     layer are on the device only while it computes.
@@ -43,6 +44,8 @@ def stream(
         home: "host": pinned memory, or on a CPU the weights where they are. Otherwise a folder, in which each layer has
             a file that changes in every step. Only one process uses it at a time, and nothing reads it afterwards.
         device_memory: bytes for weights on the device. As many layers as fit, the last ones, stay there. None: none.
+        load: called with each parameter and buffer before it is moved. It may read its elements, with
+            `torch.utils.swap_tensors`.
 
     Returns:
         It counts what is copied. A model that is already streamed returns the same object.
@@ -63,11 +66,12 @@ def stream(
     streamed: set[Tensor] = {param for unit in units for param in unit.homes}
     planned = device.type == "meta"  # nothing has elements
     folder = None if planned or home == "host" else Folder(Path(home), sum(unit.nbytes for unit in units))
-    _move_others(model, streamed, device)
+    _move_others(model, streamed, device, load)
     for unit in units:
         unit.home = folder.home(unit.index, "weights") if folder else Home(device)
         unit.states = folder.home(unit.index, "states") if folder else Home(device)
         for weight in unit.homes:
+            load(weight)
             _move_home(unit, weight, device)
     streaming = Streaming(units, device)
     for unit in units:
@@ -94,18 +98,24 @@ def _number_that_streams(model: nn.Module, units: list[Unit], device_memory: int
     )
 
 
-def _move_others(model: nn.Module, streamed: Collection[Tensor], device: torch.device) -> None:
+def _move_others(
+    model: nn.Module, streamed: Collection[Tensor], device: torch.device, load: Callable[[Tensor], object]
+) -> None:
     """Moves everything that is not streamed to the device."""
     for module in model.modules():
         for param in module.parameters(recurse=False):
             if param not in streamed:
+                load(param)
                 param.data = param.data.to(device)
         for name, buffer in module.named_buffers(recurse=False):
+            load(buffer)
             module._buffers[name] = buffer.to(device)
 
 
 def _move_home(unit: Unit, param: Tensor, device: torch.device) -> None:
     """Moves a weight to its home. On the device it has no elements, unless its home is used where it is."""
+    if type(param) not in (nn.Parameter, QuantizedWeight) and not is_fake(param):
+        raise UnsupportedError(f"lowmem.stream does not support parameters of class {type(param).__name__}")
     home = unit.homes[param] = _map(unit.home.keep, param.detach())
     if device.type == "cpu":
         param.data = home
@@ -148,8 +158,6 @@ def find_units(model: nn.Module) -> list[Unit]:
         unit = next(iter(used_by))
         if unit is None or len(used_by) > 1 or weight.numel() <= RESIDENT:
             continue
-        if type(weight) not in (nn.Parameter, QuantizedWeight) and not is_fake(weight):
-            raise UnsupportedError(f"lowmem.stream does not support parameters of class {type(weight).__name__}")
         unit.homes[weight] = weight.detach()
     units = [each for each in units if each.homes]
     if len(units) < 2:
@@ -211,7 +219,7 @@ def _replace_saved(
     streaming: Streaming, unit: Unit, module: nn.Module, saved: dict[str, Any], prefix: str, metadata: Any
 ) -> None:
     for name, param in _names(unit, module, prefix):
-        if name in saved:
+        if name in saved and saved[name] is not param:  # with keep_vars, it is
             saved[name] = streaming.home(unit, param)
 
 
