@@ -73,6 +73,12 @@ class FusedOptimizer(torch.optim.Optimizer):
                 f"weight_format={config.weight_format!r} is an option of trainers. In a loop, call "
                 f"lowmem.quantize_(model, {config.weight_format!r}) before you create the optimizer, and omit it here"
             )
+        if (config.home, config.device_memory) != ("host", None) and not (model and placements.streaming_of(model)):
+            raise ConfigError(
+                f"home={config.home!r} and device_memory={config.device_memory!r} are options of trainers. In a loop, "
+                "call lowmem.stream(model, device, home=..., device_memory=...) before you create the optimizer, and "
+                "omit them here"
+            )
         groups = [_listed(group) for group in (groups if isinstance(groups[0], dict) else [{"params": groups}])]
         placement = placements.find(config.placement, (param for group in groups for param in group["params"]))
         self._parameters = Parameters(config, placement, model)

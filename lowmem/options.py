@@ -96,6 +96,10 @@ class FusedConfig:
             by DeepSpeed or `fully_shard`; "streamed": repeated layers of `model` have their weights in host memory, and
             on the device only while they compute; "auto": found from the parameters and the process group. "auto" does
             not broadcast, and raises if the parameters of ranks differ.
+        home: for "streamed", where layers have their weights and states: "host", or a folder on a fast disk. In a loop,
+            call `lowmem.stream(model, device, home=...)`.
+        device_memory: for "streamed", memory of the device, such as "20GiB": as many layers as fit stay there. None
+            lets all layers stream. In a loop, it is an option of `lowmem.stream`, too.
         compile: True, False, or "auto": compile updates if there is a compiler and the model is large enough.
         seed: seed of stochastic rounding.
         batching: small parameters of equal shape wait for each other and are updated as one stack, with the same bits.
@@ -123,6 +127,8 @@ class FusedConfig:
     convert_states: bool = False
     weight_format: str | None = None
     placement: placements.Choice = "auto"
+    home: str = "host"
+    device_memory: str | None = None
     compile: bool | Literal["auto"] = "auto"
     seed: int = 0
     batching: bool = True
@@ -139,6 +145,9 @@ class FusedConfig:
         gradients = {"store": self.store, "accumulation_dtype": self.accumulation_dtype}
         if self.policy in ("immediate", "two_pass") and gradients != {"store": None, "accumulation_dtype": "float32"}:
             raise ConfigError(f"{' and '.join(gradients)} apply only to policy 'deferred', not to {self.policy!r}")
+        _ = self.device_bytes  # raises if it is not an amount
+        if self.placement != "streamed" and (self.home, self.device_memory) != ("host", None):
+            raise ConfigError(f"home and device_memory apply only to placement 'streamed', not to {self.placement!r}")
         self.complete({"rule": "lomo"} if self.rule is None else {})  # without a rule: checked when it is chosen
         for n, group in enumerate(self.groups):
             self._check_group(group, f"groups[{n}]: ")
@@ -147,6 +156,11 @@ class FusedConfig:
     def given(self) -> dict[str, Any]:
         """The hyperparameters that are set, including `lr`."""
         return {**({} if self.lr is None else {"lr": self.lr}), **self.hyper}
+
+    @property
+    def device_bytes(self) -> int | None:
+        """`device_memory` in bytes."""
+        return None if self.device_memory is None else parse_bytes(self.device_memory, "device_memory")
 
     def param_groups(self, params: Iterable[Any]) -> list[dict[str, Any]]:
         """Divides (name, parameter) pairs into groups for `torch.optim`: the default group first, then `groups`.
@@ -290,6 +304,9 @@ _CHECKS = {
     "convert_states": require.flag,
     "weight_format": require.one_of(*storage.WEIGHT_FORMATS, optional=True),
     "placement": require.one_of(*get_args(placements.Choice)),
+    "home": require.check(
+        lambda home: isinstance(home, str) and home not in ("", "disk"), "'host', or a folder such as '/mnt/fast/home'"
+    ),
     "compile": require.flag_or_auto,
     "seed": require.number(whole=True),
     "batching": require.flag,

@@ -28,12 +28,12 @@ from lowmem.errors import ConfigError, StepError, require_packages
 from lowmem.hf import adapters, arguments, checkpoint, optim, packing, processes, resuming
 from lowmem.hf import layers as model_layers
 from lowmem.hf.accelerator import FusedAccelerator
-from lowmem.hf.sharding import loading
+from lowmem.hf.sharding import StreamedSharding, in_words, loading, traffic
 from lowmem.hf.weights import load_weights, save_weights
 from lowmem.layers.quantize import quantize_
 from lowmem.optimizer import FusedOptimizer
 from lowmem.options import FusedConfig, LayersConfig
-from lowmem.placements import find
+from lowmem.placements import find, streaming_of
 from lowmem.step.record import weights_in_words
 from lowmem.tiles.quantized import in_codes
 
@@ -134,10 +134,12 @@ class FusedTrainerMixin(_Base):
         FusedAccelerator.adopt(self)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        shards = self._inputs.sharding is not None  # which sharding moves
-        self._quantize(model, None if shards else device)
-        if not shards:
+        sharding = self._inputs.sharding  # moves the model, if there is one
+        self._quantize(model, device if sharding is None else None)
+        if sharding is None:
             super()._move_model_to_device(model, device)
+        elif isinstance(sharding, StreamedSharding):  # from now on, because TRL may run the model before it trains
+            sharding.shard(model)
 
     def _quantize(self, model: nn.Module, device: torch.device | None = None) -> None:
         """Quantizes the weights if `fused` asks for it, and moves each of them to the device when it is quantized."""
@@ -220,6 +222,9 @@ class FusedTrainerMixin(_Base):
         names = ", ".join(dict.fromkeys(group["rule"] for group in opt.param_groups))
         formats = weights_in_words(opt._records.values())
         logger.info("fused optimizer: %s, weights in %s, policy %s (%s)", names, formats, opt.policy, opt.policy_reason)
+        if (streaming := streaming_of(model)) is not None:
+            logger.info("streamed: %s", in_words(streaming, model))
+            self._run.traffic = traffic(streaming)
         # Accelerate 1.15 (accelerator.py, prepare_optimizer and optimizer_step_was_skipped) wraps an optimizer without
         # the first of these attributes, and reads the second
         opt._is_accelerate_prepared = True
@@ -278,6 +283,10 @@ class FusedTrainerMixin(_Base):
             metrics["nonfinite_steps"] = nonfinite_steps
         if self.optimizer.config.log_norms:
             metrics |= {f"grad_norm/{name}": norm for name, norm in zip(last.names, last.norms.tolist(), strict=True)}
+        if (streaming := streaming_of(self.model)) is not None:
+            before, self._run.traffic = self._run.traffic, traffic(streaming)
+            seconds, copied, waited = (now - then for now, then in zip(self._run.traffic, before, strict=True))
+            metrics |= {"streamed_gb_per_second": copied / seconds / 1e9, "waiting_share": waited / seconds}
         return {**metrics, **last.statistics}
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
@@ -292,7 +301,7 @@ class FusedTrainerMixin(_Base):
         """
         saves = self.args.save_strategy != "no" or bool(resume_from_checkpoint)
         if self.model is not None:  # otherwise the next trial of a hyperparameter search creates one
-            adapters.check(self.model, self.args, sharded=self._inputs.sharding is not None, saves=saves)
+            adapters.check(self.model, self.args, sharded=self._inputs.sharded, saves=saves)
         folder = checkpoint.to_resume(resume_from_checkpoint, Path(self.args.output_dir))
         self._run = resuming.Run(folder)
         arguments.check_callbacks(self.callback_handler.callbacks)

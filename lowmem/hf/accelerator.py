@@ -10,6 +10,7 @@ from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
 from lowmem.errors import ConfigError
+from lowmem.hf.sharding import StreamedSharding
 
 
 class FusedAccelerator(Accelerator):  # type: ignore[misc]
@@ -34,7 +35,7 @@ class FusedAccelerator(Accelerator):  # type: ignore[misc]
     def prepare(self, *objects: Any, **options: Any) -> Any:
         """Prepares data loaders. If the model is to be sharded, shards it and returns the optimizer unchanged."""
         only_data = not any(isinstance(item, nn.Module | torch.optim.Optimizer) for item in objects)
-        if self.trainer._inputs.sharding is None or only_data:
+        if not self.trainer._inputs.sharded or only_data:
             return super().prepare(*objects, **options)
         self.trainer._shard()
         return objects if len(objects) > 1 else objects[0]
@@ -43,14 +44,18 @@ class FusedAccelerator(Accelerator):  # type: ignore[misc]
         """Moves a model to its device and adds autocast, or shards it. In evaluation mode, Accelerate does not wrap it
         in DistributedDataParallel: the hooks of the optimizer average gradients.
         """
-        if self.trainer._inputs.sharding is None or model is not self.trainer.model:
-            return super().prepare_model(model, *args, **{**options, "evaluation_mode": True})
-        self.trainer._shard()
-        return model
+        inputs = self.trainer._inputs
+        if model is self.trainer.model:
+            self.trainer._shard()
+            if inputs.sharded:
+                return model
+        elif isinstance(inputs.sharding, StreamedSharding) and model is getattr(self.trainer, "ref_model", None):
+            inputs.sharding.shard(model, part="reference")
+        return super().prepare_model(model, *args, **{**options, "evaluation_mode": True})
 
     def no_sync(self, model: nn.Module) -> Any:
         """Does nothing if the model is sharded, because gradients are reduced in every micro-batch."""
-        return nullcontext() if self.trainer._inputs.sharding is not None else super().no_sync(model)
+        return nullcontext() if self.trainer._inputs.sharded else super().no_sync(model)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, *args: Any, **options: Any) -> Any:
         """Does nothing in the trainer's loop: the optimizer has already clipped, and `log` adds the norm."""

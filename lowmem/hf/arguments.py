@@ -84,8 +84,13 @@ class Inputs:
 
     @cached_property
     def sharding(self) -> Sharding | None:
-        """The sharding that the trainer's arguments ask for."""
-        return sharding.of(self.args)
+        """The sharding that the trainer's arguments ask for, or the streaming that `fused` asks for."""
+        return sharding.of(self.args, self.fused)
+
+    @property
+    def sharded(self) -> bool:
+        """Whether parameters are divided among ranks."""
+        return bool(self.args.fsdp or self.args.deepspeed)
 
     @property
     def clips(self) -> bool:
@@ -175,7 +180,8 @@ def check_devices(model: Any, args: TrainingArguments) -> None:
         raise UnsupportedError(
             f"the model is split or offloaded ({places}), but each process trains on one device. Load it with "
             "device_map=None (in arguments of TRL: model_init_kwargs={'device_map': None}). A model larger than a "
-            "GPU needs fused.weight_format, or several GPUs: set fsdp or deepspeed, and start one process per GPU"
+            "GPU needs fused.weight_format, fused.placement='streamed', or several GPUs: set fsdp or deepspeed, and "
+            "start one process per GPU"
         )
     if args.n_gpu > 1:
         raise UnsupportedError(

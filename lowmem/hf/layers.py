@@ -146,7 +146,7 @@ def compute_losses(trainer: Any, layers: LayersConfig) -> list[Place]:
         if metrics and (fused or chunked):
             logged = metrics if model is trainer.model else ()
             base.forward = MethodType(_forward(base, place, logged, smoothing, chunked), base)
-        elif not fused and trainer._inputs.sharding is None:  # sharded, it would be gathered for every row
+        elif not fused and not trainer._inputs.sharded:  # sharded, it would be gathered for every row
             places += place
     return places
 

@@ -191,11 +191,13 @@ class Run:
         resumed: the checkpoint that it resumes from.
         rows: its place in the training data; None in a custom training loop.
         staged: the directory of the checkpoint that is being saved.
+        traffic: of a streamed model, when it was last logged (see `sharding.traffic`).
     """
 
     resumed: Path | None = None
     rows: Rows | None = None
     staged: Path | None = None
+    traffic: tuple[float, int, float] = (0.0, 0, 0.0)
 
 
 def require_step_with_completions(args: TrainingArguments, step: int, checkpoint: Path) -> None:

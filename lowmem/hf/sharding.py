@@ -1,4 +1,5 @@
-"""Shards the model of a trainer over ranks by DeepSpeed ZeRO-3 or FSDP2, as the trainer's arguments ask for.
+"""Shards the model of a trainer over ranks by DeepSpeed ZeRO-3 or FSDP2, as the trainer's arguments ask for, or streams
+it past the device.
 
 The Trainer and Accelerate would wrap the model and replace the optimizer. Here their arguments keep their meaning and
 their code shards the model, but the model is not wrapped, and `lowmem.placements` recognizes its shards.
@@ -6,8 +7,11 @@ their code shards the model, but the model is not wrapped, and `lowmem.placement
 
 import copy
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -26,8 +30,10 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from lowmem import placements
 from lowmem.errors import ConfigError, UnsupportedError
 from lowmem.hf import check_version
-from lowmem.options import DynamicScale
+from lowmem.options import DynamicScale, FusedConfig
 from lowmem.placements.ranks import set_timeout
+from lowmem.placements.streamed import stream
+from lowmem.placements.streaming import Streaming
 from lowmem.tiles.quantized import in_codes
 
 # Keys of a DeepSpeed configuration that have no effect here: the values that are accepted, and the reason.
@@ -54,8 +60,8 @@ _DECIDED_ELSEWHERE: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 
 
-def of(args: TrainingArguments) -> "Sharding | None":
-    """Returns the sharding that a trainer's arguments ask for, or None.
+def of(args: TrainingArguments, fused: FusedConfig | None) -> "Sharding | None":
+    """Returns the sharding that a trainer's arguments ask for, the streaming that `fused` asks for, or None.
 
     Raises:
         ConfigError, UnsupportedError: an argument, or a key of DeepSpeed's or FSDP's configuration, is not supported;
@@ -67,6 +73,8 @@ def of(args: TrainingArguments) -> "Sharding | None":
                 f"accelerate launch requests {argument}, but the trainer's arguments do not. Set {argument} in them, "
                 "before the model is created"
             )
+    if fused is not None and fused.placement == "streamed":
+        return StreamedSharding(args, fused)
     if args.deepspeed:
         return Zero3Sharding(args)
     return FSDP2Sharding(args) if args.fsdp else None
@@ -95,8 +103,8 @@ def prepare(sharding: "Sharding | None", model: Any, args: TrainingArguments, *,
 
 @contextmanager
 def loading(sharding: "Sharding | None") -> Iterator[None]:
-    """A context in which a trainer loads its model. FSDP2 converts weights to another dtype when it shards them."""
-    if not isinstance(sharding, FSDP2Sharding) or sharding._settings["cpu_ram_efficient_loading"]:
+    """A context in which a trainer loads its model. Weights may be converted to another dtype when they are sharded."""
+    if sharding is None or not sharding.converts:
         yield
         return
     from transformers import core_model_loading  # of transformers 5
@@ -132,17 +140,19 @@ class _Deferred(Tensor):
         return func(*args, **kwargs)
 
 
+def _convert(weight: Tensor) -> None:
+    """Converts a weight if it is deferred. It stays the same object, also where it is tied."""
+    if isinstance(weight, _Deferred):
+        value = weight.held[0].to(weight.dtype)
+        trained = nn.Parameter(value, weight.requires_grad) if isinstance(weight, nn.Parameter) else value
+        torch.utils.swap_tensors(weight, trained)
+
+
 def _shard_unit(modules: Any, **options: Any) -> Any:
     """`fully_shard`, which converts the deferred weights of a unit first."""
-    new: dict[Tensor, Tensor] = {}  # tied weights stay tied
-    for module in nn.ModuleList(modules if isinstance(modules, list | tuple) else [modules]).modules():
-        for name, old in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
-            if not isinstance(old, _Deferred):
-                continue
-            if old not in new:
-                value = old.held[0].to(old.dtype)
-                new[old] = nn.Parameter(value, old.requires_grad) if isinstance(old, nn.Parameter) else value
-            setattr(module, name, new[old])
+    unit = nn.ModuleList(modules if isinstance(modules, list | tuple) else [modules])
+    for weight in (*unit.parameters(), *unit.buffers()):
+        _convert(weight)
     return fully_shard(modules, **options)
 
 
@@ -158,6 +168,7 @@ def _require_process_group(argument: str) -> None:
 class Zero3Sharding:
     """Shards with a DeepSpeed engine without an optimizer. Its configuration has the same meaning as in the Trainer."""
 
+    converts = False
     _engine: Any = None
 
     def __init__(self, args: TrainingArguments) -> None:
@@ -277,6 +288,7 @@ class FSDP2Sharding:
             raise UnsupportedError("fsdp: xla is not supported; omit it")
         if self._settings.get("cpu_offload") and args.device.type == "cpu":
             raise UnsupportedError("fsdp: cpu_offload needs an accelerator to offload from; omit it")
+        self.converts = not self._settings.get("cpu_ram_efficient_loading")
 
     def prepare(self, dtype: torch.dtype) -> None:
         """Prepares this process to load a model whose weights have `dtype`."""
@@ -326,4 +338,66 @@ class FSDP2Sharding:
                 module.reshard()
 
 
-Sharding = Zero3Sharding | FSDP2Sharding
+# Arguments that read or convert weights where they are not on the device, or compile them.
+_NOT_STREAMED = ("torch_compile", "use_vllm", "sync_ref_model", "fp16_full_eval", "bf16_full_eval")
+
+
+class StreamedSharding:
+    """Streams the layers of a model past the one device of a run, from their home. Nothing is divided among ranks.
+
+    Attributes:
+        converts: weights are converted to another dtype layer by layer, as they get their home.
+    """
+
+    def __init__(self, args: TrainingArguments, fused: FusedConfig) -> None:
+        self._args, self._fused = args, fused
+        for argument in ("deepspeed", "fsdp"):
+            if getattr(args, argument):
+                raise ConfigError(f"fused.placement='streamed' contradicts {argument}. Set only one of them")
+        if args.world_size > 1:
+            raise UnsupportedError(
+                f"fused.placement='streamed' supports one process, but there are {args.world_size}. Set fsdp or "
+                "deepspeed, or start one process"
+            )
+        if not args.gradient_checkpointing:
+            raise ConfigError(
+                "fused.placement='streamed' needs gradient_checkpointing=True. Otherwise the activations of all layers "
+                "are on the device"
+            )
+        for name in _NOT_STREAMED:
+            if getattr(args, name, False):
+                raise UnsupportedError(f"{name}=True is not supported with fused.placement='streamed'; omit it")
+        self.converts = find_spec("transformers.core_model_loading") is not None  # of transformers 5
+
+    def prepare(self, dtype: torch.dtype) -> None:
+        """Does nothing: a model is loaded on the host."""
+
+    def shard(self, model: nn.Module, accelerator: Any = None, *, part: str = "") -> None:
+        """Streams a model unless it is streamed already. part: a folder in `home`, for a model whose layers never stay
+        on the device.
+        """
+        home = "host" if self._fused.home == "host" else Path(self._fused.home, part)
+        memory = None if part else self._fused.device_bytes
+        stream(model, self._args.device, home=home, device_memory=memory, load=_convert)
+
+    def release(self, model: nn.Module) -> None:
+        """Does nothing: layers leave the device when others need its memory."""
+
+
+def in_words(streaming: Streaming, model: nn.Module) -> str:
+    """Describes the layers that are streamed, and the weights that stay on the device."""
+    sizes = [unit.nbytes for unit in streaming.units]
+    stays = sum(map(placements.nbytes, model.parameters())) - sum(sizes)
+    largest = max(sizes, default=0)
+    return (
+        f"{len(sizes)} layers of up to {largest / 2**20:,.1f} MiB, two of them on the device at a time, where "
+        f"{stays / 2**20:,.1f} MiB of other weights stay"
+    )
+
+
+def traffic(streaming: Streaming) -> tuple[float, int, float]:
+    """Returns the time in seconds, and by then: bytes copied to the device and back, seconds waited for copies."""
+    return time.perf_counter(), streaming.fetched + streaming.written, streaming.waited
+
+
+Sharding = Zero3Sharding | FSDP2Sharding | StreamedSharding

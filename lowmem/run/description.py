@@ -3,8 +3,8 @@
 import math
 from typing import Any
 
-from lowmem.hf import arguments, layers
-from lowmem.placements import in_group, shape_of
+from lowmem.hf import arguments, layers, sharding
+from lowmem.placements import in_group, shape_of, streaming_of
 from lowmem.step.record import states_in_words, weights_in_words
 
 # When parameters are updated, by policy.
@@ -25,6 +25,8 @@ def describe(trainer: Any) -> dict[str, str]:
     if in_group():
         share = "a shard of the parameters" if optimizer.placement in ("zero3", "fsdp2") else "all parameters"
         topics["placement"] = f"{optimizer.placement}: each of {args.world_size} processes has {share}"
+    if (streaming := streaming_of(model)) is not None:
+        topics["placement"] = f"streamed: {sharding.in_words(streaming, model)}"
     if trainer.layers.computed_gradients:
         topics["gradients"] = layers.described(model, optimizer, trainer.layers)
     why = "" if optimizer.policy == "immediate" else f": {optimizer.policy_reason}"

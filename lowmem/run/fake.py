@@ -164,7 +164,7 @@ def _trainer(
         attention = _MASKED if args.per_device_train_batch_size > 1 or getattr(args, "packing", False) else _UNMASKED
     if not args.deepspeed:  # of an earlier plan: transformers would partition the model
         unset_hf_deepspeed_config()
-    if (sharded := sharding.of(args)) is not None:
+    if (sharded := sharding.of(args, recipe.fused)) is not None:
         if fake is not None and args.deepspeed and (nvme := offloaded_to_nvme(args)):
             nvme["device"] = "cpu"  # fake tensors cannot be written
         sharded.prepare(recipe.dtype)

@@ -1,0 +1,322 @@
+"""Trainers whose model is streamed past its device: losses and bits of the same trainer without streaming."""
+
+import hashlib
+import logging
+
+import peft
+import pytest
+import torch
+import transformers as hf
+from support import trainers as builders
+from support.runs import assets, logged, write_rows
+from support.runs import train as command
+from support.trainers import build
+from transformers import AutoModelForCausalLM, TrainingArguments
+
+import lowmem
+from lowmem import FusedConfig, FusedOptimizer, LayersConfig, placements
+from lowmem.errors import ConfigError, UnsupportedError
+from lowmem.hf.sharding import _Deferred
+from lowmem.tiles.quantized import tensors_of
+from lowmem.trainer import FusedTrainer
+from scripts.make_model import make_model
+
+LAYERS = 4
+SIZES = {
+    "hidden_size": 192, "intermediate_size": 384, "num_hidden_layers": LAYERS, "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+}  # fmt: skip
+CHECKPOINTS = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
+STREAMED = {"placement": "streamed"}
+STEPS = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 1}
+LOGGED = ("loss", "eval_loss", "grad_norm", "changed_share", "clip_coef", "rewards/margins", "reward")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A model with layers that are large enough to be streamed."""
+    folder = tmp_path_factory.mktemp("model")
+    make_model(folder, builders.tokenizer(), **SIZES)
+    return folder
+
+
+@pytest.fixture
+def sft(folder, tmp_path):
+    """A factory of fused trainers of a table of trainers, whose model is loaded by its path."""
+
+    def factory(fused=(), row="SFT", run="run", keywords=(), dtype="float32", **arguments):
+        reference = {"ref_model": None} if row in ("DPO", "KTO") else {}
+        options = {"rule": "adalomo", **dict(fused)}
+        keywords = {"model": str(folder), "fused": FusedConfig(**options), **reference, **dict(keywords)}
+        checkpoints = {"max_grad_norm": 0.0, **CHECKPOINTS, "model_init_kwargs": {"dtype": dtype}}
+        arguments = {"optim": "adamw_torch_fused", "weight_decay": 0.0, **checkpoints, **arguments}
+        return build(row, tmp_path / run, True, keywords, **arguments)
+
+    return factory
+
+
+def weights(model):
+    named = {name: placements.full_tensor(param) for name, param in model.named_parameters()}
+    return {(name, n): part for name, full in named.items() for n, part in enumerate(tensors_of(full))}
+
+
+def metrics(trainer):
+    return [{name: entry[name] for name in LOGGED if name in entry} for entry in trainer.state.log_history]
+
+
+def assert_equal(one, other):
+    assert one.keys() == other.keys()
+    assert not [name for name in one if not torch.equal(one[name].cpu(), other[name].cpu())]
+
+
+def assert_same(local, streamed):
+    assert metrics(local) == metrics(streamed)
+    assert_equal(weights(local.model), weights(streamed.model))
+    assert local.optimizer.placement == "local"
+    assert streamed.optimizer.placement == "streamed"
+    streaming = placements.streaming_of(streamed.model)
+    assert len(streaming.units) == LAYERS
+    assert streaming.peak == 2 * streaming.units[0].nbytes
+
+
+def both(make, fused=(), train=lambda trainer: trainer.train(), **arguments):
+    """Trains with the model on the device and streamed. Returns the streamed trainer."""
+    trainers = []
+    for run, placement in (("local", {}), ("streamed", STREAMED)):
+        trainers.append(make({**dict(fused), **placement}, run=run, **arguments))
+        train(trainers[-1])
+    assert_same(*trainers)
+    return trainers[1]
+
+
+# -- the same bits -----------------------------------------------------------------------------------------------------
+
+CASES = {
+    "immediate": ({}, {}),
+    "clipped in two passes": ({"policy": "two_pass"}, {"max_grad_norm": 0.1}),
+    "accumulated": ({"policy": "deferred"}, {"max_grad_norm": 0.1, "gradient_accumulation_steps": 2}),
+    "AdamW in bfloat16": ({"rule": "adamw"}, {"dtype": "bfloat16", "learning_rate": 1e-3}),
+    "autocast": ({}, {"bf16": True, "use_cpu": not torch.cuda.is_available()}),
+    "computed gradients and tiled MLPs": (
+        {}, {"keywords": {"layers": LayersConfig(computed_gradients=True, mlp_tile=8)}}
+    ),
+    "dropout in a model of another dtype": ({}, {"dtype": "bfloat16", "packing": True, "max_length": 16}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_same_bits_as_without_streaming(sft, case):
+    fused, arguments = CASES[case]
+    both(sft, fused, **arguments)
+
+
+@pytest.mark.parametrize("row", ["SFT", "DPO", "KTO", "GRPO"])
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "LoRA"])
+def test_trainers_of_trl(sft, row, lora):
+    """A reference model is streamed, too. GRPO generates text between steps."""
+    adapters = {"peft_config": peft.LoraConfig(r=64, target_modules=["q_proj", "up_proj"], task_type="CAUSAL_LM")}
+    beta = {"beta": 0.1} if row == "GRPO" else {}
+    trainer = both(sft, {"rule": "adamw"}, row=row, keywords=adapters if lora else {}, learning_rate=1e-3, **beta)
+    reference = getattr(trainer, "ref_model", None)
+    assert (reference is None) == (lora or row == "SFT")
+    if reference is not None:
+        streaming = placements.streaming_of(reference)
+        assert streaming.written == 0 < streaming.fetched
+    if lora:
+        streaming = placements.streaming_of(trainer.model)
+        trained = sum(param.nbytes for param in streaming.owners if param.requires_grad)
+        assert streaming.written == 3 * 3 * trained  # in each step, with two states
+
+
+def test_reference_that_is_computed_before_training(sft):
+    both(sft, row="DPO", precompute_ref_log_probs=True)
+
+
+def test_homes_in_files(sft, tmp_path):
+    home = {"home": str(tmp_path / "home")}
+    local = sft(row="DPO", run="local")
+    streamed = sft({**STREAMED, **home}, row="DPO")
+    for trainer in (local, streamed):
+        trainer.train()
+    assert_same(local, streamed)
+    assert (tmp_path / "home" / "reference").is_dir()
+
+
+def test_quantized_weights(sft):
+    layers = {"keywords": {"layers": LayersConfig()}}
+    both(sft, {"weight_format": "int12"}, dtype="bfloat16", **layers)
+
+
+def test_model_in_memory_and_model_init(make, tiny_llama):
+    for given in ("model", "model_init"):
+        new = lambda: tiny_llama(attention_dropout=0.1, **SIZES)  # noqa: E731
+        trainers = []
+        for placement in ("auto", "streamed"):
+            fused = FusedConfig(rule="adalomo", placement=placement)
+            if given == "model":
+                trainers.append(make(model=new(), fused=fused, **CHECKPOINTS))
+            else:
+                args = TrainingArguments(**builders.quiet(make().args.output_dir, max_grad_norm=0.0, **CHECKPOINTS))
+                rows = make().train_dataset
+                trainers.append(FusedTrainer(model_init=new, args=args, train_dataset=rows, fused=fused))
+            trainers[-1].train()
+        assert_same(*trainers)
+
+
+# -- saved, resumed, evaluated -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fused", [{}, {"rule": "adamw"}, {"weight_format": "int12"}], ids=str)
+def test_evaluated_saved_and_resumed(sft, fused, tmp_path):
+    arguments = {"keywords": {"layers": LayersConfig()}, "dtype": "bfloat16", "learning_rate": 1e-3, **STEPS}
+    rows = {"eval_dataset": builders.ROWS["SFT"]()[3]["train_dataset"]}
+    arguments["keywords"] |= rows
+    streamed = both(sft, fused, **arguments)
+    expected = metrics(streamed)
+    for placement in ({}, STREAMED):  # each resumes from the other's checkpoint, too
+        for run in ("local", "streamed"):
+            resumed = sft({**fused, **placement}, run="resumed", **arguments)
+            resumed.train(resume_from_checkpoint=str(tmp_path / run / "checkpoint-2"))
+            assert metrics(resumed) == expected
+            assert_equal(weights(resumed.model), weights(streamed.model))
+    files = [tmp_path / run / "checkpoint-4" / "model.safetensors" for run in ("local", "streamed")]
+    assert files[0].read_bytes() == files[1].read_bytes()
+    assert streamed.evaluate()["eval_loss"] == expected[-2]["eval_loss"]
+
+
+def test_saved_models(sft, tmp_path):
+    trainer = both(sft)
+    trainer.save_model(str(tmp_path / "saved"))
+    trainer.model.save_pretrained(tmp_path / "pretrained")
+    for name in ("saved", "pretrained"):
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / name)
+        assert_equal(weights(model), weights(trainer.model))
+
+
+def test_evaluation_and_generation_without_training(sft):
+    rows = {"eval_dataset": builders.ROWS["SFT"]()[3]["train_dataset"]}
+    local, streamed = (sft(placement, keywords=rows) for placement in ({}, STREAMED))
+    assert local.evaluate()["eval_loss"] == streamed.evaluate()["eval_loss"]
+    ids = torch.tensor([[5, 6, 7]], device=local.args.device)
+    answers = [trainer.model.generate(ids, max_new_tokens=6, do_sample=False) for trainer in (local, streamed)]
+    assert torch.equal(*answers)
+
+
+# -- loading -----------------------------------------------------------------------------------------------------------
+
+
+def digest(folder):
+    return hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_start_weights_do_not_change(sft, folder, dtype, tmp_path):
+    before = digest(folder)
+    for home in ("host", str(tmp_path / "home")):
+        sft({**STREAMED, "home": home}, dtype=dtype).train()
+        assert digest(folder) == before
+
+
+@pytest.mark.skipif(int(hf.__version__[0]) < 5, reason="transformers 4 converts weights when it loads them")
+def test_weights_are_converted_as_their_layer_gets_its_home(sft, monkeypatch):
+    """So that no other layer is in memory in the new dtype."""
+    loaded, converted = [], []
+    stream = lowmem.hf.sharding.stream
+
+    def streamed(model, device, load, **options):
+        def convert(weight):
+            converted.append(isinstance(weight, _Deferred))
+            load(weight)
+
+        loaded.extend(isinstance(param, _Deferred) for param in model.parameters())
+        return stream(model, device, load=convert, **options)
+
+    monkeypatch.setattr(lowmem.hf.sharding, "stream", streamed)
+    trainer = sft(STREAMED, dtype="bfloat16")
+    assert loaded
+    assert all(loaded)
+    assert sum(converted) == len(loaded)
+    assert not any(isinstance(param, _Deferred) for param in trainer.model.parameters())
+
+
+# -- metrics -----------------------------------------------------------------------------------------------------------
+
+
+def test_traffic_is_logged_and_described(sft, caplog):
+    caplog.set_level(logging.INFO, "lowmem")
+    trainer = sft(STREAMED)
+    trainer.train()
+    assert "streamed: 4 layers of up to 1.4 MiB, two of them on the device at a time" in caplog.text
+    for entry in (entry for entry in trainer.state.log_history if "loss" in entry):
+        assert entry["streamed_gb_per_second"] > 0
+        assert 0 <= entry["waiting_share"] <= 1
+
+
+# -- wrong input -------------------------------------------------------------------------------------------------------
+
+WRONG = {
+    "no checkpointing": ({}, {"gradient_checkpointing": False}, ConfigError, "needs gradient_checkpointing=True"),
+    "compiled": ({}, {"torch_compile": True}, UnsupportedError, "torch_compile=True is not supported"),
+    "synchronized": ({"row": "DPO"}, {"sync_ref_model": True}, UnsupportedError, "sync_ref_model=True is not"),
+    "half": ({}, {"fp16_full_eval": True}, UnsupportedError, "fp16_full_eval=True is not supported"),
+    "fsdp": ({}, builders.SHARDED["fsdp2"], ConfigError, "fused.placement='streamed' contradicts fsdp"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_arguments_that_are_not_supported(sft, case):
+    options, arguments, error, message = WRONG[case]
+    with pytest.raises(error, match=message):
+        sft(STREAMED, **options, **arguments)
+
+
+def test_several_processes(sft, monkeypatch):
+    monkeypatch.setattr(TrainingArguments, "world_size", 2)
+    with pytest.raises(UnsupportedError, match="supports one process, but there are 2"):
+        sft(STREAMED)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"home": "disk"}, "home='disk' is out of range; allowed: 'host', or a folder such as"),
+        ({"home": None}, "home=None is out of range"),
+        ({"device_memory": "20 cats"}, "device_memory='20 cats' is not an amount of memory"),
+        ({"placement": "auto", "home": "/tmp"}, "apply only to placement 'streamed', not to 'auto'"),
+        ({"placement": "local", "device_memory": "2GiB"}, "apply only to placement 'streamed', not to 'local'"),
+    ],
+)
+def test_options(options, message):
+    with pytest.raises(ConfigError, match=message):
+        FusedConfig(**{**STREAMED, **options})
+
+
+def test_options_of_trainers_in_a_loop(tiny_llama):
+    model = tiny_llama(**SIZES)
+    with pytest.raises(ConfigError, match=r"In a loop, call lowmem.stream\(model, device, home"):
+        FusedOptimizer(model.named_parameters(), model=model, placement="streamed", device_memory="2GiB")
+
+
+# -- the command line --------------------------------------------------------------------------------------------------
+
+
+def test_command(folder, tmp_path):
+    write_rows(rows := tmp_path / "rows.jsonl", [{"text": text} for text in builders.SENTENCES])
+    config = tmp_path / "config.yaml"
+    lines = [
+        f"model_name_or_path: {folder}", f"datasets: [{{path: json, data_files: {rows}}}]", "output_dir: run",
+        "max_steps: 3", "learning_rate: 1.0e-2", "max_grad_norm: 1.0", "save_steps: 3", "logging_steps: 1",
+        "report_to: none",
+        f"fused: {{rule: adalomo, placement: streamed, home: {tmp_path / 'home'}}}",
+    ]  # fmt: skip
+    config.write_text("\n".join(lines))
+    assets()  # the cache of data sets
+    ended = command(tmp_path, "sft", "--config", str(config))
+    assert (ended.status, ended.err) == (0, "")
+    assert "placement  streamed: 4 layers of up to 1.4 MiB" in ended.out
+    assert len(logged(tmp_path / "run", "waiting_share")) == 3
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "run")
+    assert not torch.equal(model.lm_head.weight, AutoModelForCausalLM.from_pretrained(folder).lm_head.weight)
+    again = command(tmp_path, "sft", "--config", str(config), "--resume_from_checkpoint", "last", "--max_steps", "4")
+    assert (again.status, again.err) == (0, "")
+    assert len(logged(tmp_path / "run")) == 4
