@@ -264,6 +264,7 @@ MODELS = {
     "1B": (16, 2048, 8192, 128256, 32),
     "100M": (8, 768, 2048, 32000, 12),
     "tiny": (2, 64, 128, 512, 4),
+    "narrow": (4, 160, 320, 512, 4),
 }
 
 adalomo = partial(fused, rule="adalomo", rounding="stochastic")
@@ -280,6 +281,12 @@ def llama(name: str, memory: int = MEMORY) -> Any:
     model = measurement.llama(*size, "bfloat16", DEVICE, **options)
     compute_gradient(model.get_input_embeddings(), memory)
     return model
+
+
+def cross_entropy(model: Any, ids: Tensor, memory: int) -> Tensor:
+    """The loss of a batch, from tiles of logits."""
+    hidden = model.model(input_ids=ids).last_hidden_state[:, :-1].flatten(0, 1)
+    return linear_cross_entropy(hidden, model.lm_head.weight, ids[:, 1:].flatten(), memory=memory)
 
 
 def steps(report: Report, name: str, rows: int, tokens: int, *, memory: int, **options: Any) -> None:
@@ -302,12 +309,7 @@ def steps(report: Report, name: str, rows: int, tokens: int, *, memory: int, **o
             weights = sum(param.nbytes for param in model.parameters())
             ids = torch.randint(0, model.config.vocab_size, (rows, tokens), device=DEVICE)
             take = make(model)
-
-            def loss(model: Any = model, ids: Tensor = ids) -> Tensor:
-                hidden = model.model(input_ids=ids).last_hidden_state[:, :-1].flatten(0, 1)
-                return linear_cross_entropy(hidden, model.lm_head.weight, ids[:, 1:].flatten(), memory=memory)
-
-            run = partial(take, [loss])
+            run = partial(take, [partial(cross_entropy, model, ids, memory)])
             first, _ = measurement.seconds(run), measurement.seconds(run)
             before = torch.cuda.memory_allocated() if GPU else 0
             above = peak(run)
@@ -319,7 +321,7 @@ def steps(report: Report, name: str, rows: int, tokens: int, *, memory: int, **o
             report.row(f"{what}: times gradients dropped", taken / floor, goal, **figures)
             most = None if above is None else (before + above - others) / weights
             report.row(f"{what}: peak over the weights", most, 1.15 if ours else None)
-        model = take = loss = run = None  # type: ignore[assignment]
+        model = take = run = None  # type: ignore[assignment]
         clear()
 
 
@@ -336,6 +338,39 @@ def one_billion(report: Report, small: bool) -> None:
 def eight_billion(report: Report, small: bool) -> None:
     """Weights of 16 GB. Out-of-memory errors, as AdamW's on a small card, are reported by method."""
     steps(report, "tiny" if small else "8B", 1, 64 if small else 2048, memory=4 * MEMORY)
+
+
+def streamed(report: Report, small: bool) -> None:
+    """Steps of a model with 4 GiB of its weights on the device, relative to steps with all of them there; the rate of
+    its copies, relative to one bare copy of a layer; and the share of a step in which the device waits for them.
+    """
+    name, tokens, budget = ("narrow", 64, None) if small else ("8B", 4096, 4 << 30)
+    resident = 0.0
+    for streams in (False, True):
+        what = f"{name}, {tokens} tokens, adalomo, {'streamed' if streams else 'resident'}"
+        with report.trial(what):
+            model, others = llama(name), torch.cuda.memory_allocated() if GPU else 0
+            streaming = lowmem.stream(model, DEVICE, device_memory=budget) if streams else None
+            take, ids = adalomo(model), torch.randint(0, model.config.vocab_size, (1, tokens), device=DEVICE)
+            run = partial(take, [partial(cross_entropy, model, ids, MEMORY)])
+            run(), run()
+            above = peak(run)
+            before = streaming and (streaming.fetched + streaming.written, streaming.waited)
+            taken = median(run, 3)
+            resident = resident or taken
+            report.row(f"{what}: times resident", taken / resident, seconds=taken, tokens_per_second=tokens / taken)
+            report.row(f"{what}: peak above what is there before a step", above, weights_and_others=others)
+            if streaming is not None and before is not None:
+                unit = next(iter(streaming.units))
+                home = torch.empty(unit.nbytes, dtype=torch.uint8, device="cpu", pin_memory=GPU)
+                there = torch.empty_like(home, device=DEVICE)
+                bare = unit.nbytes / median(partial(there.copy_, home, non_blocking=True), 5)
+                rate = (streaming.fetched + streaming.written - before[0]) / 3 / taken
+                waits = (streaming.waited - before[1]) / 3 / taken
+                figures = {"layers": len(streaming.units), "rate": rate, "bare_rate": bare, "waiting": waits}
+                report.row(f"{what}: rate of copies, of a bare one", rate / bare, **figures)
+        model = take = run = streaming = None  # type: ignore[assignment]
+        clear()
 
 
 def tables(report: dict[str, Any]) -> dict[str, str]:
@@ -357,7 +392,7 @@ def tables(report: dict[str, Any]) -> dict[str, str]:
 PARTS: tuple[tuple[Callable[[Report, bool], None], float], ...] = (
     (environment, 5), (compiled_update, 20), (computed_gradients, 40), (exactness, 100),
     (updates, 80), (offload, 10), (loading, 5), (small_steps, 40), (one_billion, 70),
-    (eight_billion, 60), (dispatch, 10),
+    (eight_billion, 60), (streamed, 70), (dispatch, 10),
 )  # fmt: skip
 
 
