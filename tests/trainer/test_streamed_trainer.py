@@ -142,6 +142,18 @@ def test_homes_in_files(sft, tmp_path):
     assert (tmp_path / "home" / "reference").is_dir()
 
 
+@pytest.mark.parametrize(("device_memory", "streams"), [("5MiB", 3), ("1GiB", 0)])
+def test_layers_that_fit_stay_on_the_device(sft, device_memory, streams):
+    local, streamed = sft(run="local"), sft({**STREAMED, "device_memory": device_memory})
+    for trainer in (local, streamed):
+        trainer.train()
+    assert metrics(local) == metrics(streamed)
+    assert_equal(weights(local.model), weights(streamed.model))
+    assert len(placements.streaming_of(streamed.model).units) == streams
+    with pytest.raises(ConfigError, match="device_memory is 1,048,576 bytes, but two layers"):
+        sft({**STREAMED, "device_memory": "1MiB"})
+
+
 def test_quantized_weights(sft):
     layers = {"keywords": {"layers": LayersConfig()}}
     both(sft, {"weight_format": "int12"}, dtype="bfloat16", **layers)
