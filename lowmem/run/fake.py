@@ -55,7 +55,7 @@ _KWARGS = ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs")
 _REFERENCES = ("ref_chosen_logps", "ref_rejected_logps", "ref_logps", "ref_KL_logps")
 
 _MIN_OFFLOAD = 1024  # TRL offloads activations of at least so many bytes
-_MICRO_BATCHES = 3  # a micro-batch after the third needs the same memory as the third
+MICRO_BATCHES = 3  # a micro-batch after the third needs the same memory as the third
 LONGEST = 1024  # tokens of a row where max_length is None
 
 
@@ -81,7 +81,7 @@ class FakeRun(NamedTuple):
     def step(self, count: int | None = None) -> StepMemory:
         """Records `count` steps, by default as many as a plan needs, and an evaluation if the run has any."""
         trainer, evaluate = self.trainer, None if self.evaluated is None else self.evaluate
-        losses = [self.loss] * min(trainer.args.gradient_accumulation_steps, _MICRO_BATCHES)
+        losses = [self.loss] * min(trainer.args.gradient_accumulation_steps, MICRO_BATCHES)
         tensors = [*filter(torch.is_tensor, (self.batch | (self.evaluated or {})).values())]
         options = self.others, evaluate, count or (2 if trainer.args.deepspeed else 1)
         return step_memory(trainer.model.train(), trainer.create_optimizer, losses, tensors, *options)
@@ -119,6 +119,9 @@ def running(recipe: Recipe, config: Any, device: torch.device, *, real: bool = F
         stack.enter_context(_recomputed_and_offloaded(trainer.model, recipe.training))
         stack.enter_context(_autocast_on_meta())
         trainer._shard()
+        if isinstance(streaming := trainer._inputs.sharding, sharding.StreamedSharding):
+            for other in others:
+                streaming.shard(other, part="reference")
         to_device = Tensor.to if real else torch.empty_like
         batches = tree_map_only(Tensor, lambda value: to_device(value, device=device), batches)
         yield FakeRun(trainer, others, batches[0], batches[1] if len(batches) > 1 else None)
@@ -180,7 +183,8 @@ def _trainer(
         inside = {name: value for name, value in kwargs.items() if name != "offload"} or None
         changed |= {"activation_offloading": False, **dict.fromkeys(_KWARGS, inside)}
     options = {"processing_class": _tokenizer(), **dict(zip(names, others, strict=True))}
-    with device if adapted else nullcontext():  # of adapters, which the trainer creates
+    later = patch.object(sharding.StreamedSharding, "shard", lambda *_, **__: None)  # where new tensors are fake, too
+    with device if adapted else nullcontext(), later if fake is not None else nullcontext():  # adapters are on it
         trainer = build.trainer(recipe.alone(folder, sharded=True, **changed), rows, None, model, **options)
     for module in trainer.model.modules() if adapted else ():
         for name, param in module.named_parameters(recurse=False):

@@ -2,6 +2,7 @@
 
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -18,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lowmem.optimizer import FusedOptimizer
-from lowmem.placements import stored
+from lowmem.placements import stored, streaming_of
 from lowmem.step.program import Program, Result
 from lowmem.tiles.quantized import QuantizedWeight, tensors_of
 from lowmem.tiles.stored import StoredTiles
@@ -76,9 +77,7 @@ class _Tracker(TorchDispatchMode):
     def __enter__(self) -> "_Tracker":
         resize, tracker = torch.UntypedStorage.resize_, self
 
-        def resize_(
-            storage: torch.UntypedStorage, size: int
-        ) -> None:  # no operation: weights are freed by it
+        def resize_(storage: torch.UntypedStorage, size: int) -> None:  # no operation: weights are freed by it
             resize(storage, size)
             old = tracker._by_storage.get(storage)
             if old is None:
@@ -180,7 +179,9 @@ class StepMemory:
     host_peak: int  # bytes on the host, if the model is on a GPU
     largest_gradient: int
     temporaries: tuple[tuple[str, int], ...]  # dtype and shape, and bytes, of the three largest
-    host_weights: int = 0  # bytes of offloaded weights
+    host_weights: int = 0  # bytes of weights on the host
+    host_states: int = 0
+    copied: tuple[int, int] = (0, 0)  # bytes of streamed weights and states, to the device and back
     evaluation: int = 0  # bytes at the peak of an evaluation after the step; 0 without one
     timeline: Timeline | None = field(default=None, compare=False, repr=False)
 
@@ -242,23 +243,25 @@ def step_memory(model: nn.Module, make_optimizer: Callable[[], FusedOptimizer],
         memories = [group.memory for group in optimizer._parameters.groups]
         leaves = tree_leaves([list(optimizer.state.values()), extras, memories])
         tracker.label((leaf for leaf in leaves if isinstance(leaf, Tensor)), STATES)
-        end = tracker.now
+        end, streaming = tracker.now, streaming_of(model)
+        copied = (streaming.fetched, streaming.written) if streaming is not None else (0, 0)
         if evaluate is not None:
             evaluate()
     device = batch[0].device if batch else next(model.parameters()).device
-    return _at_peak(tracker, device, backwards, end, evaluated=evaluate is not None)
+    return _at_peak(tracker, device, backwards, end, copied, evaluated=evaluate is not None)
 
 
 def _at_peak(
-    tracker: _Tracker, device: torch.device, backwards: list[tuple[int, int]], end: int, *, evaluated: bool
-) -> StepMemory:
+    tracker: _Tracker, device: torch.device, backwards: list[tuple[int, int]], end: int, copied: tuple[int, int],
+    *, evaluated: bool,
+) -> StepMemory:  # fmt: skip
     """Sums the recorded storages by kind at each moment, and at the peak of the steps, which end at the moment `end`.
     An evaluation may follow.
     """
     last = tracker.now + 1
     rows = {kind: row for row, kind in enumerate(KINDS)}
     changes = np.zeros((len(KINDS) + 1, last + 1), dtype=np.int64)  # on the model's device, and on the host
-    spans, host_weights = [], 0
+    spans, kept = [], Counter[str]()  # on the host
     for allocation in tracker.allocations:
         on_host, kind = int(allocation.device.type != device.type), allocation.kind or TEMPORARIES
         born = 0 if kind in (WEIGHTS, STATES, BUFFERS) else allocation.born
@@ -266,7 +269,7 @@ def _at_peak(
         row = -1 if on_host else rows[kind]
         changes[row, born] += allocation.nbytes
         changes[row, died] -= allocation.nbytes
-        host_weights += allocation.nbytes * (on_host and kind == WEIGHTS)
+        kept[kind] += allocation.nbytes * on_host
         if not on_host:
             spans.append((born, died, allocation))
     *live, host = changes.cumsum(axis=1)[:, :-1]
@@ -280,5 +283,6 @@ def _at_peak(
     evaluation = int(total[end:].max()) if evaluated else 0
     timeline = Timeline(dict(zip(KINDS, live, strict=True)), np.array(tracker.seconds), backwards, end)
     return StepMemory(
-        items, during, int(host.max()), largest_gradient, tuple(temporaries[:3]), host_weights, evaluation, timeline
-    )
+        items, during, int(host.max()), largest_gradient, tuple(temporaries[:3]), kept[WEIGHTS], kept[STATES], copied,
+        evaluation, timeline,
+    )  # fmt: skip

@@ -14,9 +14,9 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from lowmem.errors import ConfigError, UnsupportedError
-from lowmem.placements import nbytes, shape_of
+from lowmem.placements import nbytes, shape_of, streaming_of
 from lowmem.run.description import describe
-from lowmem.run.fake import LONGEST, model_config, offloaded_to_nvme, running
+from lowmem.run.fake import LONGEST, MICRO_BATCHES, model_config, offloaded_to_nvme, running
 from lowmem.run.fake_ranks import fake_ranks
 from lowmem.run.memory import BUFFERS, STATES, WEIGHTS, StepMemory
 from lowmem.run.recipe import Recipe
@@ -36,6 +36,9 @@ _NOT_PLANNED = {
     "use_liger_kernel": "its kernels need data. Omit it to plan PyTorch's code, which needs more memory",
     "torch_compile": "a compiled model cannot run on fake tensors. Omit it to plan the eager model",
 }
+
+# Bytes per second of copies between host and device, in each direction: PCIe 4.0 with 16 lanes.
+LINK = 26e9
 
 # Memory that is not in tensors: CUDA's context, and what its allocator rounds up; Python and its libraries.
 RESERVE = {"gpu": 3 << 29, "cpu": 1 << 30}
@@ -87,7 +90,8 @@ def plan(recipe: Recipe, ranks: int = 1) -> RunPlan:
     """
     config = model_config(recipe)  # before the checks, which depend on its dtype
     require_plannable(recipe, ranks)
-    device = DEVICES[recipe.device or "gpu"]
+    in_files = recipe.fused is not None and recipe.fused.home != "host"  # of a streamed model
+    device = DEVICES["gpu" if in_files else recipe.device or "gpu"]
     _ = recipe.optimizer  # raises here, where no weights are fake
     zero3 = bool(recipe.training.deepspeed)
     nvme = offloaded_to_nvme(recipe.training) if zero3 else None
@@ -98,13 +102,31 @@ def plan(recipe: Recipe, ranks: int = 1) -> RunPlan:
             step = run.step()
             converts = (config.dtype or recipe.dtype) != recipe.dtype
             phases, summary = _phases(trainer, step, ranks, device, converts=converts), describe(trainer)
-    if nvme is not None:
-        buffers = nvme.get("buffer_count", 5) * nvme.get("buffer_size", 10**8) * recipe.dtype.itemsize
-        moved = step.host_weights
+            if (streaming := streaming_of(trainer.model)) is not None:
+                summary["copies"] = _copies(step, streaming, args)
+    if nvme is not None or in_files:
+        options = nvme or {"buffer_count": 0}
+        buffers = options.get("buffer_count", 5) * options.get("buffer_size", 10**8) * recipe.dtype.itemsize
+        moved = step.host_weights + step.host_states
         phases = {name: Phase(p.device, p.host - moved + buffers, p.disk + ranks * moved) for name, p in phases.items()}
+    if in_files and recipe.device == "cpu":
+        phases = {name: Phase(p.device + p.host, 0, p.disk) for name, p in phases.items()}
     micro = f"{args.gradient_accumulation_steps} micro-batches of " if args.gradient_accumulation_steps > 1 else ""
     rows = f"{micro}{args.per_device_train_batch_size} x {args.max_length or LONGEST} tokens"
     return RunPlan(step, phases, {**summary, "step": rows}, RESERVE[recipe.device or "gpu"])
+
+
+def _copies(step: StepMemory, streaming: Any, args: Any) -> str:
+    """Describes the copies of a step, and which passes hide them behind computation."""
+    width = sum(unit.nbytes for unit in streaming.units) / max(1, sum(param.numel() for param in streaming.owners))
+    micro_batches = max(1, args.gradient_accumulation_steps / MICRO_BATCHES)  # as many are planned at most
+    fetched, written = (f"{count * micro_batches / 1e9:,.2f} GB" for count in step.copied)
+    seconds = max(step.copied) * micro_batches / LINK
+    tokens = width * 100e12 / (2 * LINK)
+    return (
+        f"{fetched} to the device and {written} back in a step: {seconds:,.1f} s at {LINK / 1e9:.0f} GB/s. They are "
+        f"hidden if a forward pass has {tokens:,.0f} tokens for each 100 TFLOP/s that the device reaches"
+    )
 
 
 def _phases(trainer: Any, step: StepMemory, ranks: int, device: torch.device, *, converts: bool) -> dict[str, Phase]:
@@ -119,7 +141,7 @@ def _phases(trainer: Any, step: StepMemory, ranks: int, device: torch.device, *,
     weights = [math.prod(shape_of(param)) * param.element_size() for param in params]
     largest, unit = max(weights), _largest_unit(trainer.model, placement)
     gathered = largest + largest // ranks if sharded else largest * quantizes  # and the shard, padded
-    states = step.items[STATES] * (ranks if sharded else 1)
+    states = (step.items[STATES] + step.host_states) * (ranks if sharded else 1)
     checkpoint = sum(weights) + (0 if args.save_only_model else states)
     kept = 1 if args.save_total_limit is None else args.save_total_limit
     on_host = 0  # weights as they are in the files, which are mapped
@@ -136,7 +158,7 @@ def _phases(trainer: Any, step: StepMemory, ranks: int, device: torch.device, *,
         load = Phase(max(load.device, on_host + held * by_rows))
     phases = {"load": load, "step": Phase(step.peak, step.host_peak)}
     if step.evaluation:
-        phases["evaluation"] = Phase(step.evaluation, step.host_weights)
+        phases["evaluation"] = Phase(step.evaluation, step.host_weights + step.host_states)
     moved = Phase(step.rest + gathered, 0 if on_cpu else step.host_peak + largest)
     if args.save_strategy != "no":
         phases["save"] = moved._replace(disk=(kept + 1) * checkpoint)
