@@ -134,7 +134,7 @@ class Shard:
         """Returns the rectangles of the shard. Raises `UnsupportedError` if the parameter has no view of that kind."""
         layout, param = Layout.of(record.span.shape, view), record.param
         try:
-            layout.views(tensors_of(param)[0])
+            layout.views(tensors_of(self.stored(param))[0])
         except RuntimeError:
             raise UnsupportedError(
                 f"has strides {param.stride()}, which cannot be viewed as {list(layout.shape)} without a copy. Make "
