@@ -1,15 +1,16 @@
 """Homes of streamed tensors: host memory, or files that are mapped into memory."""
 
-import fcntl
+import ctypes
 import mmap
 import os
 import shutil
+import sys
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from lowmem.errors import ConfigError
+from lowmem.errors import ConfigError, UnsupportedError
 
 # Devices that compute on the host.
 WITHOUT_STREAMS = ("cpu", "meta")
@@ -47,6 +48,8 @@ class FileHome(Home):
 
     def __init__(self, path: Path) -> None:
         self._path, self._file, self._end = path, path.open("wb+"), 0
+        # glibc keeps the memory of freed tensors until it is asked to return it
+        self._trim = getattr(ctypes.CDLL(None), "malloc_trim", lambda _: 0)
         self._maps: list[mmap.mmap] = []
 
     def keep(self, tensor: Tensor) -> Tensor:
@@ -68,6 +71,7 @@ class FileHome(Home):
     def leave(self) -> None:
         for mapped in self._maps:
             mapped.madvise(mmap.MADV_DONTNEED)  # changed pages are still written to the file
+        self._trim(0)
 
 
 class Folder:
@@ -75,9 +79,14 @@ class Folder:
 
     Raises:
         ConfigError: another process uses it, or its disk has less than `nbytes` left.
+        UnsupportedError: the operating system is not Linux.
     """
 
     def __init__(self, path: Path, nbytes: int) -> None:
+        if sys.platform != "linux":
+            raise UnsupportedError(f"home={str(path)!r}: files need Linux. Use home='host'")
+        import fcntl
+
         path.mkdir(parents=True, exist_ok=True)
         self._path, self._lock = path, (path / "lock").open("w")  # until the process ends
         try:

@@ -106,7 +106,8 @@ def _move_others(
         for param in module.parameters(recurse=False):
             if param not in streamed:
                 load(param)
-                param.data = param.data.to(device)
+                # a view of a mapped file would keep all of the file in memory
+                param.data = param.data.to(device, copy=device.type == "cpu")
         for name, buffer in module.named_buffers(recurse=False):
             load(buffer)
             module._buffers[name] = buffer.to(device)

@@ -261,6 +261,7 @@ class Streaming:
 
     def home(self, unit: Unit, param: Tensor) -> Tensor:
         """Returns a parameter in its home, after the copies that change it or are made of it."""
+        unit.present |= self._in_place  # the parts of a file that are read stay in memory until the unit leaves
         for copied in (unit.left.get(param), unit.arrived):
             if copied is not None:
                 copied.synchronize()
