@@ -64,7 +64,7 @@ def stream(
     units = find_units(model)
     units = units[: _number_that_streams(model, units, device_memory)]
     streamed: set[Tensor] = {param for unit in units for param in unit.homes}
-    planned = device.type == "meta"  # nothing has elements
+    planned = any(map(is_fake, model.parameters()))
     folder = None if planned or home == "host" else Folder(Path(home), sum(unit.nbytes for unit in units))
     _move_others(model, streamed, device, load)
     for unit in units:

@@ -271,7 +271,7 @@ class Streaming:
 
     def keep(self, unit: Unit, states: dict[Any, Any]) -> dict[Any, Any]:
         """Returns the states of a parameter, those that move in their homes."""
-        return {name: unit.states.keep(value) if _moves(value) else value for name, value in states.items()}
+        return {name: unit.states.keep(value) if moves(value) else value for name, value in states.items()}
 
     @contextmanager
     def states(self, unit: Unit, param: Tensor, states: dict[Any, Any]) -> Iterator[dict[Any, Any]]:
@@ -279,17 +279,17 @@ class Streaming:
 
         Small states stay on the device. Others are there for at most two parameters at a time.
         """
-        there = states | self._bring(unit, param, {n: home for n, home in states.items() if _moves(home)})
+        there = states | self._bring(unit, param, {n: home for n, home in states.items() if moves(home)})
         yield there
         copies, new = [], {name: value for name, value in there.items() if value is not states.get(name)}
         for name, value in new.items():
             home: Any = states.get(name)
-            if _moves(value) and _moves(home) and (value.shape, value.dtype) == (home.shape, home.dtype):
+            if moves(value) and moves(home) and (value.shape, value.dtype) == (home.shape, home.dtype):
                 copies.append((home, value))
             else:
-                states[name] = unit.states.keep(value) if _moves(value) else value
+                states[name] = unit.states.keep(value) if moves(value) else value
         self._borrowed.append((new, self._copy_out(copies)))
-        self.written += sum(home.nbytes for home in states.values() if _moves(home))
+        self.written += sum(home.nbytes for home in states.values() if moves(home))
 
     def _bring(self, unit: Unit, param: Tensor, homes: dict[Any, Tensor]) -> dict[Any, Tensor]:
         """Copies states to a device that has a memory of its own."""
@@ -348,6 +348,6 @@ def _untracked(tensor: Tensor) -> Tensor:
         return tensor.data
 
 
-def _moves(value: Any) -> bool:
+def moves(value: Any) -> bool:
     """Returns whether a state leaves the device between its uses."""
     return isinstance(value, Tensor) and value.numel() > RESIDENT

@@ -8,6 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from lowmem.errors import ConfigError, UnsupportedError
 from lowmem.placements import nbytes, shape_of, streaming_of
+from lowmem.placements.streaming import moves
 from lowmem.run.description import describe
 from lowmem.run.fake import LONGEST, MICRO_BATCHES, model_config, offloaded_to_nvme, running
 from lowmem.run.fake_ranks import fake_ranks
@@ -91,7 +93,7 @@ def plan(recipe: Recipe, ranks: int = 1) -> RunPlan:
     config = model_config(recipe)  # before the checks, which depend on its dtype
     require_plannable(recipe, ranks)
     in_files = recipe.fused is not None and recipe.fused.home != "host"  # of a streamed model
-    device = DEVICES["gpu" if in_files else recipe.device or "gpu"]
+    device = DEVICES[recipe.device or "gpu"]
     _ = recipe.optimizer  # raises here, where no weights are fake
     zero3 = bool(recipe.training.deepspeed)
     nvme = offloaded_to_nvme(recipe.training) if zero3 else None
@@ -99,21 +101,33 @@ def plan(recipe: Recipe, ranks: int = 1) -> RunPlan:
         recipe = recipe.having()  # its arguments see the ranks
         with running(recipe, config, device) as run:
             trainer, args = run.trainer, run.trainer.args
-            step = run.step()
+            step, streaming = run.step(), streaming_of(trainer.model)
+            if in_files and device.type == "cpu":
+                step = _without_files(step, streaming, trainer.optimizer)
             converts = (config.dtype or recipe.dtype) != recipe.dtype
             phases, summary = _phases(trainer, step, ranks, device, converts=converts), describe(trainer)
-            if (streaming := streaming_of(trainer.model)) is not None:
+            if streaming is not None:
                 summary["copies"] = _copies(step, streaming, args)
     if nvme is not None or in_files:
         options = nvme or {"buffer_count": 0}
         buffers = options.get("buffer_count", 5) * options.get("buffer_size", 10**8) * recipe.dtype.itemsize
         moved = step.host_weights + step.host_states
-        phases = {name: Phase(p.device, p.host - moved + buffers, p.disk + ranks * moved) for name, p in phases.items()}
-    if in_files and recipe.device == "cpu":
-        phases = {name: Phase(p.device + p.host, 0, p.disk) for name, p in phases.items()}
+        for name, each in phases.items():
+            phases[name] = Phase(each.device, max(0, each.host - moved) + buffers, each.disk + ranks * moved)
     micro = f"{args.gradient_accumulation_steps} micro-batches of " if args.gradient_accumulation_steps > 1 else ""
     rows = f"{micro}{args.per_device_train_batch_size} x {args.max_length or LONGEST} tokens"
     return RunPlan(step, phases, {**summary, "step": rows}, RESERVE[recipe.device or "gpu"])
+
+
+def _without_files(step: StepMemory, streaming: Any, optimizer: Any) -> StepMemory:
+    """On a CPU, files are used where they are: two layers, and states of one parameter, are in memory at a time."""
+    layers = sorted(unit.nbytes for unit in streaming.units)
+    states = [[each for each in optimizer.state[param].values() if moves(each)] for param in streaming.owners]
+    sizes = sorted(sum(state.nbytes for state in each) for each in states)
+    out_of_memory = {WEIGHTS: sum(layers[:-2]), STATES: sum(sizes[:-1])}
+    items = {kind: nbytes - out_of_memory.get(kind, 0) for kind, nbytes in step.items.items()}
+    evaluation = max(0, step.evaluation - sum(out_of_memory.values()))
+    return replace(step, items=items, evaluation=evaluation, host_weights=sum(layers), host_states=sum(sizes))
 
 
 def _copies(step: StepMemory, streaming: Any, args: Any) -> str:
@@ -121,12 +135,12 @@ def _copies(step: StepMemory, streaming: Any, args: Any) -> str:
     width = sum(unit.nbytes for unit in streaming.units) / max(1, sum(param.numel() for param in streaming.owners))
     micro_batches = max(1, args.gradient_accumulation_steps / MICRO_BATCHES)  # as many are planned at most
     fetched, written = (f"{count * micro_batches / 1e9:,.2f} GB" for count in step.copied)
-    seconds = max(step.copied) * micro_batches / LINK
-    tokens = width * 100e12 / (2 * LINK)
-    return (
-        f"{fetched} to the device and {written} back in a step: {seconds:,.1f} s at {LINK / 1e9:.0f} GB/s. They are "
-        f"hidden if a forward pass has {tokens:,.0f} tokens for each 100 TFLOP/s that the device reaches"
+    seconds, tokens = max(step.copied) * micro_batches / LINK, width * 100e12 / (2 * LINK)
+    hidden = (
+        f": {seconds:,.1f} s at {LINK / 1e9:.0f} GB/s. They are hidden if a forward pass has {tokens:,.0f} tokens for "
+        "each 100 TFLOP/s that the device reaches"
     )
+    return f"{fetched} to the device and {written} back in a step" + hidden * (streaming.device.type != "cpu")
 
 
 def _phases(trainer: Any, step: StepMemory, ranks: int, device: torch.device, *, converts: bool) -> dict[str, Phase]:
