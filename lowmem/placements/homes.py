@@ -29,8 +29,7 @@ class Home:
         """Returns a tensor of the home with the same elements."""
         if not self._pins and tensor.device.type == "cpu":
             return tensor.detach()
-        home = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=self._pins)
-        return home.copy_(tensor.detach())
+        return torch.empty_like(tensor, device="cpu", pin_memory=self._pins).copy_(tensor)
 
     def expect(self) -> None:
         """Called before a device that computes on the host uses the tensors."""
@@ -60,7 +59,8 @@ class FileHome(Home):
         mapped = mmap.mmap(self._file.fileno(), tensor.nbytes, offset=self._end)
         self._maps.append(mapped)
         self._end += -(-tensor.nbytes // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
-        home = torch.frombuffer(mapped, dtype=tensor.dtype).view(tensor.shape).copy_(tensor.detach())
+        strides = torch.empty_like(tensor, device="meta").stride()
+        home = torch.frombuffer(mapped, dtype=tensor.dtype).as_strided(tensor.shape, strides).copy_(tensor)
         mapped.madvise(mmap.MADV_DONTNEED)
         return home
 

@@ -296,8 +296,9 @@ class Streaming:
         self.fetched += sum(home.nbytes for home in homes.values())
         while len(self._borrowed) > 1:
             borrowed, left = self._borrowed.popleft()
-            if left is not None:
-                self._incoming.wait_event(left)  # so that the next states can have the same memory
+            if left is not None:  # the next tensors on either stream may have the same memory
+                self._incoming.wait_event(left)
+                self._module.current_stream(self.device).wait_event(left)
             del borrowed
         if self._in_place or not homes:
             return {}

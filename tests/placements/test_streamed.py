@@ -173,6 +173,21 @@ def test_tied_weights(make, batches):
     both(make, batches, model={"tie_word_embeddings": True})
 
 
+@pytest.mark.parametrize("home", ["host", "files"])
+@pytest.mark.parametrize("weight_format", [None, "int12"])
+def test_transposed_weights(make, batches, weight_format, home, tmp_path):
+    def transposed(streams):
+        model = make(False, **IN_GROUPS)
+        for layer in model.model.layers:
+            weight = layer.mlp.up_proj.weight
+            weight.data = weight.data.t().contiguous().t()
+        if weight_format:
+            lowmem.quantize_(model, weight_format)
+        return placed(model, streams, home="host" if home == "host" else tmp_path)
+
+    both(transposed, batches)
+
+
 def test_weights_that_two_layers_share_stay(make, batches):
     def tied(streams):
         model = make(False)  # on the device, from where homes are filled
