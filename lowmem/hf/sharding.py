@@ -388,10 +388,11 @@ def in_words(streaming: Streaming, model: nn.Module) -> str:
     """Describes the layers that are streamed, and the weights that stay on the device."""
     sizes = [unit.nbytes for unit in streaming.units]
     stays = sum(map(placements.nbytes, model.parameters())) - sum(sizes)
-    largest = max(sizes, default=0)
+    if not sizes:
+        return f"no layer, because all {stays / 2**20:,.1f} MiB of weights fit on the device"
     return (
-        f"{len(sizes)} layers of up to {largest / 2**20:,.1f} MiB, two of them on the device at a time, where "
-        f"{stays / 2**20:,.1f} MiB of other weights stay"
+        f"{len(sizes)} layers of up to {max(sizes) / 2**20:,.1f} MiB in {streaming.units[0].home}, two of them on the "
+        f"device at a time, where {stays / 2**20:,.1f} MiB of other weights stay"
     )
 
 

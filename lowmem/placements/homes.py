@@ -25,6 +25,9 @@ class Home:
     def __init__(self, device: torch.device) -> None:
         self._pins = device.type not in WITHOUT_STREAMS
 
+    def __str__(self) -> str:
+        return "host memory"
+
     def keep(self, tensor: Tensor) -> Tensor:
         """Returns a tensor of the home with the same elements."""
         if not self._pins and tensor.device.type == "cpu":
@@ -50,6 +53,9 @@ class FileHome(Home):
         # glibc keeps the memory of freed tensors until it is asked to return it
         self._trim = getattr(ctypes.CDLL(None), "malloc_trim", lambda _: 0)
         self._maps: list[mmap.mmap] = []
+
+    def __str__(self) -> str:
+        return str(self._path.parent)
 
     def keep(self, tensor: Tensor) -> Tensor:
         try:

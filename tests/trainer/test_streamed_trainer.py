@@ -258,7 +258,7 @@ def test_traffic_is_logged_and_described(sft, caplog):
     caplog.set_level(logging.INFO, "lowmem")
     trainer = sft(STREAMED)
     trainer.train()
-    assert "streamed: 4 layers of up to 1.4 MiB, two of them on the device at a time" in caplog.text
+    assert "streamed: 4 layers of up to 1.4 MiB in host memory, two of them on the device at a time" in caplog.text
     for entry in (entry for entry in trainer.state.log_history if "loss" in entry):
         assert entry["streamed_gb_per_second"] > 0
         assert 0 <= entry["waiting_share"] <= 1
