@@ -50,7 +50,7 @@ class FusedAccelerator(Accelerator):  # type: ignore[misc]
             if inputs.sharded:
                 return model
         elif isinstance(inputs.sharding, StreamedSharding) and model is getattr(self.trainer, "ref_model", None):
-            inputs.sharding.shard(model, part="reference")
+            inputs.sharding.shard(model, reference=True)
         return super().prepare_model(model, *args, **{**options, "evaluation_mode": True})
 
     def no_sync(self, model: nn.Module) -> Any:

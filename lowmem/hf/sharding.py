@@ -11,7 +11,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -372,13 +371,10 @@ class StreamedSharding:
     def prepare(self, dtype: torch.dtype) -> None:
         """Does nothing: a model is loaded on the host."""
 
-    def shard(self, model: nn.Module, accelerator: Any = None, *, part: str = "") -> None:
-        """Streams a model unless it is streamed already. part: a folder in `home`, for a model whose layers never stay
-        on the device.
-        """
-        home = "host" if self._fused.home == "host" else Path(self._fused.home, part)
-        memory = None if part else self._fused.device_bytes
-        stream(model, self._args.device, home=home, device_memory=memory, load=_convert)
+    def shard(self, model: nn.Module, accelerator: Any = None, *, reference: bool = False) -> None:
+        """Streams a model unless it is streamed already. No layers of a reference model stay on the device."""
+        memory = None if reference else self._fused.device_bytes
+        stream(model, self._args.device, home=self._fused.home, device_memory=memory, load=_convert)
 
     def release(self, model: nn.Module) -> None:
         """Does nothing: layers leave the device when others need its memory."""

@@ -5,6 +5,7 @@ import mmap
 import os
 import shutil
 import sys
+import tempfile
 from pathlib import Path
 
 import torch
@@ -42,26 +43,29 @@ class Home:
 
 
 class FileHome(Home):
-    """A file, in which each tensor begins a page. A CPU uses the tensors where they are.
+    """A file in a folder, in which each tensor begins a page. A CPU uses the tensors where they are.
+
+    The file has no name, so that nothing else uses it, and ends with the process.
 
     Raises:
         ConfigError: there is no room for the file.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path, self._file, self._end = path, path.open("wb+"), 0
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._end = folder, 0
+        self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 (is open as long as the home)
+        self._maps: list[mmap.mmap] = []
         # glibc keeps the memory of freed tensors until it is asked to return it
         self._trim = getattr(ctypes.CDLL(None), "malloc_trim", lambda _: 0)
-        self._maps: list[mmap.mmap] = []
 
     def __str__(self) -> str:
-        return str(self._path.parent)
+        return str(self._folder)
 
     def keep(self, tensor: Tensor) -> Tensor:
         try:
             os.posix_fallocate(self._file.fileno(), self._end, tensor.nbytes)
         except OSError as error:
-            raise ConfigError(f"home: {self._path} cannot grow by {tensor.nbytes:,} bytes: {error.strerror}") from error
+            raise ConfigError(f"home={str(self)!r}: a file cannot grow by {tensor.nbytes:,} bytes: {error}") from error
         mapped = mmap.mmap(self._file.fileno(), tensor.nbytes, offset=self._end)
         self._maps.append(mapped)
         self._end += -(-tensor.nbytes // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
@@ -80,33 +84,23 @@ class FileHome(Home):
         self._trim(0)
 
 
-class Folder:
-    """A folder of files for homes, which one process uses at a time.
+def make_home(place: str | Path, device: torch.device) -> Home:
+    """Returns a home in host memory ("host"), or in a folder."""
+    return Home(device) if place == "host" else FileHome(Path(place))
+
+
+def require_room(folder: Path, nbytes: int) -> None:
+    """Creates a folder for files of `nbytes`.
 
     Raises:
-        ConfigError: another process uses it, or its disk has less than `nbytes` left.
+        ConfigError: its disk has less left.
         UnsupportedError: the operating system is not Linux.
     """
-
-    def __init__(self, path: Path, nbytes: int) -> None:
-        if sys.platform != "linux":
-            raise UnsupportedError(f"home={str(path)!r}: files need Linux. Use home='host'")
-        import fcntl
-
-        path.mkdir(parents=True, exist_ok=True)
-        self._path, self._lock = path, (path / "lock").open("w")  # until the process ends
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise ConfigError(f"home={str(path)!r} is in use by another run. Choose another folder") from error
-        for old in path.glob("layer*.*"):  # of a run that has ended
-            old.unlink()
-        free = shutil.disk_usage(path).free
-        if free < nbytes:
-            raise ConfigError(
-                f"home={str(path)!r}: the disk has {free:,} bytes left, but the weights of the layers take {nbytes:,}"
-            )
-
-    def home(self, index: int, kind: str) -> FileHome:
-        """Returns the home of the weights of a layer, or of other tensors."""
-        return FileHome(self._path / f"layer{index}.{kind}")
+    if sys.platform != "linux":
+        raise UnsupportedError(f"home={str(folder)!r}: files need Linux. Use home='host'")
+    folder.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(folder).free
+    if free < nbytes:
+        raise ConfigError(
+            f"home={str(folder)!r}: the disk has {free:,} bytes left, but the weights of the layers take {nbytes:,}"
+        )

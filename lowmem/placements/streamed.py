@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from lowmem.errors import ConfigError, UnsupportedError
 from lowmem.placements.base import Placed, Placement, Reduced, Reducer, Shard
-from lowmem.placements.homes import RESIDENT, Folder, Home
+from lowmem.placements.homes import RESIDENT, make_home, require_room
 from lowmem.placements.ranks import in_group
 from lowmem.placements.streaming import Streaming, Unit
 from lowmem.tiles.quantized import QuantizedWeight, plain, tensors_of
@@ -42,7 +42,7 @@ def stream(
         model: on the host.
         device: it computes.
         home: "host": pinned memory, or on a CPU the weights where they are. Otherwise a folder, in which each layer has
-            a file that changes in every step. Only one process uses it at a time, and nothing reads it afterwards.
+            files without names, which change in every step and end with the process.
         device_memory: bytes for weights on the device. As many layers as fit, the last ones, stay there. None: none.
         load: called with each parameter and buffer before it is moved. It may read its elements, with
             `torch.utils.swap_tensors`.
@@ -51,8 +51,7 @@ def stream(
         It counts what is copied. A model that is already streamed returns the same object.
 
     Raises:
-        ConfigError: two layers and everything else take more than `device_memory`; there is no room in `home`, or it is
-            in use.
+        ConfigError: two layers and everything else take more than `device_memory`, or there is no room in `home`.
         UnsupportedError: there are several ranks or no repeated layers, or a parameter is sharded or of a subclass.
     """
     for param in model.parameters():
@@ -64,12 +63,13 @@ def stream(
     units = find_units(model)
     units = units[: _number_that_streams(model, units, device_memory)]
     streamed: set[Tensor] = {param for unit in units for param in unit.homes}
-    planned = any(map(is_fake, model.parameters()))
-    folder = None if planned or home == "host" else Folder(Path(home), sum(unit.nbytes for unit in units))
+    if any(map(is_fake, model.parameters())):  # of a plan
+        home = "host"
+    if home != "host":
+        require_room(Path(home), sum(unit.nbytes for unit in units))
     _move_others(model, streamed, device, load)
     for unit in units:
-        unit.home = folder.home(unit.index, "weights") if folder else Home(device)
-        unit.states = folder.home(unit.index, "states") if folder else Home(device)
+        unit.home, unit.states = make_home(home, device), make_home(home, device)
         for weight in unit.homes:
             load(weight)
             _move_home(unit, weight, device)

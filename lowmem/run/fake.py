@@ -121,7 +121,7 @@ def running(recipe: Recipe, config: Any, device: torch.device, *, real: bool = F
         trainer._shard()
         if isinstance(streaming := trainer._inputs.sharding, sharding.StreamedSharding):
             for other in others:
-                streaming.shard(other, part="reference")
+                streaming.shard(other, reference=True)
         to_device = Tensor.to if real else torch.empty_like
         batches = tree_map_only(Tensor, lambda value: to_device(value, device=device), batches)
         yield FakeRun(trainer, others, batches[0], batches[1] if len(batches) > 1 else None)

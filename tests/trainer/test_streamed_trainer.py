@@ -139,7 +139,10 @@ def test_homes_in_files(sft, tmp_path):
     for trainer in (local, streamed):
         trainer.train()
     assert_same(local, streamed)
-    assert (tmp_path / "home" / "reference").is_dir()
+    assert all(
+        str(placements.streaming_of(each).units[0].home) == home["home"]
+        for each in (streamed.model, streamed.ref_model)
+    )
 
 
 @pytest.mark.parametrize(("device_memory", "streams"), [("5MiB", 3), ("1GiB", 0)])
