@@ -131,7 +131,8 @@ class Head:
 
         Args:
             p: of some tokens and the rows of the vocabulary from `first` on, of `total` rows: [tokens, rows].
-            grad, of_targets: see `HeadGradient`.  targets: int64 [tokens].
+            grad: see `HeadGradient`, as for `of_targets`.
+            targets: int64 [tokens].
         """
         grad, of_targets = grad * self.slope, of_targets * self.slope
         p.mul_(grad[:, None])

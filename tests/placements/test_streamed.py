@@ -471,6 +471,10 @@ def test_small_parameters_stay(make):
     assert stay == {name for name, param in model.named_parameters() if param not in stream(model).owners}
 
 
+@pytest.mark.troubleshooting("lowmem.stream finds no repeated layers")
+@pytest.mark.troubleshooting("device_memory is ... bytes")
+@pytest.mark.troubleshooting("the disk has ... bytes left")
+@pytest.mark.troubleshooting("is in use by another run")
 def test_refusals(make, tmp_path):
     model = make(False).cpu()
     with pytest.raises(ConfigError, match=r"call lowmem\.stream"):
@@ -497,6 +501,7 @@ def test_layers_stay_within_device_memory(make, batches, layers):
     assert len(streaming.units) == (0 if layers == 4 else 6 - layers)
 
 
+@pytest.mark.troubleshooting("uses parameter ...")
 @pytest.mark.parametrize("layer", [0, 3], ids=["on the device", "not on the device"])
 def test_a_parameter_is_used_outside_of_its_layer(make, batches, layer):
     model = make(True)
