@@ -314,6 +314,24 @@ def test_shipped_configurations_are_planned(config, model, tmp_path):
     assert (0.6 if "24gb" in config else 0.5) < gib / int(config.rpartition("_")[2].removesuffix("gb")) < 1
 
 
+def test_the_shipped_configuration_of_streamed_weights_is_planned(tmp_path):
+    """With three layers and 4096 tokens of its model, and the memory that the others would add."""
+    path = runs.CONFIGS[0].parent
+    shipped = AutoConfig.from_pretrained(path / "models" / "llama-3.1-70b")
+    layers, shipped.num_hidden_layers = shipped.num_hidden_layers, 3
+    tokens, shipped.vocab_size = shipped.vocab_size, 4096
+    shipped.save_pretrained(tmp_path)
+    step = planned(str(path / "llama3_70b_streamed_24gb.yaml"), "--model_name_or_path", str(tmp_path))
+    with torch.device("meta"):
+        small = AutoModelForCausalLM.from_config(shipped)
+    of_a_layer = 2 * sum(p.numel() for p in small.model.layers[0].parameters() if p.ndim > 1)
+    assert step.host_weights == 3 * of_a_layer
+    missing = (layers - 3) * 4096 + 2 * (tokens - 4096)  # saved inputs of layers, and vocabulary matrices
+    gib = (step.peak + 2 * missing * shipped.hidden_size) / 2**30
+    assert gib == pytest.approx(14.5, abs=0.3)  # with the reserve, 16 GiB as in README and in the file
+    assert layers * of_a_layer / 2**30 == 127.5
+
+
 @pytest.mark.parametrize("device", ["gpu", "cpu"])
 def test_ranks_share_the_weights(write, device):
     """Replicated: all of them. FSDP2 and ZeRO-3: a share, with the states; offloaded, they are on the host."""
