@@ -98,6 +98,10 @@ def require_room(folder: Path, nbytes: int) -> None:
     """
     if sys.platform != "linux":
         raise UnsupportedError(f"home={str(folder)!r}: files need Linux. Use home='host'")
+    import resource
+
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each tensor keeps its file open
     folder.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(folder).free
     if free < nbytes:

@@ -123,6 +123,9 @@ def _of_activations(recipe: Recipe) -> Iterator[Way]:
 
 def _of_ranks(recipe: Recipe, ranks: int) -> Iterator[Way]:
     sharded = recipe.training.deepspeed or recipe.training.fsdp
+    if recipe.device == "gpu" and not sharded and ranks == 1 and recipe.optimizer.placement == "auto":
+        values = {"fused.placement": "streamed", checkpointing(recipe.training): True}
+        yield Way(values, "weights on the host, copied in each pass; equal results")
     possible = sharded or hasattr(recipe.training, "fsdp_plugin_args")  # from transformers 5 on
     if recipe.device == "gpu" and not recipe.model.use_peft and possible:
         values = {} if sharded else {"fsdp": True}
