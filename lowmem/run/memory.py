@@ -84,7 +84,8 @@ class _Tracker(TorchDispatchMode):
                 tracker._allocate(storage, storage.device, f"{size:,} bytes")
             elif old.nbytes != storage.nbytes():
                 tracker._release(old)
-                tracker._allocate(storage, old.device, old.tensor)
+                new = tracker._allocate(storage, old.device, old.tensor)
+                new.kind = WEIGHTS if old.kind == WEIGHTS else ""  # of a layer that is streamed
 
         self._resizing = patch.object(torch.UntypedStorage, "resize_", resize_)
         self._resizing.start()
@@ -95,10 +96,13 @@ class _Tracker(TorchDispatchMode):
         self._resizing.stop()
 
     def label(self, tensors: Iterable[Tensor], kind: str) -> None:
-        """Sets the kind of the storages of tensors. Those that are new are allocated now."""
+        """Sets the kind of the storages of tensors. Those that are new are allocated now, those that stay at first."""
         for tensor in tensors:
             for part in tensors_of(tensor):
-                self._allocation(part).kind = kind
+                allocation = self._allocation(part)
+                allocation.kind = kind
+                if kind in (WEIGHTS, STATES, BUFFERS):
+                    allocation.born = 0
 
     def label_unknown(self, kind: str, since: int) -> None:
         """Sets the kind of all live storages without one that were allocated at `since` or later."""
@@ -181,7 +185,8 @@ class StepMemory:
     temporaries: tuple[tuple[str, int], ...]  # dtype and shape, and bytes, of the three largest
     host_weights: int = 0  # bytes of weights on the host
     host_states: int = 0
-    copied: tuple[int, int] = (0, 0)  # bytes of streamed weights and states, to the device and back
+    # bytes of streamed weights and states: to the device and back, and to the device for a micro-batch before the last
+    copied: tuple[int, int, int] = (0, 0, 0)
     evaluation: int = 0  # bytes at the peak of an evaluation after the step; 0 without one
     timeline: Timeline | None = field(default=None, compare=False, repr=False)
 
@@ -222,9 +227,11 @@ def step_memory(model: nn.Module, make_optimizer: Callable[[], FusedOptimizer],
     """
     tracker = _Tracker()
     tracker.label((stored(param) for each in (model, *others) for param in each.parameters()), WEIGHTS)
+    streamings = [streaming for each in (model, *others) if (streaming := streaming_of(each)) is not None]
+    tracker.label((param for streaming in streamings for param in streaming.owners), WEIGHTS)  # while they are there
     tracker.label([*(buffer for each in (model, *others) for buffer in each.buffers()), *batch], BUFFERS)
     tracker.now, tracker.seconds = 0, [time.perf_counter()]
-    backwards = []
+    backwards, fetched = [], list[int]()
     with tracker:
         optimizer = make_optimizer()
         optimizer._updates.observer = tracker
@@ -239,12 +246,16 @@ def step_memory(model: nn.Module, make_optimizer: Callable[[], FusedOptimizer],
             if not last:
                 tracker.label_unknown(GRADIENTS, since=backward)  # accumulated gradients
             backwards.append((backward, tracker.now))
+            fetched.append(sum(streaming.fetched for streaming in streamings))
         extras = [record.extra for record in optimizer._records.values()]
         memories = [group.memory for group in optimizer._parameters.groups]
         leaves = tree_leaves([list(optimizer.state.values()), extras, memories])
         tracker.label((leaf for leaf in leaves if isinstance(leaf, Tensor)), STATES)
-        end, streaming = tracker.now, streaming_of(model)
-        copied = (streaming.fetched, streaming.written) if streaming is not None else (0, 0)
+        end = tracker.now
+        # the first layers are still there when the next step begins
+        there = sum(unit.nbytes for streaming in streamings for unit in streaming.units[:2] if unit.present)
+        again = fetched[1] - fetched[0] if len(losses) > 2 else 0
+        copied = fetched[-1] - there, sum(streaming.written for streaming in streamings), again
         if evaluate is not None:
             evaluate()
     device = batch[0].device if batch else next(model.parameters()).device
@@ -252,7 +263,7 @@ def step_memory(model: nn.Module, make_optimizer: Callable[[], FusedOptimizer],
 
 
 def _at_peak(
-    tracker: _Tracker, device: torch.device, backwards: list[tuple[int, int]], end: int, copied: tuple[int, int],
+    tracker: _Tracker, device: torch.device, backwards: list[tuple[int, int]], end: int, copied: tuple[int, int, int],
     *, evaluated: bool,
 ) -> StepMemory:  # fmt: skip
     """Sums the recorded storages by kind at each moment, and at the peak of the steps, which end at the moment `end`.
@@ -264,14 +275,13 @@ def _at_peak(
     spans, kept = [], Counter[str]()  # on the host
     for allocation in tracker.allocations:
         on_host, kind = int(allocation.device.type != device.type), allocation.kind or TEMPORARIES
-        born = 0 if kind in (WEIGHTS, STATES, BUFFERS) else allocation.born
         died = last if allocation.died is None else min(allocation.died, last)  # a collection may have begun since
         row = -1 if on_host else rows[kind]
-        changes[row, born] += allocation.nbytes
+        changes[row, allocation.born] += allocation.nbytes
         changes[row, died] -= allocation.nbytes
         kept[kind] += allocation.nbytes * on_host
         if not on_host:
-            spans.append((born, died, allocation))
+            spans.append((allocation.born, died, allocation))
     *live, host = changes.cumsum(axis=1)[:, :-1]
     total = sum(live)
     moment = int(total[: end + 1].argmax())

@@ -106,13 +106,13 @@ def plan(recipe: Recipe, ranks: int = 1) -> RunPlan:
                 step = _without_files(step, streaming, trainer.optimizer)
             converts = (config.dtype or recipe.dtype) != recipe.dtype
             phases, summary = _phases(trainer, step, ranks, device, converts=converts), describe(trainer)
-            if streaming is not None:
+            if streaming is not None and (in_files or device.type != "cpu"):
                 summary["copies"] = _copies(step, streaming, args)
     if nvme is not None or in_files:
         options = nvme or {"buffer_count": 0}
         buffers = options.get("buffer_count", 5) * options.get("buffer_size", 10**8) * recipe.dtype.itemsize
-        moved = step.host_weights + step.host_states
         for name, each in phases.items():
+            moved = step.host_weights + (0 if name == "load" else step.host_states)
             phases[name] = Phase(each.device, max(0, each.host - moved) + buffers, each.disk + ranks * moved)
     micro = f"{args.gradient_accumulation_steps} micro-batches of " if args.gradient_accumulation_steps > 1 else ""
     rows = f"{micro}{args.per_device_train_batch_size} x {args.max_length or LONGEST} tokens"
@@ -133,14 +133,15 @@ def _without_files(step: StepMemory, streaming: Any, optimizer: Any) -> StepMemo
 def _copies(step: StepMemory, streaming: Any, args: Any) -> str:
     """Describes the copies of a step, and which passes hide them behind computation."""
     width = sum(unit.nbytes for unit in streaming.units) / max(1, sum(param.numel() for param in streaming.owners))
-    micro_batches = max(1, args.gradient_accumulation_steps / MICRO_BATCHES)  # as many are planned at most
-    fetched, written = (f"{count * micro_batches / 1e9:,.2f} GB" for count in step.copied)
-    seconds, tokens = max(step.copied) * micro_batches / LINK, width * 100e12 / (2 * LINK)
+    fetched, written, again = step.copied
+    fetched += again * max(0, args.gradient_accumulation_steps - MICRO_BATCHES)  # as many are planned at most
+    seconds, tokens = max(fetched, written) / LINK, width * 100e12 / (2 * LINK)
+    copies = f"{fetched / 1e9:,.2f} GB to the device and {written / 1e9:,.2f} GB back in a step"
     hidden = (
         f": {seconds:,.1f} s at {LINK / 1e9:.0f} GB/s. They are hidden if a forward pass has {tokens:,.0f} tokens for "
         "each 100 TFLOP/s that the device reaches"
     )
-    return f"{fetched} to the device and {written} back in a step" + hidden * (streaming.device.type != "cpu")
+    return copies + hidden * (streaming.device.type != "cpu")
 
 
 def _phases(trainer: Any, step: StepMemory, ranks: int, device: torch.device, *, converts: bool) -> dict[str, Phase]:

@@ -4,6 +4,7 @@ import copy
 import mmap
 import os
 import shutil
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from lowmem import placements
 from lowmem.errors import ConfigError, StepError, UnsupportedError
 from lowmem.placements import homes
 from lowmem.placements.streamed import find_units
+from lowmem.run.memory import step_memory
 from lowmem.step.updates import SMALL
 from lowmem.tiles.storage import roundings, state_storages
 
@@ -441,6 +443,26 @@ def test_peak_of_a_step(make, batches, policy):
         del model, opt
     local, ours = peaks
     assert ours <= local - (6 - 2) * unit + largest
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="a CPU does not count what is allocated")
+@pytest.mark.parametrize(("rule", "micro_batches"), [("adalomo", 1), ("adamw", 1), ("adalomo", 3)])
+def test_a_plan_has_the_peak_and_the_copies_of_a_step(make, batches, rule, micro_batches):
+    """`step_memory` takes the first step. The second one, which has states from the beginning, is measured."""
+    before = torch.cuda.memory_allocated()
+    model = make(True)
+    opt, streaming = optimizer(model, True, rule), stream(model)
+    losses = [lambda batch=batch: model(**batch).loss for batch in batches[:micro_batches]]
+    planned = step_memory(model, lambda: opt, losses, [])
+    torch.cuda.reset_peak_memory_stats()
+    start = [streaming.fetched, streaming.written]
+    for n, loss in enumerate(losses, start=1):
+        with nullcontext() if n == micro_batches else opt.accumulate():
+            opt.backward(loss())
+    copied = [now - then for now, then in zip([streaming.fetched, streaming.written], start, strict=True)]
+    assert list(planned.copied[:2]) == copied
+    in_flight = 0.01 * (micro_batches > 1)  # a gradient on its way to the host
+    assert planned.peak == pytest.approx(torch.cuda.max_memory_allocated() - before, rel=0.03 + in_flight)
 
 
 def test_units():

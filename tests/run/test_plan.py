@@ -399,3 +399,84 @@ def test_phases_of_a_run(write):
     assert phases["save"].disk == pytest.approx(3 * checkpoint, rel=0.01)
     assert phases["end"].disk == pytest.approx(2 * checkpoint + 2 * PARAMETERS, rel=0.01)
     assert phases["load"].device == pytest.approx(2 * PARAMETERS, rel=0.01)
+
+
+LAYERS, WIDE = 5, {"hidden_size": 144, "intermediate_size": 288, "num_hidden_layers": 5, "num_attention_heads": 4}
+LAYER = 2 * (4 * 144 * 144 + 3 * 144 * 288)  # bytes of the matrices of a layer
+
+
+@pytest.fixture
+def streamed(write, tmp_path):
+    """A function: the plan of a model whose layers are large enough to be streamed."""
+
+    def of(command="sft", *words, device="gpu", ranks=1, **fused):
+        path = write(command, learning_rate=1e-3 if fused["rule"] == "adalomo" else 2e-5)
+        LlamaConfig(**WIDE, vocab_size=4096).save_pretrained(tmp_path / "model")
+        words = [*words, *(f"--fused.{name}={value}" for name, value in fused.items())]
+        return plan.plan(parse(command, ["--config", path, *words], device=device), ranks)
+
+    return of
+
+
+STREAMS = {"placement": "streamed"}
+
+
+def test_layers_that_are_streamed_are_on_the_host_or_in_files(streamed, tmp_path):
+    """Two are on the device at a time. Files create no other peaks, and a plan creates no files."""
+    local = streamed("sft", "--save_strategy", "steps", rule="adamw")
+    ours = streamed("sft", "--save_strategy", "steps", rule="adamw", **STREAMS)
+    layers, states = LAYERS * LAYER, 2 * LAYERS * LAYER
+    assert ours.step.peak == local.step.peak - layers - states + 2 * LAYER
+    assert ours.step.items["weights"] == local.step.items["weights"] - layers + 2 * LAYER
+    assert ours.step.items["activations"] == local.step.items["activations"]
+    assert (ours.step.host_weights, ours.step.host_states) == (layers, states)
+    assert ours.phases["load"].host == layers
+    assert ours.phases["step"].host == local.phases["step"].host + layers + states
+    home, on_disk = tmp_path / "home", {}
+    for device in ("gpu", "cpu"):
+        on_disk[device] = streamed("sft", "--save_strategy", "steps", rule="adamw", home=home, device=device, **STREAMS)
+    assert not home.exists()
+    for name, phase in ours.phases.items():
+        moved = layers if name == "load" else layers + states
+        gpu = plan.Phase(phase.device, phase.host - moved, phase.disk + moved)
+        assert on_disk["gpu"].phases[name] == gpu
+        cpu = on_disk["cpu"].phases[name]  # whose loss takes less memory
+        assert cpu.host == 0 and 0 < cpu.device <= gpu.device + gpu.host
+        assert cpu.disk == pytest.approx(gpu.disk, rel=0.02)
+
+
+def test_copies_of_a_step(streamed):
+    """Each layer is read twice, except for two that are there, and written once. States are read once and written."""
+    alone = streamed(rule="adamw", **STREAMS)
+    assert alone.step.copied[:2] == ((2 * (LAYERS - 2) + 2 * LAYERS) * LAYER, 3 * LAYERS * LAYER)
+    many = streamed("sft", "--gradient_accumulation_steps=3000", rule="adalomo", **STREAMS)
+    fetched, written, again = many.step.copied  # of three micro-batches; then all layers are fetched for their updates
+    assert (fetched, written, again) == (3 * again + LAYERS * LAYER, LAYERS * LAYER, 2 * (LAYERS - 2) * LAYER)
+    in_gb = f"{(fetched + 2997 * again) / 1e9:.2f} GB to the device and 0.00 GB back in a step"
+    assert many.summary["copies"].startswith(in_gb)
+    assert "hidden if a forward pass has 3,846 tokens for each 100 TFLOP/s" in alone.summary["copies"]
+    assert "copies" not in streamed(rule="adalomo", device="cpu", **STREAMS).summary  # it computes with the home
+
+
+def test_a_reference_model_is_streamed(streamed):
+    """It is read once in a step. Two of its layers are on the device, too, of which the next step needs one."""
+    local, ours = streamed("dpo", rule="adalomo"), streamed("dpo", rule="adalomo", **STREAMS)
+    assert ours.step.peak == local.step.peak - 2 * (LAYERS - 2) * LAYER
+    assert ours.step.items["weights"] == local.step.items["weights"] - 2 * (LAYERS - 2) * LAYER
+    assert ours.step.host_weights == 2 * LAYERS * LAYER
+    assert ours.step.copied[:2] == ((2 * (LAYERS - 2) + LAYERS) * LAYER, LAYERS * LAYER)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--fused.home=/nowhere", "home and device_memory apply only to placement 'streamed', not to 'auto'"),
+        ("--fused.placement=streamed --deepspeed=configs/zero3.json", "contradicts deepspeed"),
+        ("--fused.placement=streamed --fsdp", "contradicts fsdp"),
+        ("--fused.placement=streamed --gradient_checkpointing=false", "needs gradient_checkpointing=True"),
+        ("--fused.placement=streamed --fused.device_memory=1MB", "device_memory is 1,000,000 bytes, but two layers"),
+    ],
+)
+def test_streaming_is_refused(streamed, words, message):
+    with pytest.raises(ConfigError, match=message):
+        streamed("sft", *words.split(), rule="adalomo", ranks=2 if "contradicts" in message else 1)
