@@ -68,7 +68,7 @@ REFUSED = {("Llama, int12", "ZeRO-3")}
 
 
 def recipes(
-    placement: str, models: Sequence[str], folder: Path, *, device: str | None
+    placement: str, models: Sequence[str], rules: Sequence[str], folder: Path, *, device: str | None
 ) -> Iterator[tuple[str, str, Recipe]]:
     """Model, method and recipe of every combination that a placement has."""
     for model in models:
@@ -77,33 +77,36 @@ def recipes(
         kind, values, method, words = MODELS[model]
         path = folder / model.replace(" ", "_")
         AutoConfig.for_model(kind, **values).save_pretrained(path)
-        for rule, of_rule in RULES.items():
+        for rule in rules:
             sharding = PLACEMENTS[placement][1]
-            argv = ["--model_name_or_path", str(path), *USUAL, *words, *of_rule, *sharding]
+            argv = ["--model_name_or_path", str(path), *USUAL, *words, *RULES[rule], *sharding]
             if "int12" in model and sharding:
                 argv += ["--fsdp_config", '{"cpu_ram_efficient_loading": false}']
             yield model, rule, parse(method, argv, device=device)
 
 
-def measure(placement: str, models: Sequence[str], folder: Path) -> dict[str, dict[str, int]]:
+def measure(placement: str, models: Sequence[str], rules: Sequence[str], folder: Path) -> dict[str, dict[str, int]]:
     """Peaks of this rank, by model and method."""
     peaks: dict[str, dict[str, int]] = {}
-    for model, rule, recipe in recipes(placement, models, folder, device=None):
+    for model, rule, recipe in recipes(placement, models, rules, folder, device=None):
         with running(recipe, model_config(recipe), torch.device("cpu"), real=True) as run:
             peaks.setdefault(model, {})[rule] = run.step().peak
     return peaks
 
 
-def compare(placement: str, models: Sequence[str] = tuple(MODELS)) -> dict[str, dict[str, dict[str, int]]]:
+def compare(
+    placement: str, models: Sequence[str] = tuple(MODELS), rules: Sequence[str] = tuple(RULES)
+) -> dict[str, dict[str, dict[str, int]]]:
     """Measured and planned bytes of all combinations of a placement, by model and method."""
     ranks = PLACEMENTS[placement][0]
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "peaks.json"
         launcher = ["-m", "torch.distributed.run", "--nproc_per_node", str(ranks), "--standalone"] if ranks > 1 else []
-        words = [*launcher, "-m", "benchmarks.plans", "--rank", placement, str(file), *models]
+        chosen = json.dumps([models, rules])
+        words = [*launcher, "-m", "benchmarks.plans", "--rank", placement, str(file), chosen]
         subprocess.run([sys.executable, *words], check=True, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"})
         peaks = json.loads(file.read_text())
-        for model, rule, recipe in recipes(placement, models, Path(folder), device="cpu"):
+        for model, rule, recipe in recipes(placement, models, rules, Path(folder), device="cpu"):
             peaks[model][rule] = {"measured": peaks[model][rule], "planned": plan(recipe, ranks).step.peak}
         return peaks  # type: ignore[no-any-return]
 
@@ -136,7 +139,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--rank"]:
         with tempfile.TemporaryDirectory() as path:
-            of_rank = measure(sys.argv[2], sys.argv[4:], Path(path))
+            of_rank = measure(sys.argv[2], *json.loads(sys.argv[4]), Path(path))
         if int(os.environ.get("RANK", 0)) == 0:
             Path(sys.argv[3]).write_text(json.dumps(of_rank))
     else:

@@ -21,7 +21,7 @@ case "${1:-}" in
     --gpu | --simgpu)
         if [ "$1" = --gpu ]; then export LOWMEM_GPU=1; else export LOWMEM_SIMGPU=1; fi
         shift
-        if [ $# = 0 ]; then set -- tests/simgpu tests/tiles tests/rules tests/step tests/layers tests/hf tests/trainer; fi
+        if [ $# = 0 ]; then set -- tests/simgpu tests/tiles tests/rules tests/step tests/layers tests/placements tests/hf tests/trainer; fi
         ;;
     --stack)
         STACK="${2:?which one? $(ls constraints)}"

@@ -30,7 +30,7 @@ REASONS = {
 
 
 def row(package):
-    verdicts = {name.removesuffix("()"): verdict for name, verdict in judged(package, every=False).items()}
+    verdicts = {name.removesuffix("()"): verdict for name, verdict in judged(package, share=0).items()}
     found = [name for name, (verdict, _) in verdicts.items() if verdict == EQUAL]
     sharded = [cls.__name__ for cls, (verdict, _) in judged_early(package).items() if verdict == EQUAL]
     refused = {}

@@ -1,12 +1,21 @@
 """Cases of a test from the values of its parameters."""
 
 import itertools
+import math
 import os
+import random
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
 FULL = bool(os.environ.get("LOWMEM_FULL"))
+
+
+def sample(cases: Iterable[str], share: float) -> list[str]:
+    """A share of the cases, in their order, always the same one. All of them where LOWMEM_FULL is set."""
+    every = list(cases)
+    drawn = set(every if FULL else random.Random(0).sample(every, math.ceil(share * len(every))))
+    return [case for case in every if case in drawn]
 
 
 def pairwise(*axes: Iterable[Any], full: bool = FULL) -> list[tuple[Any, ...]]:
