@@ -55,7 +55,7 @@ METHODS = {
     LOCAL: Run(streamed=False),
     "streamed": Run(),
     "streamed, page cache dropped": Run(drops=True),
-    "streamed, `device_memory` 25% of the weights": Run(share=0.25),
+    "streamed, `device_memory` 30% of the weights": Run(share=0.3),
 }
 
 
@@ -90,18 +90,18 @@ def opened(folder: Path) -> list[Path]:
     """The files of a folder that this process has open. They have no names there."""
     descriptors = Path(f"/proc/{os.getpid()}/fd")
     return [
-        path for path in descriptors.iterdir() if path.is_symlink() and str(path.readlink()).startswith(str(folder))
+        path for path in descriptors.iterdir() if path.is_symlink() and path.readlink().is_relative_to(folder.resolve())
     ]
 
 
 @contextlib.contextmanager
-def dropped(folder: Path) -> Iterator[None]:
-    """Drops the files of a folder from the page cache until the context is left, except for pages that are in use."""
+def dropped(files: list[Path]) -> Iterator[None]:
+    """Drops files from the page cache until the context is left, except for pages that are in use."""
     ended = threading.Event()
 
     def drop() -> None:
         while not ended.wait(0.1):
-            for path in opened(folder):
+            for path in files:
                 with path.open("rb") as file:
                     os.fdatasync(file.fileno())
                     os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -121,10 +121,9 @@ def io() -> dict[str, int]:
     return {kind: int(size) for kind, size in re.findall(r"^(read|write)_bytes: (\d+)", text, re.MULTILINE)}
 
 
-def cached(folder: Path) -> int:
-    """Bytes of the files of a folder in the page cache."""
-    files = [str(file) for file in opened(folder)]
-    listed = subprocess.run(["fincore", "-nbo", "RES", *files], capture_output=True, text=True, check=True)
+def cached(files: list[Path]) -> int:
+    """Bytes of files in the page cache."""
+    listed = subprocess.run(["fincore", "-nbo", "RES", *map(str, files)], capture_output=True, text=True, check=True)
     return sum(map(int, listed.stdout.split()))
 
 
@@ -143,12 +142,13 @@ def measure(name: str, folder: Path, options: Options) -> dict[str, Any]:
         model.gradient_checkpointing_enable({"use_reentrant": False})
         weights = sum(param.nbytes for param in model.parameters())
         layers = sum(param.nbytes for param in model.model.layers.parameters())
-        streaming = None
+        streaming, files = None, list[Path]()
         if run.streamed:
             budget = None if run.share is None else int(run.share * weights)
             streaming = lowmem.stream(model, "cpu", home=home, device_memory=budget)
+            files = opened(home)
         if run.drops:
-            stack.enter_context(dropped(home))
+            stack.enter_context(dropped(files))
         opt = lowmem.FusedOptimizer(model.named_parameters(), "adalomo", lr=1e-3, model=model)
         for step in range(options.steps + 1):
             phase.append("step" if step else "first step")
@@ -156,7 +156,7 @@ def measure(name: str, folder: Path, options: Options) -> dict[str, Any]:
             before = counted(streaming)
             losses.append(float(opt.backward(loss_of(model, ids))))
             steps.append({kind: value - before[kind] for kind, value in counted(streaming).items()})
-        in_cache = cached(home) if run.streamed else 0
+        in_cache = cached(files) if files else 0
     medians = {kind: statistics.median(step[kind] for step in steps[1:]) for kind in steps[0]}
     return {
         **medians, "first_step": steps[0]["seconds"], "weights": weights, "layers": layers, "peaks": peaks,

@@ -26,7 +26,7 @@ def test_a_small_model_is_trained_from_files(tmp_path, capsys, monkeypatch):
 
 
 def test_recorded_runs_meet_their_goals():
-    """Weights of at least 2 GB, of which at most 40 % are resident at any time."""
+    """Weights of at least 2 GB, of which at most 40 % are resident at any time; or 15 % more than may stay there."""
     results = recorded("streamed")
     assert results.keys() == streamed.METHODS.keys()
     for name, row in results.items():
@@ -34,7 +34,8 @@ def test_recorded_runs_meet_their_goals():
         assert row["losses"] == results[streamed.LOCAL]["losses"]
         if name != streamed.LOCAL:
             peak = max(row["peaks"][phase]["all"] for phase in ("load", "first step", "step"))
-            assert peak <= 0.4 * row["weights"], name
+            share = streamed.METHODS[name].share
+            assert peak <= (0.4 if share is None else share + 0.15) * row["weights"], name
             assert row["written"] <= row["layers"] and row["fetched"] <= 2 * row["layers"]
 
 
