@@ -386,9 +386,11 @@ def in_words(streaming: Streaming, model: nn.Module) -> str:
     stays = sum(map(placements.nbytes, model.parameters())) - sum(sizes)
     if not sizes:
         return f"no layer, because all {stays / 2**20:,.1f} MiB of weights fit on the device"
+    home = str(streaming.units[0].home)
+    wear = "" if home == "host memory" else ". Each step writes the trained layers to the disk, which wears it out"
     return (
-        f"{len(sizes)} layers of up to {max(sizes) / 2**20:,.1f} MiB in {streaming.units[0].home}, two of them on the "
-        f"device at a time, where {stays / 2**20:,.1f} MiB of other weights stay"
+        f"{len(sizes)} layers of up to {max(sizes) / 2**20:,.1f} MiB in {home}, two of them on the device at a time, "
+        f"where {stays / 2**20:,.1f} MiB of other weights stay{wear}"
     )
 
 
