@@ -392,7 +392,7 @@ def tables(report: dict[str, Any]) -> dict[str, str]:
 PARTS: tuple[tuple[Callable[[Report, bool], None], float], ...] = (
     (environment, 5), (compiled_update, 20), (computed_gradients, 40), (exactness, 100),
     (updates, 80), (offload, 10), (loading, 5), (small_steps, 40), (one_billion, 70),
-    (eight_billion, 60), (streamed, 70), (dispatch, 10),
+    (eight_billion, 60), (streamed, 60), (dispatch, 10),
 )  # fmt: skip
 
 

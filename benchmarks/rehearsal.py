@@ -93,9 +93,6 @@ USUAL: dict[str, tuple[str, ...]] = {
         "--gradient_accumulation_steps=2",
     ),
     "int12, AdaLomo": (*_ADALOMO, "--dtype=bfloat16", "--fused.weight_format=int12"),
-    "float32, AdaLomo, streamed from files": (
-        *_ADALOMO, "--fused.placement=streamed", "--fused.home={folder}/home", "--gradient_checkpointing=true",
-    ),
     "float32, torch's NAdam": ("--fused.rule=torch.optim.NAdam", "--learning_rate=1e-4"),
 }  # fmt: skip
 
