@@ -57,7 +57,8 @@ def find(placement: Choice, params: Iterable[Any]) -> Placement:
         raise ConfigError("placement='streamed', but the parameters are not: call lowmem.stream(model, device) first")
     several = in_group() and dist.get_world_size() > 1
     if kind is not None and placement not in ("auto", kind):
-        raise ConfigError(f"placement={placement!r}, but the parameters are in placement {kind!r}")
+        now = kind if kind == "streamed" else f"sharded by {kind}"
+        raise ConfigError(f"placement={placement!r}, but the parameters are {now}")
     if placement == "replicated" and not in_group():
         raise ConfigError("placement='replicated' needs a process group: call torch.distributed.init_process_group()")
     if kind is not None:

@@ -127,7 +127,7 @@ def _without_files(step: StepMemory, streaming: Any, optimizer: Any) -> StepMemo
     out_of_memory = {WEIGHTS: sum(layers[:-2]), STATES: sum(sizes[:-1])}
     items = {kind: nbytes - out_of_memory.get(kind, 0) for kind, nbytes in step.items.items()}
     evaluation = max(0, step.evaluation - sum(out_of_memory.values()))
-    return replace(step, items=items, evaluation=evaluation, host_weights=sum(layers), host_states=sum(sizes[:-1]))
+    return replace(step, items=items, evaluation=evaluation, host_weights=sum(layers), host_states=sum(sizes))
 
 
 def _copies(step: StepMemory, streaming: Any, args: Any) -> str:
