@@ -280,7 +280,8 @@ WRONG = {
 
 @pytest.mark.parametrize("case", WRONG)
 def test_arguments_that_are_not_supported(sft, case, monkeypatch):
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "false")  # transformers 4 sets it for the rest of the process
+    for variable in ("ACCELERATE_USE_FSDP", "ACCELERATE_DYNAMO_BACKEND"):  # arguments set them for the whole process
+        monkeypatch.setenv(variable, "no")
     options, arguments, error, message = WRONG[case]
     with pytest.raises(error, match=message):
         sft(STREAMED, **options, **arguments)
