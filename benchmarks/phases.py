@@ -10,11 +10,9 @@ system drops where memory is short. glibc is told to return what is freed. `--on
 
 import json
 import os
-import re
 import shutil
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -26,7 +24,7 @@ import yaml
 from benchmarks import reports
 from benchmarks.measurement import llama
 from benchmarks.pages import ROOT, markdown
-from benchmarks.processes import Figures, MeasurementError, execute
+from benchmarks.processes import Figures, MeasurementError, execute, repeated, resident
 from benchmarks.rehearsal import corpus
 from benchmarks.reports import command
 
@@ -93,31 +91,24 @@ def marked(folder: Path) -> None:
 def sampled(folder: Path) -> Iterator[Figures]:
     """Samples the processes that write their phases into a folder. Its value gets the peaks when they have ended."""
     folder.mkdir()
-    samples: dict[str, list[tuple[float, list[int]]]] = {}
+    samples: dict[str, list[tuple[float, dict[str, int]]]] = {}
     peaks: Figures = {}
-    ended = threading.Event()
 
     def sample() -> None:
-        while not ended.wait(0.01):
-            for path in folder.iterdir():
-                with suppress(OSError):  # it has ended
-                    status = Path("/proc", path.name, "status").read_text()
-                    sizes = [int(size) * 1024 for size in re.findall(r"Rss(?:Anon|File|Shmem):\s+(\d+)", status)]
-                    samples.setdefault(path.name, []).append((time.monotonic(), sizes))
+        for path in folder.iterdir():
+            with suppress(OSError):  # it has ended
+                samples.setdefault(path.name, []).append((time.monotonic(), resident(path.name)))
 
-    thread = threading.Thread(target=sample)
-    thread.start()
     try:
-        yield peaks
+        with repeated(sample, 0.01):
+            yield peaks
     finally:
-        ended.set()
-        thread.join()
         for process, rows in samples.items():
             marks = [line.split(" ", 1) for line in (folder / process).read_text().splitlines()]
             for moment, sizes in filter(all, rows):  # the last ones may be empty
                 phase = ["idle", *(name for start, name in marks if float(start) <= moment)][-1]
-                own, mapped, shared = (size - idle for size, idle in zip(sizes, rows[0][1], strict=True))
-                for name, size in ((phase, own + shared), (f"{phase}{MAPPED}", own + shared + mapped)):
+                over = {kind: size - rows[0][1][kind] for kind, size in sizes.items()}
+                for name, size in ((phase, over["own"] + over["shared"]), (f"{phase}{MAPPED}", sum(over.values()))):
                     peaks[name] = max(peaks.get(name, 0), size)
 
 

@@ -4,15 +4,17 @@ import contextlib
 import itertools
 import multiprocessing
 import os
+import re
 import runpy
 import signal
 import socket
 import statistics
 import sys
 import tempfile
+import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -170,3 +172,28 @@ def summary(rows: Sequence[Figures], longest: str = "") -> Figures:
     """The median of each figure over the rounds; the largest of `longest`."""
     columns = {key: [row[key] for row in rows] for key in rows[0]}
     return {key: max(values) if key == longest else statistics.median(values) for key, values in columns.items()}
+
+
+def resident(process: str = "self") -> dict[str, int]:
+    """Bytes of a process in memory: its own, pages of files that it has mapped, and shared ones. Empty if it ends."""
+    status = Path("/proc", process, "status").read_text()
+    names = {"Anon": "own", "File": "mapped", "Shmem": "shared"}
+    return {names[kind]: int(size) * 1024 for kind, size in re.findall(r"Rss(Anon|File|Shmem):\s+(\d+)", status)}
+
+
+@contextlib.contextmanager
+def repeated(act: Callable[[], object], seconds: float) -> Iterator[None]:
+    """Calls a function in a thread, with a pause of some seconds before each call, until the context is left."""
+    ended = threading.Event()
+
+    def repeat() -> None:
+        while not ended.wait(seconds):
+            act()
+
+    thread = threading.Thread(target=repeat)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()

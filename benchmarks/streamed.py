@@ -16,9 +16,9 @@ import re
 import statistics
 import subprocess
 import tempfile
-import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,7 +29,7 @@ from benchmarks import reports
 from benchmarks.measurement import llama, loss_of
 from benchmarks.methods import select
 from benchmarks.pages import markdown
-from benchmarks.processes import MeasurementError, alone
+from benchmarks.processes import MeasurementError, alone, repeated, resident
 from benchmarks.reports import command, formatted
 
 Options = argparse.Namespace
@@ -38,7 +38,7 @@ LOCAL = "local"
 
 
 class Run(NamedTuple):
-    """How a model is trained.
+    """The training of a model.
 
     Attributes:
         streamed: by `lowmem.stream`, with files as its home.
@@ -59,31 +59,16 @@ METHODS = {
 }
 
 
-def resident() -> dict[str, int]:
-    """Bytes of this process in memory: its own, and pages of files that it has mapped."""
-    status = Path("/proc/self/status").read_text()
-    sizes = {kind: int(size) * 1024 for kind, size in re.findall(r"Rss(Anon|File):\s+(\d+)", status)}
-    return {"own": sizes["Anon"], "mapped": sizes["File"], "all": sizes["Anon"] + sizes["File"]}
-
-
-@contextlib.contextmanager
-def sampled(peaks: dict[str, dict[str, int]], phase: list[str]) -> Iterator[None]:
+def sampled(peaks: dict[str, dict[str, int]], phase: list[str]) -> contextlib.AbstractContextManager[None]:
     """Samples the resident memory until the context is left: the maximum over the first sample, by phase and kind."""
-    ended, first = threading.Event(), resident()
+    first = resident()
 
     def sample() -> None:
-        while not ended.wait(0.005):
-            now, most = resident(), peaks.setdefault(phase[-1], {})
-            for kind, size in now.items():
-                most[kind] = max(most.get(kind, 0), size - first[kind])
+        most, over = peaks.setdefault(phase[-1], {}), {kind: size - first[kind] for kind, size in resident().items()}
+        for kind, size in (over | {"all": sum(over.values())}).items():
+            most[kind] = max(most.get(kind, 0), size)
 
-    thread = threading.Thread(target=sample)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
+    return repeated(sample, 0.005)
 
 
 def opened(folder: Path) -> list[Path]:
@@ -94,25 +79,12 @@ def opened(folder: Path) -> list[Path]:
     ]
 
 
-@contextlib.contextmanager
-def dropped(files: list[Path]) -> Iterator[None]:
-    """Drops files from the page cache until the context is left, except for pages that are in use."""
-    ended = threading.Event()
-
-    def drop() -> None:
-        while not ended.wait(0.1):
-            for path in files:
-                with path.open("rb") as file:
-                    os.fdatasync(file.fileno())
-                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-    thread = threading.Thread(target=drop)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
+def drop(files: list[Path]) -> None:
+    """Drops files from the page cache, except for pages that are in use."""
+    for path in files:
+        with path.open("rb") as file:
+            os.fdatasync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def io() -> dict[str, int]:
@@ -148,7 +120,7 @@ def measure(name: str, folder: Path, options: Options) -> dict[str, Any]:
             streaming = lowmem.stream(model, "cpu", home=home, device_memory=budget)
             files = opened(home)
         if run.drops:
-            stack.enter_context(dropped(files))
+            stack.enter_context(repeated(partial(drop, files), 0.1))
         opt = lowmem.FusedOptimizer(model.named_parameters(), "adalomo", lr=1e-3, model=model)
         for step in range(options.steps + 1):
             phase.append("step" if step else "first step")

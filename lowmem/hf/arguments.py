@@ -89,7 +89,7 @@ class Inputs:
 
     @property
     def sharded(self) -> bool:
-        """Whether parameters are divided among ranks."""
+        """True if parameters are divided among ranks."""
         return bool(self.args.fsdp or self.args.deepspeed)
 
     @property

@@ -30,6 +30,7 @@ from lowmem import placements
 from lowmem.errors import ConfigError, UnsupportedError
 from lowmem.hf import check_version
 from lowmem.options import DynamicScale, FusedConfig
+from lowmem.placements.homes import FileHome
 from lowmem.placements.ranks import set_timeout
 from lowmem.placements.streamed import stream
 from lowmem.placements.streaming import Streaming
@@ -386,11 +387,10 @@ def in_words(streaming: Streaming, model: nn.Module) -> str:
     stays = sum(map(placements.nbytes, model.parameters())) - sum(sizes)
     if not sizes:
         return f"no layer, because all {stays / 2**20:,.1f} MiB of weights fit on the device"
-    home = str(streaming.units[0].home)
-    wear = "" if home == "host memory" else ". Each step writes the trained layers to the disk, which wears it out"
+    home, wear = streaming.units[0].home, ". Each step writes the trained layers to the disk, which wears it out"
     return (
         f"{len(sizes)} layers of up to {max(sizes) / 2**20:,.1f} MiB in {home}, two of them on the device at a time, "
-        f"where {stays / 2**20:,.1f} MiB of other weights stay{wear}"
+        f"where {stays / 2**20:,.1f} MiB of other weights stay{wear * isinstance(home, FileHome)}"
     )
 
 

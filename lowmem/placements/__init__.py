@@ -2,18 +2,16 @@
 
 import math
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from lowmem.errors import ConfigError, UnsupportedError
 from lowmem.placements.base import Local, Placement, Shard
 from lowmem.placements.ranks import Ranks, in_group
 from lowmem.placements.replicated import Replicated
-
-if TYPE_CHECKING:
-    from lowmem.placements.streaming import Streaming
+from lowmem.placements.streamed import Streamed, streaming_of
 
 __all__ = [
     "Choice",
@@ -55,7 +53,6 @@ def find(placement: Choice, params: Iterable[Any]) -> Placement:
         raise ConfigError(f"placement={placement!r}, but the parameters are not sharded; shard the model first")
     if kind is None and placement == "streamed":
         raise ConfigError("placement='streamed', but the parameters are not: call lowmem.stream(model, device) first")
-    several = in_group() and dist.get_world_size() > 1
     if kind is not None and placement not in ("auto", kind):
         now = kind if kind == "streamed" else f"sharded by {kind}"
         raise ConfigError(f"placement={placement!r}, but the parameters are {now}")
@@ -63,6 +60,7 @@ def find(placement: Choice, params: Iterable[Any]) -> Placement:
         raise ConfigError("placement='replicated' needs a process group: call torch.distributed.init_process_group()")
     if kind is not None:
         return _sharded(kind)
+    several = in_group() and dist.get_world_size() > 1
     if placement == "replicated" or (placement == "auto" and several):
         return Replicated(broadcasts=placement == "replicated")
     return Local()
@@ -100,11 +98,6 @@ def release(tensor: Tensor) -> None:
     _shard_of(tensor).release(tensor)
 
 
-def streaming_of(model: nn.Module) -> "Streaming | None":
-    """Returns what streams a model, or None."""
-    return next((param.streaming for param in model.parameters() if hasattr(param, "streaming")), None)
-
-
 def _shard_of(tensor: Tensor) -> Shard:
     kind = _kind(tensor)
     return Shard() if kind is None else _sharded(kind).shard
@@ -116,8 +109,6 @@ def _sharded(kind: str) -> Placement:
 
         return Zero3()
     if kind == "streamed":
-        from lowmem.placements.streamed import Streamed
-
         return Streamed()
     from lowmem.placements.fsdp2 import FSDP2
 

@@ -54,9 +54,8 @@ def stream(
         ConfigError: two layers and everything else take more than `device_memory`, or there is no room in `home`.
         UnsupportedError: there are several ranks or no repeated layers, or a parameter is sharded or of a subclass.
     """
-    for param in model.parameters():
-        if hasattr(param, "streaming"):
-            return param.streaming  # type: ignore[no-any-return]
+    if (already := streaming_of(model)) is not None:
+        return already
     if in_group() and dist.get_world_size() > 1:
         raise UnsupportedError("lowmem.stream supports one process. With several, shard by ZeRO-3 or FSDP2")
     device = torch.empty(0, device=device).device  # with its index
@@ -79,6 +78,11 @@ def stream(
     for param in model.parameters():
         param.streaming = streaming  # type: ignore[attr-defined]
     return streaming
+
+
+def streaming_of(model: nn.Module) -> Streaming | None:
+    """Returns what streams a model, or None."""
+    return next((param.streaming for param in model.parameters() if hasattr(param, "streaming")), None)
 
 
 def _number_that_streams(model: nn.Module, units: list[Unit], device_memory: int | None) -> int:

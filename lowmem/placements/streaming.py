@@ -32,7 +32,6 @@ class Unit:
         homes: parameter → its elements in `home`; of a quantized weight, its parts.
         home, states: make the homes of weights and of optimizer states.
         present: the parameters are on the device, or are arriving.
-        lent: its module may use the parameters.
         arrived: the end of the last copy to the device.
         left: parameter → the end of the last copy of it and its states to their homes.
     """
@@ -43,7 +42,6 @@ class Unit:
     home: Home = field(init=False)
     states: Home = field(init=False)
     present: bool = False
-    lent: bool = True
     arrived: Any = None
     left: dict[Tensor, Any] = field(default_factory=dict)
 
@@ -111,6 +109,11 @@ _IDLE: dict[type, type] = {nn.Parameter: Idle, QuantizedWeight: IdleQuantized}
 _LENT = {idle: lent for lent, idle in _IDLE.items()}
 
 
+def _change_class(params: Iterable[Any], classes: dict[type, type]) -> None:
+    for param in params:
+        param.__class__ = classes.get(type(param), type(param))  # parameters of plans are fake
+
+
 def _is_there(param: Tensor, *args: Any, **kwargs: Any) -> bool:
     """Returns whether `param.to(...)` returns the parameter itself, as in `model.to(device)` of a trainer."""
     device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)  # type: ignore[attr-defined]
@@ -148,7 +151,8 @@ class Streaming:
         self._outgoing: Any = self._module and self._module.Stream(device)
         self._borrowed: deque[tuple[Any, Any]] = deque()  # states on the device, and the end of their last copy
         self._waited, self._waits = 0.0, deque[tuple[Any, Any]]()  # seconds, and the events around later waits
-        self.lend(None)
+        self._lent: Unit | None = None  # whose module may use its parameters
+        _change_class(self.owners, _IDLE)
 
     # -- which units are on the device -----------------------------------------------------------------------------
 
@@ -193,12 +197,10 @@ class Streaming:
 
     def lend(self, unit: Unit | None) -> None:
         """Lets a layer use its parameters, and no other one."""
-        for each in self.units:
-            if each.lent is not (each is unit):
-                each.lent = each is unit
-                for param in each.homes:
-                    kind: Any = type(param)
-                    param.__class__ = (_LENT if each.lent else _IDLE).get(kind, kind)  # those of plans are fake
+        if unit is not self._lent:
+            before, self._lent = self._lent, unit
+            _change_class(before.homes if before else (), _IDLE)
+            _change_class(unit.homes if unit else (), _LENT)
 
     def end_backward(self) -> None:
         """Called when no unit is in use."""
@@ -230,7 +232,7 @@ class Streaming:
         if not unit.present:
             return
         unit.present = False
-        if unit.lent:  # after a failed forward, or a backward without updates
+        if unit is self._lent:  # after a failed forward, or a backward without updates
             self.lend(None)
         if self._incoming is not None:
             self._incoming.wait_stream(self._module.current_stream(self.device))
