@@ -4,32 +4,51 @@ from typing import Any, NamedTuple
 
 
 class Method(NamedTuple):
-    """`variant`: a rule without one of its parts, or with another constant."""
+    """A rule with its options.
+
+    Attributes:
+        lr: near the best one where a small model learns much in few updates.
+        relative: the learning rate is relative to the size of the weights.
+        variant: a rule without one of its parts, or with another constant.
+        adapters: only low-rank adapters of this rank are trained.
+    """
 
     rule: str
     lr: float
     options: dict[str, Any] = {}  # noqa: RUF012
+    relative: bool = False
     variant: bool = False
+    adapters: int = 0
 
 
 NO_DECAY = {"weight_decay": 0.0}
 CLIPPED = {"clip_norm": 1.0, "store": "device"}
 SMALL_MATRICES, NOT_RELATIVE = {"min_dim_size_to_factor": 32}, {"multiply_by_parameter_scale": False}
+# One byte of state per weight; and Tensor2Tensor's rule, whose second moment can be AdamW's.
+MOMENTUM = {**SMALL_MATRICES, "beta1": 0.9, "state_storage": "8bit"}
+MOMENTUM_T2T = {"beta1": 0.9, "decay_type": "adam", "dtype_momentum": "float32"}
+THREE_BYTES = "adafactor, momentum"
 METHODS = {
-    "adalomo": Method("adalomo", 3e-2),
+    "adalomo": Method("adalomo", 3e-2, relative=True),
     "adamw": Method("adamw", 3e-3, NO_DECAY),
-    "adafactor": Method("adafactor", 3e-2, SMALL_MATRICES),
-    "adafactor_t2t": Method("adafactor_t2t", 3e-2),
+    "adafactor": Method("adafactor", 3e-2, SMALL_MATRICES, relative=True),
+    "adafactor_t2t": Method("adafactor_t2t", 3e-2, relative=True),
     "lion": Method("lion", 3e-4, NO_DECAY),
     "lomo": Method("lomo", 1.0, CLIPPED),
     "lans": Method("lans", 1e-2),
-    "scaled_adam": Method("scaled_adam", 3e-2),
-    "adamw, β₂ 0.95": Method("adamw", 3e-3, {**NO_DECAY, "betas": (0.9, 0.95)}, True),
-    "adalomo, u not clipped": Method("adalomo", 3e-2, {"clip_threshold": 1e30}, True),
-    "adalomo, ε₂ 0.1": Method("adalomo", 3e-2, {"eps": (1e-30, 0.1)}, True),
-    "adalomo, ε₂ 1e-6": Method("adalomo", 3e-2, {"eps": (1e-30, 1e-6)}, True),
-    "adalomo, ε₁ 1e-8": Method("adalomo", 3e-2, {"eps": (1e-8, 1e-3)}, True),
-    "adafactor, lr not relative": Method("adafactor", 3e-3, {**SMALL_MATRICES, **NOT_RELATIVE}, True),
-    "lomo, not clipped": Method("lomo", 1.0, {}, True),
+    "scaled_adam": Method("scaled_adam", 3e-2, relative=True),
+    THREE_BYTES: Method("adafactor", 1e-2, MOMENTUM, relative=True),
+    f"{THREE_BYTES}, lr not relative": Method("adafactor", 3e-3, {**MOMENTUM, **NOT_RELATIVE}, variant=True),
+    f"{THREE_BYTES} in float32": Method("adafactor", 1e-2, {**MOMENTUM, "state_storage": "float32"}, True, True),
+    f"{THREE_BYTES}, β₂ 0.999": Method("adafactor_t2t", 1e-2, {**MOMENTUM_T2T, "beta2": 0.999}, True, True),
+    f"{THREE_BYTES}, β₂ 0.95": Method("adafactor_t2t", 1e-2, {**MOMENTUM_T2T, "beta2": 0.95}, True, True),
+    "adamw, 8-bit states": Method("adamw", 3e-3, {**NO_DECAY, "state_storage": "8bit"}, variant=True),
+    "adamw, β₂ 0.95": Method("adamw", 3e-3, {**NO_DECAY, "betas": (0.9, 0.95)}, variant=True),
+    "adalomo, u not clipped": Method("adalomo", 3e-2, {"clip_threshold": 1e30}, True, True),
+    "adalomo, ε₂ 0.1": Method("adalomo", 3e-2, {"eps": (1e-30, 0.1)}, True, True),
+    "adalomo, ε₂ 1e-6": Method("adalomo", 3e-2, {"eps": (1e-30, 1e-6)}, True, True),
+    "adalomo, ε₁ 1e-8": Method("adalomo", 3e-2, {"eps": (1e-8, 1e-3)}, True, True),
+    "adafactor, lr not relative": Method("adafactor", 3e-3, {**SMALL_MATRICES, **NOT_RELATIVE}, variant=True),
+    "lomo, not clipped": Method("lomo", 1.0, variant=True),
+    "lora": Method("adamw", 3e-2, NO_DECAY, adapters=16),
 }
-RULES = [name for name, method in METHODS.items() if not method.variant]

@@ -7,7 +7,6 @@ weights. Runs with the same seed see the same batches, and the loss of float32 i
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from statistics import mean, stdev
 from typing import Any, NamedTuple
 
@@ -18,9 +17,10 @@ from benchmarks.pages import markdown
 from lowmem import storage
 from lowmem.tiles.storage import of_state, of_weight
 from studies import training
+from studies.llamas import LlamaTask
 from studies.methods import NO_DECAY
 
-KEYS = ("setting", "weights", "states", "seed")
+KEYS, SCORES = ("setting", "weights", "states", "seed"), ("loss", "old")
 LINEAR = "8bit_linear"
 EAGER = "float32, eager"  # the same mathematics, not compiled: what a change of last bits does to the loss
 
@@ -52,18 +52,17 @@ class Linear(storage.Storage):
 
 
 class Setting(NamedTuple):
-    task: training.Task
+    task: LlamaTask
     lr: float
     beta2: float
-    size: str = "1M"
 
 
-FINETUNING = training.Task()
+FINETUNING = LlamaTask()
 # The learning rate of fine-tuning is the best one of `studies.finetune`.
 SETTINGS_OF = {
     "fine-tuning, β₂ 0.95": Setting(FINETUNING, 3.2e-3, 0.95),
     "fine-tuning, β₂ 0.999": Setting(FINETUNING, 3.2e-3, 0.999),
-    "from scratch, β₂ 0.999": Setting(training.Task(updates=2000, length=64, pretrained=False), 2e-3, 0.999, "0.7M"),
+    "from scratch, β₂ 0.999": Setting(LlamaTask(size="0.7M", updates=2000, length=64, pretrained=False), 2e-3, 0.999),
 }
 SETTINGS = {name: {**setting._asdict(), "task": asdict(setting.task)} for name, setting in SETTINGS_OF.items()}
 STATES = ("float32", "bfloat16", "8bit_nearest", "8bit")
@@ -84,13 +83,11 @@ def stored_as(states: str) -> str:
     return "float32" if states == EAGER else states
 
 
-def train(run: dict[str, Any], work: Path) -> dict[str, Any]:
-    task, lr, beta2, size = SETTINGS_OF[run["setting"]]
+def train(run: dict[str, Any]) -> dict[str, Any]:
+    task, lr, beta2 = SETTINGS_OF[run["setting"]]
     options = {**NO_DECAY, "betas": (0.9, beta2), "compile": run["states"] != EAGER}
     options["state_storage"] = stored_as(run["states"])
-    bfloat16 = run["weights"] != "float32"
-    known = {"rounding": run["weights"] if bfloat16 else "nearest", "bfloat16": bfloat16}
-    return training.train(task, work, "adamw", lr, options, size=size, seed=run["seed"], **known)
+    return training.train(task, "adamw", lr, options, weights=run["weights"], seed=run["seed"])
 
 
 def bytes_per_parameter(weights: str, states: str) -> float:
@@ -104,7 +101,7 @@ def tables(report: Any) -> dict[str, str]:
     """Mean difference to the loss of float32 weights and states with the same seeds, and the spread of these losses."""
     losses: dict[tuple[str, str, str], dict[int, float]] = {}
     for run in report["runs"]:
-        losses.setdefault((run["setting"], run["weights"], run["states"]), {})[run["seed"]] = run["new"]
+        losses.setdefault((run["setting"], run["weights"], run["states"]), {})[run["seed"]] = run["loss"]
     exact = {setting: losses[setting, "float32", "float32"] for setting in SETTINGS_OF}
 
     def cell(setting: str, pair: tuple[str, str]) -> str:

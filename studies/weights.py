@@ -9,7 +9,6 @@ import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 from statistics import mean, stdev
 from typing import Any, NamedTuple
 
@@ -20,9 +19,11 @@ from benchmarks.pages import markdown
 from lowmem import storage
 from lowmem.tiles.storage import FLOAT32, Float, Integer, Shown, Uniform, of_weight
 from studies import training
+from studies.llamas import LlamaTask
 from studies.methods import CLIPPED, NO_DECAY
+from studies.training import matrices, norm
 
-KEYS = ("setting", "format", "seed")
+KEYS, SCORES = ("setting", "format", "seed"), ("loss", "old", "new")
 OUTLIER, OUTLIERS = 16.0, 4  # a power of two, so that the model computes the same; one channel of so many blocks
 
 
@@ -99,7 +100,9 @@ class Format(NamedTuple):
 FORMATS = {
     "float32": Format("float32"),
     "bfloat16": Format("stochastic"),
+    "bfloat16, to nearest": Format("nearest"),
     "bfloat16, compensated": Format("compensated"),
+    "bfloat16, compensated8": Format("compensated8"),
     **{name: Format(name, vectors="stochastic") for name in STORAGES},
     "int10, vectors to nearest": Format("int10", vectors="nearest"),
     "int10, embedding bfloat16": Format("int10", embedding="stochastic", vectors="stochastic"),
@@ -119,24 +122,26 @@ SHARE = "share of float32's improvement"
 MAIN = (*FEW, "int12", "int8, fresh units", "bfloat16, compensated")
 WIDE = ("float32", "bfloat16 in float32", *BITS)
 GROUPS = (*WIDE, "int8, to nearest", *(f"{name}, groups of {size}" for name in BITS for size in (32, 128)))
+NEAR = [name for name in FORMATS if name.startswith("bfloat16") and "float32" not in name]
+ALL = ("float32", *NEAR, "int12", "int10")
 VARIANTS = tuple(name for name in FORMATS if name.startswith("int10, "))
 
 
 class Setting(NamedTuple):
-    """A training: its task, learning rate, formats in the order of their runs, model, rule and its options."""
+    """A training: its task, learning rate, formats in the order of their runs, rule and its options."""
 
-    task: training.Task
+    task: LlamaTask
     lr: float
     formats: tuple[str, ...] = FEW
     seeds: int = 3
-    size: str = "1M"
     rule: str = "adalomo"
     options: dict[str, Any] = {}  # noqa: RUF012
     outliers: bool = False
 
 
-NEW, OLD = training.Task(), training.Task(updates=5000, trained="old", looks=(0.1, 0.2, 0.3, 0.5, 1.0))
-SHORT, FLOAT32_PRODUCTS = replace(OLD, updates=1000), {"products": "float32"}
+NEW, OLD = LlamaTask(), LlamaTask(updates=5000, trained="old", looks=(0.1, 0.2, 0.3, 0.5, 1.0))
+SHORT = replace(OLD, updates=1000)
+LOW = LlamaTask(updates=10_000, batch=1, looks=(0.1, 0.2, 0.5, 1.0))  # at rates as of preference optimization
 EIGHT_BITS = {**NO_DECAY, "betas": (0.9, 0.95), "state_storage": "8bit"}
 # The best learning rate of AdaLomo, AdamW and LOMO on the new text comes from `studies.finetune`.
 SETTINGS_OF = {
@@ -147,22 +152,25 @@ SETTINGS_OF = {
     "old text, outliers": Setting(SHORT, 1e-3, (*FEW, "int12", "int10, groups of 32"), outliers=True),
     "LOMO": Setting(NEW, 1.0, rule="lomo", options=CLIPPED),
     "AdamW, 8-bit states": Setting(NEW, 3.2e-3, rule="adamw", options=EIGHT_BITS),
-    "groups": Setting(replace(SHORT, **FLOAT32_PRODUCTS), 1e-3, GROUPS, seeds=1),
-    "5M": Setting(NEW, 3.2e-2, seeds=1, size="5M"),
-    "20M": Setting(replace(NEW, **FLOAT32_PRODUCTS), 3.2e-2, WIDE, seeds=1, size="20M"),
+    "groups": Setting(replace(SHORT, products="float32"), 1e-3, GROUPS, seeds=1),
+    "5M": Setting(replace(NEW, size="5M"), 3.2e-2, seeds=1),
+    "20M": Setting(replace(NEW, size="20M", products="float32"), 3.2e-2, WIDE, seeds=1),
+    **{f"AdamW at {lr:g}": Setting(LOW, lr, ALL, seeds=1, rule="adamw", options=NO_DECAY) for lr in (1e-6, 5e-6)},
     "old text, 10,000 updates": Setting(replace(OLD, updates=10_000), 1e-3, ("float32", "int10"), seeds=1),
 }
 SETTINGS = {name: {**setting._asdict(), "task": asdict(setting.task)} for name, setting in SETTINGS_OF.items()}
 
 
 def runs(done: Sequence[Any]) -> Iterator[dict[str, Any]]:
-    """Of each setting a seed at a time, first one seed of every setting."""
+    """Of each setting a seed at a time, first one seed of every setting, and float32 before the formats."""
+    known = {(run["setting"], run["seed"]) for run in done if run["format"] == "float32"}
     for seed, (name, setting) in itertools.product(range(3), SETTINGS_OF.items()):
         if seed < setting.seeds:
-            yield from ({"setting": name, "format": each, "seed": seed} for each in setting.formats)
+            formats = setting.formats if (name, seed) in known else ("float32",)
+            yield from ({"setting": name, "format": each, "seed": seed} for each in formats)
 
 
-def with_outliers(model: Any) -> None:
+def with_outliers(model: Any) -> Any:
     """Makes some input channels of matrices after a norm larger and the norm's gains smaller: the same function."""
     for layer in model.model.layers:
         attention, mlp = layer.self_attn, layer.mlp
@@ -170,41 +178,51 @@ def with_outliers(model: Any) -> None:
             layer.input_layernorm: (attention.q_proj, attention.k_proj, attention.v_proj),
             layer.post_attention_layernorm: (mlp.gate_proj, mlp.up_proj),
         }
-        for norm, linears in after.items():
-            channels = slice(5, None, len(norm.weight) // OUTLIERS)
-            norm.weight.data[channels] /= OUTLIER
+        for before, linears in after.items():
+            channels = slice(5, None, len(before.weight) // OUTLIERS)
+            before.weight.data[channels] /= OUTLIER
             for linear in linears:
                 linear.weight.data[:, channels] *= OUTLIER
+    return model
 
 
-def train(run: dict[str, Any], work: Path) -> dict[str, Any]:
+def train(run: dict[str, Any]) -> dict[str, Any]:
     register()
     setting, form = SETTINGS_OF[run["setting"]], FORMATS[run["format"]]
-    exact = run["format"] == "float32"
     more: dict[str, Any] = {"prepare": with_outliers} if setting.outliers else {}
-    if not exact and setting.task.products == "bfloat16":
+    if run["format"] != "float32" and setting.task.products == "bfloat16":
         more["parameters"] = form.groups
     torch.compiler.reset()  # there is a limit to how often a model of a class is compiled
     return training.train(
-        setting.task, work, setting.rule, setting.lr, {"compile": True, **setting.options},
-        rounding="nearest" if exact else form.matrices, bfloat16=not exact, size=setting.size, seed=run["seed"],
-        compile_model=setting.task.updates >= 1000, **more,
+        setting.task, setting.rule, setting.lr, {"compile": True, **setting.options}, weights=form.matrices,
+        seed=run["seed"], compile_model=setting.task.updates >= 1000, end=lambda model: _way(run, setting.task, model),
+        **more,
     )  # fmt: skip
+
+
+def _way(run: dict[str, Any], task: LlamaTask, model: Any) -> dict[str, float]:
+    """`way`: how far the weights went along the way of float32, as a share. `drift`: how far from it, by its norm."""
+    first = task.model(0 if task.pretrained else run["seed"])
+    change = [ours.float() - theirs for ours, theirs in zip(matrices(model), matrices(first), strict=True)]
+    path = training.WORK / f"{run['setting']}-{run['seed']}.pt"
+    if run["format"] == "float32":
+        torch.save(change, path)
+    exact = torch.load(path)
+    way = sum((a * b).sum().item() for a, b in zip(change, exact, strict=True)) / norm(exact) ** 2
+    return {"way": way, "drift": norm(a - way * b for a, b in zip(change, exact, strict=True)) / norm(exact)}
 
 
 # -- tables ------------------------------------------------------------------------------------------------------------
 
 
 class Losses:
-    """Of one setting: the held-out loss of the text it was trained on by format and seed, before and at each look."""
+    """Of one setting: the held-out loss by format and seed, before and at each look."""
 
     def __init__(self, report: Any, setting: str) -> None:
-        column = 2 if SETTINGS_OF[setting].task.trained == "old" else 1
         self.curves: dict[str, dict[int, list[float]]] = {}
         for run in report["runs"]:
             if run["setting"] == setting:
-                losses = [point[column] for point in run["curve"]]
-                self.curves.setdefault(run["format"], {})[run["seed"]] = losses
+                self.curves.setdefault(run["format"], {})[run["seed"]] = [point[1] for point in run["curve"]]
         self.exact = self.curves.get("float32", {})
 
     def above(self, form: str, look: int = -1) -> list[float]:

@@ -1,0 +1,198 @@
+"""The tasks of chats and preferences: SmolLM2-135M-Instruct learns to answer in as few words as possible.
+
+Questions are made at random, of kinds whose answers can be checked: arithmetic, formats, and lookups in a text.
+"""
+
+import calendar
+import functools
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy, logsigmoid
+
+from studies import packages
+from studies.text import paragraphs
+from studies.training import Rows, Task
+
+TRAINED, HELD_OUT = 2400, 180  # chats
+WORDS = "open file read write close parse split merge sort find count store load move copy print check start stop"
+NAMES = "Anna Ben Clara David Emma Felix Grace Henry Ida Jonas Karla Leo Mona Nils Olga Paul Rosa Simon Tara Uwe"
+MONTHS = list(calendar.month_name)[1:]
+IGNORED = -100  # the label of a token that is not trained
+
+
+class Question(NamedTuple):
+    text: str
+    answer: str
+    wrong: str  # an answer that is not preferred
+
+
+def question(draw: random.Random) -> Question:
+    kind = draw.randrange(6)
+    if kind < 2:  # arithmetic
+        a, b = draw.randint(10, 999), draw.randint(10, 99)
+        text, value = (f"{a} + {b}", a + b) if kind else (f"{a + b} - {b}", a)
+        return Question(f"What is {text}?", str(value), f"The answer is {value + draw.choice((-10, -1, 1, 10))}.")
+    if kind == 2:
+        year, month, day = draw.randint(1950, 2030), draw.randint(1, 12), draw.randint(1, 28)
+        words = f"{MONTHS[month - 1]} {day}, {year}"
+        return Question(f"Write {words} as YYYY-MM-DD.", f"{year}-{month:02}-{day:02}", f"{day:02}/{month:02}/{year}")
+    if kind == 3:
+        words = draw.sample(WORDS.split(), 3)
+        return Question(f'Write the name "{" ".join(words)}" in snake case.', "_".join(words), "-".join(words))
+    people = draw.sample(NAMES.split(), 4)
+    rooms = draw.sample(range(100, 1000), 4)
+    facts = " ".join(f"{name} works in room {room}." for name, room in zip(people, rooms, strict=True))
+    right, wrong = draw.sample(range(4), 2)
+    if kind == 4:
+        return Question(f"{facts} In which room does {people[right]} work?", str(rooms[right]), f"Room {rooms[wrong]}.")
+    return Question(f"{facts} Who works in room {rooms[right]}?", people[right], f"It is {people[wrong]}.")
+
+
+@functools.cache
+def questions() -> list[Question]:
+    """Different ones; the first are held out."""
+    draw, found = random.Random(0), dict[str, Question]()
+    while len(found) < HELD_OUT + TRAINED:
+        new = question(draw)
+        found[new.text] = new
+    return list(found.values())
+
+
+@dataclass(frozen=True)
+class Chats(Rows):
+    """Token ids and labels [chats, tokens]; zero and `IGNORED` after the end. A label is of the next token."""
+
+    ids: Tensor
+    labels: Tensor
+
+
+@functools.cache
+def chats(wrong: bool = False) -> Chats:
+    """Every question with its answer, or with its wrong one."""
+    tokenizer, rows = packages.chat_tokenizer(), []
+    for each in questions():
+        asked = tokenizer(f"<|im_start|>user\n{each.text}<|im_end|>\n<|im_start|>assistant\n")["input_ids"]
+        answer = tokenizer(f"{each.wrong if wrong else each.answer}<|im_end|>")["input_ids"]
+        rows.append((asked + answer, [IGNORED] * (len(asked) - 1) + answer))
+    longest = max(len(ids) for ids, _ in rows)
+    ids, labels = torch.zeros(len(rows), longest, dtype=torch.long), torch.full((len(rows), longest), IGNORED)
+    for row, (some, of_them) in enumerate(rows):
+        ids[row, : len(some)], labels[row, : len(of_them)] = torch.tensor(some), torch.tensor(of_them)
+    return Chats(ids, labels)
+
+
+@functools.cache
+def prose() -> Chats:
+    """Rows of the language reference, which measure what is forgotten."""
+    tokenizer = packages.chat_tokenizer()
+    ids = torch.tensor([token for pair in paragraphs() for token in tokenizer(" ".join(pair))["input_ids"]])
+    ids = ids[: 24 * 97].view(24, 97)
+    return Chats(ids[:, :-1], ids[:, 1:])
+
+
+def logits(model: Any, some: Chats) -> Tensor:
+    """Of every token with a label [tokens, vocabulary]."""
+    model = getattr(model, "get_base_model", lambda: model)()  # under the adapters
+    longest = int((some.ids != 0).sum(1).max())
+    ids, labels = some.ids[:, :longest], some.labels[:, :longest]
+    states = model.model(input_ids=ids, attention_mask=(ids != 0).long()).last_hidden_state
+    return model.lm_head(states[labels != IGNORED]).float()
+
+
+def losses(model: Any, some: Chats) -> Tensor:
+    """Of every token with a label [tokens]."""
+    return cross_entropy(logits(model, some), some.labels[some.labels != IGNORED], reduction="none")
+
+
+def in_parts(some: Chats) -> Sequence[Chats]:
+    return [some[part] for part in torch.arange(len(some)).split(30)]
+
+
+@dataclass(frozen=True)
+class Chat(Task):
+    """Trains on the answers."""
+
+    updates: int = 100
+    batch: int = 8
+
+    def model(self, seed: int) -> Any:
+        model = packages.chat_model()
+        self.with_bfloat16_states(model.get_input_embeddings())
+        return model
+
+    def rows(self) -> Any:
+        return chats()[torch.arange(HELD_OUT, HELD_OUT + TRAINED)]
+
+    def loss(self, model: Any, batch: Any) -> Tensor:
+        return losses(model, batch).mean()
+
+    def scores(self, model: Any) -> dict[str, float]:
+        """`loss`: nats per token of held-out answers. `exact`: the share of answers of which every token is the most
+        likely one, as in greedy generation. `old`: the loss of prose.
+        """
+        lost, right = [], 0.0
+        for some in in_parts(chats()[torch.arange(HELD_OUT)]):
+            of_tokens, answers = logits(model, some), some.labels != IGNORED
+            lost.append(cross_entropy(of_tokens, some.labels[answers], reduction="none"))
+            hits = torch.ones_like(answers).masked_scatter(answers, of_tokens.argmax(1) == some.labels[answers])
+            right += hits.all(1).sum().item()
+        old = torch.cat([losses(model, some) for some in in_parts(prose())])
+        return {"loss": torch.cat(lost).mean().item(), "exact": right / HELD_OUT, "old": old.mean().item()}
+
+
+@dataclass(frozen=True)
+class Pairs(Rows):
+    """Right and wrong answers to the same questions, and by how much the first model prefers the right ones [pairs]."""
+
+    right: Chats
+    wrong: Chats
+    preferred: Tensor
+
+
+def preference(model: Any, right: Chats, wrong: Chats) -> Tensor:
+    """The difference of the log-probabilities of both answers [pairs]."""
+
+    def log_probabilities(some: Chats) -> Tensor:
+        counts = (some.labels != IGNORED).sum(1).tolist()
+        return torch.stack([-part.sum() for part in losses(model, some).split(counts)])
+
+    return log_probabilities(right) - log_probabilities(wrong)
+
+
+@dataclass(frozen=True)
+class Preference(Chat):
+    """Direct preference optimization [Rafailov et al. 2023, arXiv:2305.18290] with right and wrong answers.
+
+    Attributes:
+        beta: the strength of the reference.
+    """
+
+    updates: int = 60
+    beta: float = 0.1
+
+    def rows(self) -> Pairs:
+        return _pairs(self)
+
+    def loss(self, model: Any, batch: Pairs) -> Tensor:
+        return -logsigmoid(self.beta * (preference(model, batch.right, batch.wrong) - batch.preferred)).mean()
+
+    def scores(self, model: Any) -> dict[str, float]:
+        """Also `preferred`: the share of held-out pairs whose right answer is more likely than the wrong one."""
+        right, wrong = (in_parts(chats(which)[torch.arange(HELD_OUT)]) for which in (False, True))
+        found = torch.cat([preference(model, *both) for both in zip(right, wrong, strict=True)])
+        return {**super().scores(model), "preferred": (found > 0).float().mean().item()}
+
+
+@functools.cache
+def _pairs(task: Preference) -> Pairs:
+    """As many as its updates need."""
+    some = torch.arange(HELD_OUT, HELD_OUT + task.updates * task.batch)
+    right, wrong, model = chats()[some], chats(True)[some], task.model(0).eval()
+    with torch.no_grad(), task.autocast():
+        parts = zip(in_parts(right), in_parts(wrong), strict=True)
+        return Pairs(right, wrong, torch.cat([preference(model, *both) for both in parts]))

@@ -1,0 +1,125 @@
+"""The Llamas of the studies and their task: pretrained here on the library's code ("old text"), and trained on its
+docstrings ("new text").
+"""
+
+import functools
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.measurement import llama
+from scripts.make_model import train_tokenizer
+from studies import training
+from studies.text import modules
+from studies.training import Task, batches, schedule
+
+# Layers, hidden size, and updates and learning rate of pretraining.
+SIZES = {
+    "0.7M": (2, 128, 1500, 4e-3), "1M": (4, 128, 1500, 4e-3), "5M": (6, 256, 800, 2e-3), "20M": (6, 512, 500, 1e-3),
+}  # fmt: skip
+PRETRAINING_ROWS = 8  # per update
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Token ids [rows, length] of code ("old") and docstrings ("new"), to train on and, of other modules, held out."""
+
+    old: Tensor
+    new: Tensor
+    old_held_out: Tensor
+    new_held_out: Tensor
+
+
+@functools.cache
+def texts(length: int, vocab: int, held_out_rows: int) -> Texts:
+    every = list(modules())
+    random.Random(0).shuffle(every)
+    held_out = len(every) // 12
+    tokenizer = train_tokenizer((text for pair in every[held_out:] for text in pair), vocab)
+
+    def rows(some: list[str]) -> Tensor:
+        ids = torch.tensor([token for ids in tokenizer([text for text in some if text])["input_ids"] for token in ids])
+        rows = ids[: len(ids) // length * length].view(-1, length)
+        return rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))]
+
+    old, new = zip(*every, strict=True)
+    some = (rows(old[:held_out])[:held_out_rows], rows(new[:held_out])[:held_out_rows])
+    return Texts(rows(old[held_out:]), rows(new[held_out:]), *some)
+
+
+@dataclass(frozen=True)
+class LlamaTask(Task):
+    """A Llama and the two texts.
+
+    Attributes:
+        size: of `SIZES`.
+        held_out: rows of each text.
+        pretrained: whether weights are pretrained, or random, others for each seed.
+        trained: the text to train on: "new", or "old" again.
+    """
+
+    size: str = "1M"
+    length: int = 128
+    vocab: int = 2048
+    held_out: int = 64
+    pretrained: bool = True
+    trained: str = "new"
+
+    @property
+    def texts(self) -> Texts:
+        return texts(self.length, self.vocab, self.held_out)
+
+    def random(self, seed: int) -> Any:
+        """A Llama with random float32 weights. Its hidden states have the dtype of the products."""
+        layers, hidden, *_ = SIZES[self.size]
+        options = {
+            "max_position_embeddings": self.length, "tie_word_embeddings": True, "num_attention_heads": hidden // 64,
+            "num_key_value_heads": hidden // 64, "attn_implementation": "eager",  # faster than sdpa at these sizes
+        }  # fmt: skip
+        model = llama(layers, hidden, hidden * 3, self.vocab, "float32", checkpointing=False, seed=seed, **options)
+        if self.products == "bfloat16":
+            self.with_bfloat16_states(model.get_input_embeddings())
+        return model
+
+    def model(self, seed: int) -> Any:
+        model = self.random(0 if self.pretrained else seed)
+        if self.pretrained:
+            model.load_state_dict(self.weights(), strict=False)  # the head is the embedding
+        return model
+
+    def rows(self) -> Tensor:
+        return self.texts.old if self.trained == "old" else self.texts.new
+
+    def loss(self, model: Any, batch: Tensor) -> Tensor:
+        return model(input_ids=batch, labels=batch).loss
+
+    def scores(self, model: Any) -> dict[str, float]:
+        """`loss`: nats per token of held-out rows of the text it is trained on, and of the other text, by its name."""
+        held_out = {"new": self.texts.new_held_out, "old": self.texts.old_held_out}
+        losses = {
+            name: sum(self.loss(model, part).item() * len(part) for part in rows.split(32)) / len(rows)
+            for name, rows in held_out.items()
+        }
+        return {"loss": losses.pop(self.trained), **losses}
+
+    def weights(self) -> dict[str, Tensor]:
+        """Trained on code by torch's AdamW, rounded to bfloat16; from the folder if they are there."""
+        path = training.WORK / f"{self.size}-{self.vocab}-{self.products}.pt"
+        if not path.exists():
+            _, _, updates, lr = SIZES[self.size]
+            model = self.random(0)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), fused=True)
+            rates = schedule(optimizer, updates)
+            for _, rows in zip(range(updates), batches(self.texts.old, PRETRAINING_ROWS, 0), strict=False):
+                with self.autocast():
+                    loss = self.loss(model, rows)
+                loss.backward()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+                rates.step()
+            torch.save({name: param.detach().bfloat16() for name, param in model.named_parameters()}, path)
+        return torch.load(path)

