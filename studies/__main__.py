@@ -14,7 +14,7 @@ from benchmarks import reports
 from benchmarks.reports import command
 from studies import running
 
-STUDIES = ("rules", "states", "weights")
+STUDIES = ("rules", "formats")
 
 
 @command

@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy, logsigmoid
 
 from studies import packages
 from studies.text import paragraphs
-from studies.training import Rows, Task
+from studies.training import Rows, Task, autocast, with_bfloat16_states
 
 TRAINED, HELD_OUT = 2400, 180  # chats
 WORDS = "open file read write close parse split merge sort find count store load move copy print check start stop"
@@ -98,7 +98,7 @@ def prose() -> Chats:
 def logits(model: Any, some: Chats) -> Tensor:
     """Of every token with a label [tokens, vocabulary]."""
     model = getattr(model, "get_base_model", lambda: model)()  # under the adapters
-    longest = int((some.ids != 0).sum(1).max())
+    longest = int((some.labels != IGNORED).any(0).nonzero().max()) + 1
     ids, labels = some.ids[:, :longest], some.labels[:, :longest]
     states = model.model(input_ids=ids, attention_mask=(ids != 0).long()).last_hidden_state
     return model.lm_head(states[labels != IGNORED]).float()
@@ -122,7 +122,7 @@ class Chat(Task):
 
     def model(self, seed: int) -> Any:
         model = packages.chat_model()
-        self.with_bfloat16_states(model.get_input_embeddings())
+        with_bfloat16_states(model.get_input_embeddings())
         return model
 
     def rows(self) -> Any:
@@ -193,6 +193,6 @@ def _pairs(task: Preference) -> Pairs:
     """As many as its updates need."""
     some = torch.arange(HELD_OUT, HELD_OUT + task.updates * task.batch)
     right, wrong, model = chats()[some], chats(True)[some], task.model(0).eval()
-    with torch.no_grad(), task.autocast():
+    with torch.no_grad(), autocast():
         parts = zip(in_parts(right), in_parts(wrong), strict=True)
         return Pairs(right, wrong, torch.cat([preference(model, *both) for both in parts]))

@@ -14,7 +14,7 @@ from benchmarks.measurement import llama
 from scripts.make_model import train_tokenizer
 from studies import training
 from studies.text import modules
-from studies.training import Task, batches, schedule
+from studies.training import Task, autocast, batches, schedule, with_bfloat16_states
 
 # Layers, hidden size, and updates and learning rate of pretraining.
 SIZES = {
@@ -80,8 +80,7 @@ class LlamaTask(Task):
             "num_key_value_heads": hidden // 64, "attn_implementation": "eager",  # faster than sdpa at these sizes
         }  # fmt: skip
         model = llama(layers, hidden, hidden * 3, self.vocab, "float32", checkpointing=False, seed=seed, **options)
-        if self.products == "bfloat16":
-            self.with_bfloat16_states(model.get_input_embeddings())
+        with_bfloat16_states(model.get_input_embeddings())
         return model
 
     def model(self, seed: int) -> Any:
@@ -107,14 +106,14 @@ class LlamaTask(Task):
 
     def weights(self) -> dict[str, Tensor]:
         """Trained on code by torch's AdamW, rounded to bfloat16; from the folder if they are there."""
-        path = training.WORK / f"{self.size}-{self.vocab}-{self.products}.pt"
+        path = training.WORK / f"{self.size}-{self.vocab}.pt"
         if not path.exists():
             _, _, updates, lr = SIZES[self.size]
             model = self.random(0)
             optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), fused=True)
             rates = schedule(optimizer, updates)
             for _, rows in zip(range(updates), batches(self.texts.old, PRETRAINING_ROWS, 0), strict=False):
-                with self.autocast():
+                with autocast():
                     loss = self.loss(model, rows)
                 loss.backward()
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -14,7 +14,7 @@ import pandas as pd
 
 from benchmarks.pages import markdown
 from benchmarks.reports import formatted, picture
-from studies import training, weights
+from studies import formats, training
 from studies.chat import Chat, Preference
 from studies.grid import Done, Run, at
 from studies.llamas import LlamaTask
@@ -59,7 +59,10 @@ PLANS = {
     "scratch": Plan(SCRATCH, 1, (), (*MAIN, "adamw, β₂ 0.95", *(name for name in VARIANTS if THREE_BYTES in name))),
     "docstrings, 5M": Plan(replace(LLAMA, size="5M"), 2, (), MAIN, FORMATS[:2], (2e-5, 0.038)),
     "docstrings, 20M": Plan(replace(LLAMA, size="20M"), 3, (), MAIN, FORMATS[:2], (2e-5, 0.023)),
-    **{f"docstrings, batch {size}": Plan(replace(LLAMA, batch=size), 1, (), MAIN[:2]) for size in (1, 16, 64)},
+    **{
+        f"docstrings, batch {size}": Plan(replace(LLAMA, batch=size, updates=600 // size), 1, (), MAIN[:2])
+        for size in (1, 16, 64)
+    },
 }
 BATCHES, SIZES = (["docstrings", *(task for task in PLANS if what in task)] for what in (", batch", "M"))
 SETTINGS = {name: asdict(plan.task) for name, plan in PLANS.items()}
@@ -104,11 +107,11 @@ def with_adapters(model: Any, rank: int) -> Any:
 
 
 def train(run: Run) -> Run:
-    weights.register()
+    formats.register()
     method, task, rounding = METHODS[run["method"]], PLANS[run["task"]].task, run["rounding"]
     options: dict[str, Any] = {}
-    if rounding in weights.BITS:
-        options["parameters"] = weights.FORMATS[rounding].groups
+    if rounding in formats.BITS:
+        options["parameters"] = formats.FORMATS[rounding].groups
     if method.adapters:
         options["prepare"] = lambda model: with_adapters(model, method.adapters)
         options["parameters"] = lambda model: [pair for pair in model.named_parameters() if pair[1].requires_grad]

@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy, normalize
 
 from studies import packages
 from studies.text import documented_functions, paragraphs
-from studies.training import Rows, Task
+from studies.training import Rows, Task, with_bfloat16_states
 
 QUESTION, ANSWER = 24, 48  # tokens that are read
 HELD_OUT = 500  # pairs, from modules of their own
@@ -81,7 +81,7 @@ class Search(Task):
 
     def model(self, seed: int) -> Any:
         model = packages.encoder()
-        self.with_bfloat16_states(model.embeddings)
+        with_bfloat16_states(model.embeddings)
         return model
 
     def rows(self) -> Pairs:

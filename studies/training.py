@@ -26,16 +26,13 @@ class Task(ABC):
     """What is trained, on what, and how it is scored.
 
     Attributes:
-        updates: of a run with `batch` rows per update; smaller batches see the same rows.
+        updates: of a run, with `batch` rows each.
         looks: shares of the updates after which the scores are taken.
-        products: dtype of matrix products. With "bfloat16" models run under autocast. In "float32" all parameters are
-            float32 as well, and a storage may hold them in fewer bits: for processors without bfloat16 instructions.
     """
 
     updates: int = 150
     batch: int = 4
     looks: tuple[float, ...] = (0.5, 1.0)
-    products: str = "bfloat16"
 
     @abstractmethod
     def model(self, seed: int) -> Any:
@@ -53,13 +50,15 @@ class Task(ABC):
     def scores(self, model: Any) -> dict[str, float]:
         """Of held-out text, by a model in evaluation: first the `loss` that training lowers."""
 
-    @staticmethod
-    def with_bfloat16_states(embedding: nn.Module) -> None:
-        """Makes hidden states bfloat16 from the embedding on, so that they do not depend on the dtype of weights."""
-        embedding.register_forward_hook(lambda module, args, states: states.bfloat16())
 
-    def autocast(self) -> torch.autocast:
-        return torch.autocast("cpu", torch.bfloat16, enabled=self.products == "bfloat16")
+def with_bfloat16_states(embedding: nn.Module) -> None:
+    """Makes hidden states bfloat16 from the embedding on, so that they do not depend on the dtype of weights."""
+    embedding.register_forward_hook(lambda module, args, states: states.bfloat16())
+
+
+def autocast() -> torch.autocast:
+    """Matrix products are bfloat16 in all runs, so that only the storage of weights between two updates differs."""
+    return torch.autocast("cpu", torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -116,7 +115,7 @@ def matrices(model: Any) -> list[Tensor]:
 
 @torch.no_grad()
 def scored(task: Task, model: Any) -> dict[str, float]:
-    with task.autocast():
+    with autocast():
         scores = task.scores(model.eval())
     model.train()
     return scores
@@ -124,7 +123,7 @@ def scored(task: Task, model: Any) -> dict[str, float]:
 
 def train(
     task: Task, rule: str, lr: float, options: Mapping[str, Any], *, weights: str = "float32", seed: int = 0,
-    batch: int | None = None, prepare: Callable[[Any], Any] = lambda model: model,
+    prepare: Callable[[Any], Any] = lambda model: model,
     parameters: Callable[[Any], Iterable[Any]] = lambda model: model.named_parameters(), compile_model: bool = False,
     end: Callable[[Any], dict[str, Any]] = lambda model: {},
 ) -> dict[str, Any]:  # fmt: skip
@@ -133,7 +132,6 @@ def train(
     Args:
         options: hyperparameters and options of `FusedOptimizer`.
         weights: "float32", or the rounding of bfloat16 weights.
-        batch: rows per update, at equal tokens.
         prepare: changes the model before its first update, or wraps it, and returns it.
         parameters: returns a model's parameters as optimizers take them.
         compile_model: train the model compiled; scores are computed by the uncompiled model.
@@ -147,9 +145,8 @@ def train(
         `change`: norm of all changes over the norm of the first weights, at the end.
         `pace`: median seconds of an update.
     """
-    batch = batch or task.batch
     model = task.model(seed)
-    if weights != "float32" and task.products == "bfloat16":
+    if weights != "float32":
         for param in model.parameters():  # and no buffer, such as the frequencies of positions
             param.data = param.data.bfloat16()
     model = prepare(model)
@@ -158,17 +155,16 @@ def train(
     settings = {"lr": lr, "rounding": rounding, "state_storage": "float32", "seed": seed, **options}
     optimizer = lowmem.FusedOptimizer(parameters(model), rule, **settings)
     trained = torch.compile(model) if compile_model else model
-    updates = task.updates * task.batch // batch
-    rates = schedule(optimizer, updates)
+    updates, rates = task.updates, schedule(optimizer, task.updates)
     watched = {min(warmup(updates) + more, updates) for more in (1, 3, 5)}
     shown = {max(1, round(updates * share)) for share in task.looks}
     scores = scored(task, model)
     curve, moved, steps, paces = [(0.0, *scores.values())], [], [], []
     with suppress(StepError):  # gradients that are not finite
-        for update, some in zip(range(1, updates + 1), batches(task.rows(), batch, seed), strict=False):
+        for update, some in zip(range(1, updates + 1), batches(task.rows(), task.batch, seed), strict=False):
             before = [weight.clone() for weight in matrices(model)] if update in watched else []
             start = time.perf_counter()
-            with task.autocast():
+            with autocast():
                 loss = task.loss(trained, some)
             optimizer.backward(loss)
             paces.append(time.perf_counter() - start)

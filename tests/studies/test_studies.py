@@ -13,7 +13,7 @@ from transformers import BertConfig, BertModel
 from benchmarks.measurement import llama
 from scripts.make_model import train_tokenizer
 from studies import __main__ as command
-from studies import chat, grid, llamas, packages, rules, running, search, states, training, weights
+from studies import chat, formats, grid, llamas, packages, rules, running, search, training
 
 
 @pytest.fixture(autouse=True)
@@ -105,36 +105,42 @@ def test_a_package_that_is_not_there_is_named(monkeypatch, tmp_path, capsys):
 
 
 @pytest.mark.usefixtures("restore_storages")
-def test_formats_of_states_are_trained_and_compared(monkeypatch, small, tmp_path, capsys):
-    settings = {name: states.Setting(small, 1e-2, 0.95) for name in ("a", "b")}
-    settings["b"] = settings["b"]._replace(task=dataclasses.replace(small, pretrained=False))
-    monkeypatch.setattr(states, "SETTINGS_OF", settings)
-    monkeypatch.setattr(states, "PAIRS", [("float32", "float32"), ("stochastic", states.LINEAR)])
-    runs = run_study("states", tmp_path)
-    assert len(runs) == 12 and len({run["loss"] for run in runs}) == 12
-    out = capsys.readouterr().out
-    assert "| float32 | `float32` | 12 | 0 (" in out and "| bfloat16, stochastic | `8bit_linear` | 4.25 | " in out
-
-
-@pytest.mark.usefixtures("restore_storages")
-def test_formats_of_weights_are_trained_and_compared(monkeypatch, small, tmp_path):
-    old = dataclasses.replace(small, trained="old", looks=(0.5, 1.0))
-    formats = ("float32", "int8", "int10, embedding bfloat16")
+def test_formats_are_trained_and_compared(monkeypatch, small, tmp_path, capsys):
+    old = dataclasses.replace(small, updates=10, trained="old", looks=formats.OLD.looks)
+    form = ("float32", "int8", "int10, embedding bfloat16")
+    adamw = formats.BETAS[0.95]
+    states = ("float32", "bfloat16, 8bit states", "bfloat16, 8bit_linear states")
     settings = {
-        "old text": weights.Setting(old, 1e-2, formats, 2),
-        "outliers": weights.Setting(small, 1e-2, formats[:2], 1, outliers=True),
-        "wide": weights.Setting(
-            dataclasses.replace(small, products="float32"), 1e-2, ("float32", "bfloat16 in float32"), 1
+        "old text": formats.Setting(old, 1e-2, form, 2),
+        "old text, outliers": formats.Setting(small, 1e-2, form[:2], 1, outliers=True),
+        "fine-tuning, β₂ 0.95": formats.Setting(small, 1e-2, states, 2, "adamw", adamw),
+        "from scratch, β₂ 0.95": formats.Setting(
+            dataclasses.replace(small, pretrained=False), 1e-2, states[:1], 2, "adamw", adamw
         ),
+        "10 updates at 0.01": formats.Setting(small, 1e-2, ("float32", "bfloat16, to nearest"), 1, "adamw", adamw),
     }
-    monkeypatch.setattr(weights, "SETTINGS_OF", settings)
-    monkeypatch.setattr(weights, "tables", lambda report: {"": ""})
-    runs = run_study("weights", tmp_path)
-    assert len(runs) == 10
-    before = {run["curve"][0][1] for run in runs if run["setting"] == "outliers"}
-    assert len(before) == 1  # the same function, with outliers too
-    losses = weights.Losses({"runs": runs}, "old text")
-    old = [run for run in runs if run["setting"] == "old text"]
-    ours, exact = ([run["loss"] for run in old if run["format"] == name] for name in ("int8", "float32"))
+    monkeypatch.setattr(formats, "SETTINGS_OF", settings)
+    tables = formats.tables
+    monkeypatch.setattr(formats, "tables", lambda report: {"": "", **tables(report)})
+    runs = run_study("formats", tmp_path)
+    assert len(runs) == 6 + 2 + 6 + 2 + 2
+    first = {
+        run["setting"]: {each["curve"][0][1] for each in runs if each["setting"] == run["setting"]} for run in runs
+    }
+    assert len(first["old text, outliers"]) == 1  # the same function
+    assert len(first["from scratch, β₂ 0.95"]) == 2  # other weights for each seed
+
+    losses = formats.Losses({"runs": runs}, "old text")
+    ours, exact = (
+        [run["loss"] for run in runs if (run["setting"], run["format"]) == ("old text", name)]
+        for name in ("int8", "float32")
+    )
     assert losses.above("int8") == pytest.approx([a - b for a, b in zip(ours, exact, strict=True)])
     assert losses.kept("float32") == 1.0
+    low = [run for run in runs if run["setting"].startswith("10 updates")]
+    assert (low[0]["way"], low[0]["drift"]) == (pytest.approx(1.0), pytest.approx(0.0, abs=1e-3))
+    assert low[1]["drift"] > 0
+
+    out = formats.tables({"runs": runs})
+    assert "| bfloat16, 8bit_linear states | 4.25 | " in out["states"] and "| float32 | 12 | 0 (" in out["states"]
+    assert "| 10 updates at 0.01 | float32 | 100.0% | 0.00 |" in out["long"]

@@ -1,14 +1,14 @@
-"""How much loss the formats of weights cost: float32, bfloat16, and integers of 8, 10 or 12 bits.
+"""How much loss the formats of weights and of AdamW's states cost: float32, bfloat16, and integers of 8, 10 or 12 bits.
 
-Trains the pretrained Llamas of `studies.finetune`: on the text they were pretrained on, where the loss is near its
-optimum and the noise of a rounding shows, and on new text. Runs with the same seed see the same batches, and the loss
-of float32 is subtracted seed by seed.
+Trains the Llamas of `studies.llamas`: on the text they were pretrained on, where the loss is near its optimum and the
+noise of a rounding shows, on new text, from random weights, and long at low rates. Runs with the same seed see the same
+batches, and the loss of float32 is subtracted seed by seed.
 """
 
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from statistics import mean, stdev
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from benchmarks.pages import markdown
 from lowmem import storage
-from lowmem.tiles.storage import FLOAT32, Float, Integer, Shown, Uniform, of_weight
+from lowmem.tiles.storage import FLOAT32, Integer, Shown, Uniform, of_state, of_weight
 from studies import training
 from studies.llamas import LlamaTask
 from studies.methods import CLIPPED, NO_DECAY
@@ -49,18 +49,36 @@ class Fresh(Unpacked):
         return self.encode(value, uniform)
 
 
-class Nearest(Unpacked):
-    """One that is rounded to the nearest multiple."""
+@dataclass(frozen=True)
+class Linear(storage.Storage):
+    """8-bit integers at equal distances, with a scale for every 32 elements of a row: what `8bit` is compared with."""
 
-    def update(self, value: Tensor, uniform: Uniform, stored: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return super().update(value, Uniform.half(value), stored)
+    dtype: torch.dtype
+    signed: bool
+
+    @property
+    def parts(self) -> tuple[storage.Part, ...]:  # type: ignore[override]
+        codes = torch.int8 if self.signed else torch.uint8
+        return storage.Part("", codes), storage.Part("scale", torch.float32, 32)
+
+    @property
+    def most(self) -> int:
+        return 127 if self.signed else 255
+
+    def decode(self, stored: tuple[Tensor, ...]) -> Tensor:
+        code, scale = stored
+        return (code.float().unflatten(-1, (-1, 32)) * (scale / self.most).unsqueeze(-1)).flatten(-2)
+
+    def encode(self, value: Tensor, uniform: storage.Uniform) -> tuple[Tensor, ...]:
+        groups = value.unflatten(-1, (-1, 32))
+        scale = groups.abs().amax(-1)
+        return (groups / scale.clamp(min=1e-38).unsqueeze(-1) * self.most).round().flatten(-2), scale
 
 
 BITS = {"int8": 8, "int10": 10, "int12": 12}
 STORAGES: dict[str, storage.Maker] = {
-    "bfloat16 in float32": lambda dtype, signed: Float(torch.bfloat16, draws=True),
+    "8bit_linear": Linear,
     **{name: lambda dtype, signed, bits=bits: Unpacked(bits) for name, bits in BITS.items()},
-    "int8, to nearest": lambda dtype, signed: Nearest(8),
     "int8, fresh units": lambda dtype, signed: Fresh(8),
     "int10, fresh units": lambda dtype, signed: Fresh(10),
     **{
@@ -71,11 +89,20 @@ STORAGES: dict[str, storage.Maker] = {
 
 
 class Format(NamedTuple):
-    """The roundings of bfloat16 weights: of matrices, of the embedding, which is the head too, and of vectors."""
+    """How weights and states are stored.
+
+    Attributes:
+        matrices: the rounding of bfloat16 weights.
+        embedding, vectors: another rounding of the embedding, which is the head too, and of vectors.
+        states: the `state_storage`.
+        compiled: whether updates are.
+    """
 
     matrices: str
     embedding: str = ""
     vectors: str = ""
+    states: str = "float32"
+    compiled: bool = True
 
     def groups(self, model: Any) -> list[dict[str, Any]]:
         """The parameters of a model, a group for each rounding."""
@@ -85,46 +112,53 @@ class Format(NamedTuple):
             named.setdefault(other or self.matrices, []).append((name, param))
         return [{"params": params, "rounding": rounding} for rounding, params in named.items()]
 
-    @property
-    def bytes_per_element(self) -> float:
-        """Bytes of an element of a matrix, without what the parameter shows."""
+    def bytes_per_element(self, states: int = 0) -> float:
+        """Bytes of an element of a matrix, without what the parameter shows, and of so many states."""
+        moments = sum(of_state(self.states, signed=not place).bytes_per_element for place in range(states))
         if self.matrices == "float32":
-            return FLOAT32.bytes_per_element
+            return FLOAT32.bytes_per_element + moments
         held = of_weight(self.matrices, torch.bfloat16)
         if isinstance(held, Shown):
             assert isinstance(held.held, Integer)
             held = Integer(held.held.bits, held.held.size)
-        return held.bytes_per_element
+        return held.bytes_per_element + moments
 
 
-FORMATS = {
+NEAR = {
     "float32": Format("float32"),
     "bfloat16": Format("stochastic"),
+    "bfloat16, compensated8": Format("compensated8"),
+}
+FORMATS = {
+    **NEAR,
     "bfloat16, to nearest": Format("nearest"),
     "bfloat16, compensated": Format("compensated"),
-    "bfloat16, compensated8": Format("compensated8"),
-    **{name: Format(name, vectors="stochastic") for name in STORAGES},
+    **{name: Format(name, vectors="stochastic") for name in STORAGES if name != "8bit_linear"},
     "int10, vectors to nearest": Format("int10", vectors="nearest"),
     "int10, embedding bfloat16": Format("int10", embedding="stochastic", vectors="stochastic"),
+    "float32, not compiled": Format("float32", compiled=False),
+    **{
+        f"{name}, {states} states": form._replace(states=states)
+        for states in ("bfloat16", "8bit_nearest", "8bit")
+        for name, form in NEAR.items()
+    },
+    "bfloat16, 8bit_linear states": Format("stochastic", states="8bit_linear"),
 }
 
 
 def register() -> None:
     for name, maker in STORAGES.items():
-        if name not in storage.roundings():
+        if name not in (*storage.roundings(), *storage.state_storages()):
             storage.register(name)(maker)
 
 
 # -- what is run -------------------------------------------------------------------------------------------------------
 
 FEW = ("float32", "bfloat16", "int8", "int10")
-SHARE = "share of float32's improvement"
 MAIN = (*FEW, "int12", "int8, fresh units", "bfloat16, compensated")
-WIDE = ("float32", "bfloat16 in float32", *BITS)
-GROUPS = (*WIDE, "int8, to nearest", *(f"{name}, groups of {size}" for name in BITS for size in (32, 128)))
-NEAR = [name for name in FORMATS if name.startswith("bfloat16") and "float32" not in name]
-ALL = ("float32", *NEAR, "int12", "int10")
 VARIANTS = tuple(name for name in FORMATS if name.startswith("int10, "))
+LOW = ("float32", *(name for name in FORMATS if name.startswith("bfloat16") and "states" not in name), "int12", "int10")
+STATES = tuple(name for name, form in FORMATS.items() if name in NEAR or form.states != "float32" or not form.compiled)
 
 
 class Setting(NamedTuple):
@@ -141,21 +175,23 @@ class Setting(NamedTuple):
 
 NEW, OLD = LlamaTask(), LlamaTask(updates=5000, trained="old", looks=(0.1, 0.2, 0.3, 0.5, 1.0))
 SHORT = replace(OLD, updates=1000)
-LOW = LlamaTask(updates=10_000, batch=1, looks=(0.1, 0.2, 0.5, 1.0))  # at rates as of preference optimization
-EIGHT_BITS = {**NO_DECAY, "betas": (0.9, 0.95), "state_storage": "8bit"}
-# The best learning rate of AdaLomo, AdamW and LOMO on the new text comes from `studies.finetune`.
+SCRATCH = LlamaTask(size="0.7M", updates=2000, length=64, pretrained=False)
+LONG = LlamaTask(updates=10_000, batch=1, looks=(0.1, 0.2, 0.5, 1.0))
+BETAS = {beta2: {**NO_DECAY, "betas": (0.9, beta2)} for beta2 in (0.95, 0.999)}
+# The best learning rates on the new text come from `studies.rules`.
 SETTINGS_OF = {
     "old text": Setting(OLD, 1e-3, MAIN),
     "new text": Setting(NEW, 3.2e-2, MAIN),
     "new text, low rate": Setting(NEW, 6.4e-4, MAIN),
+    "fine-tuning, β₂ 0.95": Setting(NEW, 3.2e-3, STATES, rule="adamw", options=BETAS[0.95]),
+    "fine-tuning, β₂ 0.999": Setting(NEW, 3.2e-3, STATES, rule="adamw", options=BETAS[0.999]),
+    "from scratch, β₂ 0.999": Setting(SCRATCH, 2e-3, STATES, rule="adamw", options=BETAS[0.999]),
+    **{f"10,000 updates at {lr:g}": Setting(LONG, lr, LOW, 1, "adamw", BETAS[0.999]) for lr in (1e-6, 5e-6)},
     "old text, 1,000 updates": Setting(SHORT, 1e-3, ("float32", "int10", *VARIANTS, "bfloat16", "int8")),
     "old text, outliers": Setting(SHORT, 1e-3, (*FEW, "int12", "int10, groups of 32"), outliers=True),
     "LOMO": Setting(NEW, 1.0, rule="lomo", options=CLIPPED),
-    "AdamW, 8-bit states": Setting(NEW, 3.2e-3, rule="adamw", options=EIGHT_BITS),
-    "groups": Setting(replace(SHORT, products="float32"), 1e-3, GROUPS, seeds=1),
+    "AdamW, 8-bit states": Setting(NEW, 3.2e-3, rule="adamw", options={**BETAS[0.95], "state_storage": "8bit"}),
     "5M": Setting(replace(NEW, size="5M"), 3.2e-2, seeds=1),
-    "20M": Setting(replace(NEW, size="20M", products="float32"), 3.2e-2, WIDE, seeds=1),
-    **{f"AdamW at {lr:g}": Setting(LOW, lr, ALL, seeds=1, rule="adamw", options=NO_DECAY) for lr in (1e-6, 5e-6)},
     "old text, 10,000 updates": Setting(replace(OLD, updates=10_000), 1e-3, ("float32", "int10"), seeds=1),
 }
 SETTINGS = {name: {**setting._asdict(), "task": asdict(setting.task)} for name, setting in SETTINGS_OF.items()}
@@ -190,19 +226,19 @@ def train(run: dict[str, Any]) -> dict[str, Any]:
     register()
     setting, form = SETTINGS_OF[run["setting"]], FORMATS[run["format"]]
     more: dict[str, Any] = {"prepare": with_outliers} if setting.outliers else {}
-    if run["format"] != "float32" and setting.task.products == "bfloat16":
+    if form.matrices != "float32":
         more["parameters"] = form.groups
     torch.compiler.reset()  # there is a limit to how often a model of a class is compiled
+    options = {"compile": form.compiled, "state_storage": form.states, **setting.options}
     return training.train(
-        setting.task, setting.rule, setting.lr, {"compile": True, **setting.options}, weights=form.matrices,
-        seed=run["seed"], compile_model=setting.task.updates >= 1000, end=lambda model: _way(run, setting.task, model),
-        **more,
+        setting.task, setting.rule, setting.lr, options, weights=form.matrices, seed=run["seed"],
+        compile_model=setting.task.updates >= 1000, end=lambda model: _way(run, setting.task, model), **more,
     )  # fmt: skip
 
 
 def _way(run: dict[str, Any], task: LlamaTask, model: Any) -> dict[str, float]:
     """`way`: how far the weights went along the way of float32, as a share. `drift`: how far from it, by its norm."""
-    first = task.model(0 if task.pretrained else run["seed"])
+    first = task.model(run["seed"])
     change = [ours.float() - theirs for ours, theirs in zip(matrices(model), matrices(first), strict=True)]
     path = training.WORK / f"{run['setting']}-{run['seed']}.pt"
     if run["format"] == "float32":
@@ -220,66 +256,73 @@ class Losses:
 
     def __init__(self, report: Any, setting: str) -> None:
         self.curves: dict[str, dict[int, list[float]]] = {}
-        for run in report["runs"]:
-            if run["setting"] == setting:
-                self.curves.setdefault(run["format"], {})[run["seed"]] = [point[1] for point in run["curve"]]
+        self.runs = [run for run in report["runs"] if run["setting"] == setting]
+        for run in self.runs:
+            self.curves.setdefault(run["format"], {})[run["seed"]] = [point[1] for point in run["curve"]]
         self.exact = self.curves.get("float32", {})
 
     def above(self, form: str, look: int = -1) -> list[float]:
-        """Difference to the loss of float32, by seed."""
+        """Difference to the loss of float32, by seed; infinite if a run diverged."""
         curves = {seed: losses for seed, losses in self.curves.get(form, {}).items() if seed in self.exact}
-        return [losses[look] - self.exact[seed][look] for seed, losses in curves.items()]
+        lengths = {seed: len(losses) for seed, losses in self.exact.items()}
+        return [
+            losses[look] - self.exact[seed][look] if len(losses) == lengths[seed] else float("inf")
+            for seed, losses in curves.items()
+        ]
 
     def kept(self, form: str) -> float:
         """The share of what float32 learns, the mean over the seeds."""
         curves = self.curves[form].items()
         return mean((one[0] - one[-1]) / (self.exact[seed][0] - self.exact[seed][-1]) for seed, one in curves)
 
-    @property
-    def spread(self) -> float:
-        return stdev(losses[-1] for losses in self.exact.values())
-
-
-def _cell(losses: Losses, form: str) -> str:
-    above = losses.above(form)
-    if not above:
-        return "–"
-    fewer = "" if len(above) == len(losses.exact) else f" ({len(above)} seed{'s' * (len(above) > 1)})"
-    return "0" if form == "float32" else f"{mean(above):+.4f}{fewer}"
+    def cell(self, form: str) -> str:
+        above = self.above(form)
+        if not above or form == "float32":
+            return f"0 ({mean(curve[-1] for curve in self.exact.values()):.4f})" if above else "–"
+        fewer = "" if len(above) == len(self.exact) else f" ({len(above)} seed{'s' * (len(above) > 1)})"
+        return "diverged" if mean(above) == float("inf") else f"{mean(above):+.4f}{fewer}"
 
 
 def tables(report: Any) -> dict[str, str]:
-    """The cost of formats in each setting: in short; along the updates; variants; outliers; and sizes of groups."""
+    """The cost of formats of weights on each text, of states, along the updates, long at low rates; and of variants."""
     register()
     every = {setting: Losses(report, setting) for setting in SETTINGS_OF}
-    old = every["old text"]
-    order = sorted(MAIN, key=lambda form: (form != "float32", mean(old.above(form) or [9.0])))
+    old, found = every["old text"], {}
 
-    def size(form: str) -> dict[str, str]:
-        name = form.replace("fresh units", "scales recomputed at every update")
-        return {"weights": name, "bytes": f"{FORMATS[form].bytes_per_element:.2f}"}
+    def table(settings: Iterable[str], forms: Iterable[str], states: int = 0, *, share: bool = False) -> list[Any]:
+        shown = [setting for setting in settings if setting in every and every[setting].curves]
+        rows: list[dict[str, str]] = []
+        for form in sorted(forms if shown else (), key=lambda form: -FORMATS[form].bytes_per_element(states)):
+            row = {"format": form.replace("fresh units", "scales recomputed at every update")}
+            row["bytes"] = f"{FORMATS[form].bytes_per_element(states):.4g}"
+            row |= {setting: every[setting].cell(form) for setting in shown}
+            if share and form in every[shown[0]].curves:
+                row["share of float32's improvement"] = f"{every[shown[0]].kept(form):.0%}"
+            rows.append(row)
+        spreads = {setting: every[setting].exact.values() for setting in shown}
+        if all(len(curves) > 1 for curves in spreads.values()) and rows:
+            spread = {name: f"{stdev(curve[-1] for curve in curves):.4f}" for name, curves in spreads.items()}
+            rows.append({**dict.fromkeys(rows[0], ""), "format": "spread of float32", **spread})
+        return rows
 
-    def learned(losses: Losses, form: str) -> dict[str, str]:
-        return {"above float32": _cell(losses, form), SHARE: f"{losses.kept(form):.0%}"}
-
-    settings = ("old text", "new text", "new text, low rate")
-    short = [
-        {**size(form), SHARE: f"{old.kept(form):.0%}"} | {setting: _cell(every[setting], form) for setting in settings}
-        for form in order
-    ]
-    spread = {setting: f"{every[setting].spread:.4f}" for setting in settings}
-    short.append({"weights": "spread of float32", "bytes": "", SHARE: "", **spread})
+    found[""] = table(("old text", "new text", "new text, low rate"), MAIN, share=True)
+    adamw = [setting for setting in SETTINGS_OF if "β₂" in setting]
+    found["states"] = table(adamw, STATES, 2)
+    found["states, short"] = table(adamw, [name for name in STATES if " 8bit" in name or name in NEAR], 2)
     looks = {f"{round(OLD.updates * share):,}": look + 1 for look, share in enumerate(OLD.looks)}
-    along = [
-        {**size(form), **{updates: f"{mean(old.above(form, look)):+.4f}" for updates, look in looks.items()}}
+    found["along"] = [
+        {"format": form, **{updates: f"{mean(old.above(form, look)):+.4f}" for updates, look in looks.items()}}
         | {"each seed": ", ".join(f"{above:+.4f}" for above in old.above(form))}
-        for form in order[1:]
-    ]
-    tables = {"": short, "along": along}
-    shown = {"variants": "old text, 1,000 updates", "outliers": "old text, outliers", "groups": "groups"}
+        for form in MAIN[1:] if form in old.curves
+    ]  # fmt: skip
+    shown = {"variants": "old text, 1,000 updates", "outliers": "old text, outliers"}
     for name, setting in shown.items():
-        losses = every[setting]
-        tables[name] = [
-            {**size(form), **learned(losses, form)} for form in FORMATS if form in losses.curves and form != "float32"
-        ]
-    return {name: markdown(rows) for name, rows in tables.items() if rows}
+        forms = [form for form in FORMATS if setting in every and form in every[setting].curves]
+        found[name] = table([setting], forms, share=True)
+    found["long"] = [
+        {"training": setting, "format": run["format"], "share of the way": f"{run['way']:.1%}"}
+        | {"drift": f"{run['drift']:.2f}", "above float32": every[setting].cell(run["format"])}
+        | {"share of float32's improvement": f"{every[setting].kept(run['format']):.0%}"}
+        for setting in SETTINGS_OF if "updates at" in setting for run in every[setting].runs
+    ]  # fmt: skip
+    return {name: markdown(rows) for name, rows in found.items() if rows}
