@@ -56,11 +56,11 @@ def question(draw: random.Random) -> Question:
 @functools.cache
 def questions() -> list[Question]:
     """Different ones; the first are held out."""
-    draw, found = random.Random(0), dict[str, Question]()
-    while len(found) < HELD_OUT + TRAINED:
+    draw, by_text = random.Random(0), dict[str, Question]()
+    while len(by_text) < HELD_OUT + TRAINED:
         new = question(draw)
-        found[new.text] = new
-    return list(found.values())
+        by_text[new.text] = new
+    return list(by_text.values())
 
 
 @dataclass(frozen=True)
@@ -81,8 +81,8 @@ def chats(wrong: bool = False) -> Chats:
         rows.append((asked + answer, [IGNORED] * (len(asked) - 1) + answer))
     longest = max(len(ids) for ids, _ in rows)
     ids, labels = torch.zeros(len(rows), longest, dtype=torch.long), torch.full((len(rows), longest), IGNORED)
-    for row, (some, of_them) in enumerate(rows):
-        ids[row, : len(some)], labels[row, : len(of_them)] = torch.tensor(some), torch.tensor(of_them)
+    for row, (tokens, targets) in enumerate(rows):
+        ids[row, : len(tokens)], labels[row, : len(targets)] = torch.tensor(tokens), torch.tensor(targets)
     return Chats(ids, labels)
 
 
@@ -95,22 +95,22 @@ def prose() -> Chats:
     return Chats(ids[:, :-1], ids[:, 1:])
 
 
-def logits(model: Any, some: Chats) -> Tensor:
+def logits(model: Any, chats: Chats) -> Tensor:
     """Of every token with a label [tokens, vocabulary]."""
     model = getattr(model, "get_base_model", lambda: model)()  # under the adapters
-    longest = int((some.labels != IGNORED).any(0).nonzero().max()) + 1
-    ids, labels = some.ids[:, :longest], some.labels[:, :longest]
+    longest = int((chats.labels != IGNORED).any(0).nonzero().max()) + 1
+    ids, labels = chats.ids[:, :longest], chats.labels[:, :longest]
     states = model.model(input_ids=ids, attention_mask=(ids != 0).long()).last_hidden_state
     return model.lm_head(states[labels != IGNORED]).float()
 
 
-def losses(model: Any, some: Chats) -> Tensor:
+def losses(model: Any, chats: Chats) -> Tensor:
     """Of every token with a label [tokens]."""
-    return cross_entropy(logits(model, some), some.labels[some.labels != IGNORED], reduction="none")
+    return cross_entropy(logits(model, chats), chats.labels[chats.labels != IGNORED], reduction="none")
 
 
-def in_parts(some: Chats) -> Sequence[Chats]:
-    return [some[part] for part in torch.arange(len(some)).split(30)]
+def in_parts(chats: Chats) -> Sequence[Chats]:
+    return [chats[part] for part in torch.arange(len(chats)).split(30)]
 
 
 @dataclass(frozen=True)
@@ -136,12 +136,12 @@ class Chat(Task):
         likely one, as in greedy generation. `old`: the loss of prose.
         """
         lost, right = [], 0.0
-        for some in in_parts(chats()[torch.arange(HELD_OUT)]):
-            of_tokens, answers = logits(model, some), some.labels != IGNORED
-            lost.append(cross_entropy(of_tokens, some.labels[answers], reduction="none"))
-            hits = torch.ones_like(answers).masked_scatter(answers, of_tokens.argmax(1) == some.labels[answers])
+        for part in in_parts(chats()[torch.arange(HELD_OUT)]):
+            of_tokens, answers = logits(model, part), part.labels != IGNORED
+            lost.append(cross_entropy(of_tokens, part.labels[answers], reduction="none"))
+            hits = torch.ones_like(answers).masked_scatter(answers, of_tokens.argmax(1) == part.labels[answers])
             right += hits.all(1).sum().item()
-        old = torch.cat([losses(model, some) for some in in_parts(prose())])
+        old = torch.cat([losses(model, part) for part in in_parts(prose())])
         return {"loss": torch.cat(lost).mean().item(), "exact": right / HELD_OUT, "old": old.mean().item()}
 
 
@@ -157,9 +157,9 @@ class Pairs(Rows):
 def preference(model: Any, right: Chats, wrong: Chats) -> Tensor:
     """The difference of the log-probabilities of both answers [pairs]."""
 
-    def log_probabilities(some: Chats) -> Tensor:
-        counts = (some.labels != IGNORED).sum(1).tolist()
-        return torch.stack([-part.sum() for part in losses(model, some).split(counts)])
+    def log_probabilities(chats: Chats) -> Tensor:
+        counts = (chats.labels != IGNORED).sum(1).tolist()
+        return torch.stack([-of_one.sum() for of_one in losses(model, chats).split(counts)])
 
     return log_probabilities(right) - log_probabilities(wrong)
 
@@ -184,15 +184,15 @@ class Preference(Chat):
     def scores(self, model: Any) -> dict[str, float]:
         """Also `preferred`: the share of held-out pairs whose right answer is more likely than the wrong one."""
         right, wrong = (in_parts(chats(which)[torch.arange(HELD_OUT)]) for which in (False, True))
-        found = torch.cat([preference(model, *both) for both in zip(right, wrong, strict=True)])
-        return {**super().scores(model), "preferred": (found > 0).float().mean().item()}
+        margins = torch.cat([preference(model, *pairs) for pairs in zip(right, wrong, strict=True)])
+        return {**super().scores(model), "preferred": (margins > 0).float().mean().item()}
 
 
 @functools.cache
 def _pairs(task: Preference) -> Pairs:
     """As many as its updates need."""
-    some = torch.arange(HELD_OUT, HELD_OUT + task.updates * task.batch)
-    right, wrong, model = chats()[some], chats(True)[some], task.model(0).eval()
+    trained = torch.arange(HELD_OUT, HELD_OUT + task.updates * task.batch)
+    right, wrong, model = chats()[trained], chats(True)[trained], task.model(0).eval()
     with torch.no_grad(), autocast():
         parts = zip(in_parts(right), in_parts(wrong), strict=True)
-        return Pairs(right, wrong, torch.cat([preference(model, *both) for both in parts]))
+        return Pairs(right, wrong, torch.cat([preference(model, *pairs) for pairs in parts]))

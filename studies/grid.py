@@ -75,6 +75,6 @@ class Done:
         yield from at(run, *missing)
 
     def again(self, run: Run) -> Iterator[Run]:
-        """Yields a run with the two other seeds at its best learning rate."""
+        """Yields a run with every seed at its best learning rate."""
         if (top := self.best(run)) is not None:
-            yield from ({**run, "seed": seed, "lr": top} for seed in (1, 2))
+            yield from ({**run, "seed": seed, "lr": top} for seed in range(3))

@@ -24,10 +24,11 @@ class Method(NamedTuple):
 NO_DECAY = {"weight_decay": 0.0}
 CLIPPED = {"clip_norm": 1.0, "store": "device"}
 SMALL_MATRICES, NOT_RELATIVE = {"min_dim_size_to_factor": 32}, {"multiply_by_parameter_scale": False}
-# One byte of state per weight; and Tensor2Tensor's rule, whose second moment can be AdamW's.
-MOMENTUM = {**SMALL_MATRICES, "beta1": 0.9, "state_storage": "8bit"}
+# T5X's rule with momentum, which takes one byte per weight in 8 bits; and Tensor2Tensor's, with AdamW's second moment.
+MOMENTUM = {**SMALL_MATRICES, "beta1": 0.9}
 MOMENTUM_T2T = {"beta1": 0.9, "decay_type": "adam", "dtype_momentum": "float32"}
-THREE_BYTES = "adafactor, momentum"
+MOMENTUM_RULE = "adafactor, momentum"
+THREE_BYTES = f"{MOMENTUM_RULE} in 8 bits"
 METHODS = {
     "adalomo": Method("adalomo", 3e-2, relative=True),
     "adamw": Method("adamw", 3e-3, NO_DECAY),
@@ -37,11 +38,11 @@ METHODS = {
     "lomo": Method("lomo", 1.0, CLIPPED),
     "lans": Method("lans", 1e-2),
     "scaled_adam": Method("scaled_adam", 3e-2, relative=True),
-    THREE_BYTES: Method("adafactor", 1e-2, MOMENTUM, relative=True),
-    f"{THREE_BYTES}, lr not relative": Method("adafactor", 3e-3, {**MOMENTUM, **NOT_RELATIVE}, variant=True),
-    f"{THREE_BYTES} in float32": Method("adafactor", 1e-2, {**MOMENTUM, "state_storage": "float32"}, True, True),
-    f"{THREE_BYTES}, β₂ 0.999": Method("adafactor_t2t", 1e-2, {**MOMENTUM_T2T, "beta2": 0.999}, True, True),
-    f"{THREE_BYTES}, β₂ 0.95": Method("adafactor_t2t", 1e-2, {**MOMENTUM_T2T, "beta2": 0.95}, True, True),
+    MOMENTUM_RULE: Method("adafactor", 1e-2, MOMENTUM, relative=True),
+    THREE_BYTES: Method("adafactor", 1e-2, {**MOMENTUM, "state_storage": "8bit"}, relative=True),
+    f"{MOMENTUM_RULE}, lr not relative": Method("adafactor", 3e-3, {**MOMENTUM, **NOT_RELATIVE}, variant=True),
+    f"{MOMENTUM_RULE}, β₂ 0.999": Method("adafactor_t2t", 1e-2, {**MOMENTUM_T2T, "beta2": 0.999}, True, True),
+    f"{MOMENTUM_RULE}, β₂ 0.95": Method("adafactor_t2t", 1e-2, {**MOMENTUM_T2T, "beta2": 0.95}, True, True),
     "adamw, 8-bit states": Method("adamw", 3e-3, {**NO_DECAY, "state_storage": "8bit"}, variant=True),
     "adamw, β₂ 0.95": Method("adamw", 3e-3, {**NO_DECAY, "betas": (0.9, 0.95)}, variant=True),
     "adalomo, u not clipped": Method("adalomo", 3e-2, {"clip_threshold": 1e30}, True, True),

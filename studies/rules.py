@@ -18,13 +18,15 @@ from studies import formats, training
 from studies.chat import Chat, Preference
 from studies.grid import Done, Run, at
 from studies.llamas import LlamaTask
-from studies.methods import METHODS, THREE_BYTES, Method
+from studies.methods import METHODS, MOMENTUM_RULE, THREE_BYTES, Method
 from studies.search import Search
 from studies.training import Task
 
 KEYS = ("task", "method", "rounding", "lr", "seed")
 SCORES = ("loss", "old", "mrr", "exact", "preferred")
-MAIN = ("adamw", "adalomo", THREE_BYTES)
+MAIN = ("adamw", "adalomo", MOMENTUM_RULE)
+FORMATS = ("stochastic", "nearest", "int12", "int10")
+SAME = {THREE_BYTES: MOMENTUM_RULE, "adamw, 8-bit states": "adamw"}  # with other states, at the same learning rate
 
 
 class Plan(NamedTuple):
@@ -46,17 +48,16 @@ class Plan(NamedTuple):
     usual: tuple[float, float] | None = None
 
 
-VARIANTS = tuple(name for name, method in METHODS.items() if method.variant)
-RULES = tuple(name for name, method in METHODS.items() if not method.variant)
-FORMATS = ("stochastic", "nearest", "int12", "int10")
+VARIANTS = tuple(name for name, method in METHODS.items() if method.variant and name not in SAME)
+RULES = tuple(name for name, method in METHODS.items() if not (method.variant or method.adapters or name in SAME))
 LLAMA = LlamaTask()
 SCRATCH = LlamaTask(size="0.7M", updates=2000, length=64, pretrained=False)
 PLANS = {
     "search": Plan(Search(), 30, MAIN, ("lion", "lomo", "lans", "scaled_adam"), FORMATS, (2e-5, 0.058)),
+    "docstrings": Plan(LLAMA, 1, MAIN, (*RULES, *VARIANTS), FORMATS, (2e-5, 0.099)),
     "chats": Plan(Chat(), 30, (*MAIN, "lora"), ("lomo",), FORMATS, (2e-5, 0.18)),
     "preferences": Plan(Preference(), 300, (), ("adamw", "adalomo", "lora")),
-    "docstrings": Plan(LLAMA, 1, MAIN, (*RULES, *VARIANTS), FORMATS, (2e-5, 0.099)),
-    "scratch": Plan(SCRATCH, 1, (), (*MAIN, "adamw, β₂ 0.95", *(name for name in VARIANTS if THREE_BYTES in name))),
+    "scratch": Plan(SCRATCH, 1, (), (*MAIN, "adamw, β₂ 0.95", *(name for name in VARIANTS if MOMENTUM_RULE in name))),
     "docstrings, 5M": Plan(replace(LLAMA, size="5M"), 2, (), MAIN, FORMATS[:2], (2e-5, 0.038)),
     "docstrings, 20M": Plan(replace(LLAMA, size="20M"), 3, (), MAIN, FORMATS[:2], (2e-5, 0.023)),
     **{
@@ -90,6 +91,8 @@ def runs(rows: Sequence[Run]) -> Iterator[Run]:
     for task, plan in PLANS.items():
         for name in plan.fine:
             yield from done.again(like(task, name))
+        for name, other in SAME.items():
+            yield from ({**run, "method": name} for run in done.again(like(task, other)) if other in plan.fine)
     for task, plan in PLANS.items():
         for name in plan.coarse:
             yield from done.search(like(task, name), METHODS[name].lr / plan.lower)
@@ -199,7 +202,7 @@ def _rates(done: Done) -> list[dict[str, str]]:
 def _formats(done: Done) -> list[dict[str, str]]:
     """The share of float32's improvement at the same learning rate that other weights reach."""
     rows = []
-    for task, name in itertools.product(PLANS, METHODS):
+    for task, name in itertools.product(PLANS, MAIN):
         exact = done.losses(like(task, name))
         for lr, loss in exact.items():
             found = {form: done.losses(like(task, name, form)) for form in FORMATS}
@@ -216,7 +219,7 @@ def _formats(done: Done) -> list[dict[str, str]]:
 # -- the picture -------------------------------------------------------------------------------------------------------
 
 COLORS = {
-    "adamw": "#444444", "adalomo": "#2a8f7c", THREE_BYTES: "#c47f2a", "lion": "#8a6bb1", "lomo": "#c44e52",
+    "adamw": "#444444", "adalomo": "#2a8f7c", MOMENTUM_RULE: "#c47f2a", "lion": "#8a6bb1", "lomo": "#c44e52",
     "lora": "#4a7fb5",
 }  # fmt: skip
 

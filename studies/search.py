@@ -31,8 +31,8 @@ def _pairs(texts: list[tuple[str, str]]) -> Pairs:
 
     tokenizer = AutoTokenizer.from_pretrained(packages.encoder_folder())
     options = {"padding": "max_length", "truncation": True, "return_tensors": "pt"}
-    both = zip(zip(*texts, strict=True), (QUESTION, ANSWER), strict=True)
-    return Pairs(*(tokenizer(list(side), max_length=length, **options)["input_ids"] for side, length in both))
+    columns = zip(zip(*texts, strict=True), (QUESTION, ANSWER), strict=True)
+    return Pairs(*(tokenizer(list(texts), max_length=length, **options)["input_ids"] for texts, length in columns))
 
 
 @functools.cache
@@ -43,8 +43,8 @@ def functions() -> tuple[Pairs, Pairs]:
         by_module.setdefault(module, []).append((docstring, code))
     names = sorted(by_module)
     random.Random(0).shuffle(names)
-    both = _pairs([pair for name in names for pair in by_module[name]])
-    return both[HELD_OUT:], both[:HELD_OUT]
+    pairs = _pairs([pair for name in names for pair in by_module[name]])
+    return pairs[HELD_OUT:], pairs[:HELD_OUT]
 
 
 @functools.cache
@@ -65,10 +65,10 @@ def embedded(model: Any, ids: Tensor) -> Tensor:
     return normalize((states * mask).sum(1), dim=1)
 
 
-def similarities(model: Any, some: Pairs) -> Tensor:
+def similarities(model: Any, pairs: Pairs) -> Tensor:
     """Of each question with each answer."""
-    both = some.questions.split(64), some.answers.split(64)
-    questions, answers = (torch.cat([embedded(model, ids) for ids in parts]) for parts in both)
+    columns = pairs.questions.split(64), pairs.answers.split(64)
+    questions, answers = (torch.cat([embedded(model, ids) for ids in parts]) for parts in columns)
     return SCALE * questions @ answers.T
 
 
@@ -94,11 +94,11 @@ class Search(Task):
         """`loss`: cross-entropy over all held-out functions. `mrr`: mean reciprocal rank of the right one. `old mrr`:
         the same for sentences of English, which measures forgetting.
         """
-        found, known = similarities(model, functions()[1]), similarities(model, sentences())
-        loss = cross_entropy(found, torch.arange(len(found))).item()
-        return {"loss": loss, "mrr": _mean_reciprocal_rank(found), "old mrr": _mean_reciprocal_rank(known)}
+        new, old = similarities(model, functions()[1]), similarities(model, sentences())
+        loss = cross_entropy(new, torch.arange(len(new))).item()
+        return {"loss": loss, "mrr": _mean_reciprocal_rank(new), "old mrr": _mean_reciprocal_rank(old)}
 
 
-def _mean_reciprocal_rank(found: Tensor) -> float:
-    ranks = (found >= found.diagonal().unsqueeze(1)).sum(1)
+def _mean_reciprocal_rank(similarities: Tensor) -> float:
+    ranks = (similarities >= similarities.diagonal().unsqueeze(1)).sum(1)
     return ranks.double().reciprocal().mean().item()
