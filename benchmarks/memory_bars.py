@@ -27,7 +27,11 @@ FORMATS = {f"adalomo, {name}": (*ADALOMO, "--fused.weight_format", name) for nam
 EIGHT_BITS = (*ADAMW, "--fused.state_storage", "8bit", *CLIPPED)
 COMPENSATED = "adamw, 8bit states, compensated8, clipped"
 STOCHASTIC = "adamw, 8bit states, clipped"
-STATES = {COMPENSATED: (*EIGHT_BITS, "--fused.rounding", "compensated8"), STOCHASTIC: EIGHT_BITS}
+MOMENTUM = "adafactor, 8bit momentum"
+STATES = {
+    COMPENSATED: (*EIGHT_BITS, "--fused.rounding", "compensated8"), STOCHASTIC: EIGHT_BITS,
+    MOMENTUM: ("--fused.rule", "adafactor", "--fused.beta1", "0.9", "--fused.state_storage", "8bit"),
+}  # fmt: skip
 # Folder of configs/models → arguments by the name of the method
 PLANS = {
     MODEL: {
@@ -38,6 +42,7 @@ PLANS = {
         "lion": ("--fused.rule", "lion"),
         "lomo, clipped": ("--fused.rule", "lomo", *CLIPPED),
         **STATES,
+        f"{MOMENTUM}, int12": (*STATES[MOMENTUM], "--fused.weight_format", "int12"),
     },
     "qwen3-14b": {name: FORMATS[name] for name in ("adalomo, int12", "adalomo, int10")},
     "qwen3-32b": {name: FORMATS[name] for name in ("adalomo, int10",)},
@@ -116,8 +121,10 @@ def tables(report: Any) -> dict[str, str]:
         {"model": NAMES[model], **{column: total(model, name) for column, name in columns.items()}}
         for model in (MODEL, "qwen3-14b", "qwen3-32b")
     ]
+    columns = {"`adamw`, 5.13 bytes": COMPENSATED, "`adamw`, 4.13 bytes": STOCHASTIC}
+    columns |= {"`adafactor` with momentum, 3.07 bytes": MOMENTUM, "with `int12`": f"{MOMENTUM}, int12"}
     states = [
-        {"model": NAMES[model], "5.13 bytes": total(model, COMPENSATED), "4.13 bytes": total(model, STOCHASTIC)}
+        {"model": NAMES[model], **{column: total(model, name) for column, name in columns.items()}}
         for model in (MODEL, "qwen3-4b", "llama-3.2-1b")
     ]
     return {"": markdown(shown), "formats": markdown(formats), "states": markdown(states)}

@@ -174,12 +174,14 @@ def formatted(value: float | None, form: str) -> str:
 
 
 @contextmanager
-def picture(path: Path, title: str, size: tuple[float, float], columns: int, **layout: Any) -> Iterator[Any]:
-    """Gives the axes of a figure with `columns` panels, and writes it as PNG, with the checksum of its JSON file."""
+def picture(
+    path: Path, title: str, size: tuple[float, float], columns: int, rows: int = 1, **layout: Any
+) -> Iterator[Any]:  # fmt: skip
+    """Gives the axes of a figure with so many panels, and writes it as PNG, with the checksum of its JSON file."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=size, layout="constrained")
-    panels = figure.subplots(1, columns, **layout)
+    panels = figure.subplots(rows, columns, **layout)
     yield panels
     for axes in figure.axes:
         axes.spines[["top", "right"]].set_visible(False)

@@ -224,17 +224,32 @@ COLORS = {
 }  # fmt: skip
 
 
+NAMES = {"stochastic": "bfloat16", "nearest": "bfloat16, to nearest"}  # in `studies.formats`
+MARKERS = {"float32": "o", "stochastic": "s", "nearest": "x", "int12": "^", "int10": "v"}
+
+
 def draw(report: Any, path: Path) -> None:
-    """Draws the held-out loss by learning rate, one curve per method, on the tasks of models that others pretrained."""
+    """Draws the held-out loss by learning rate, one curve per method, and by the bytes of a weight and its states."""
+    formats.register()
     done = Done(report["runs"], KEYS)
     tasks = [task for task in ("search", "chats", "docstrings") if task in set(done.rows.task)]
-    with picture(path, "Held-out loss by learning rate, float32 weights", (12, 4.2), len(tasks), squeeze=False) as rows:
-        for axes, task in zip(rows[0], tasks, strict=True):
+    with picture(path, "Held-out loss after fine-tuning", (4 * len(tasks), 8), len(tasks), 2, squeeze=False) as panels:
+        for task, (above, below) in zip(tasks, panels.T, strict=True):
+            start = done.rows[done.rows.task == task].curve.iloc[0][0][1]
             for name, color in COLORS.items():
                 losses = done.losses(like(task, name))
-                axes.plot(losses.index, losses, color=color, marker="o", ms=3, label=name)
-            start = done.rows[done.rows.task == task].curve.iloc[0][0][1]
-            axes.set(xscale="log", xlabel="learning rate", title=task)
-            axes.set_ylim(top=start + 0.02 * (start - axes.get_ylim()[0]))
-        rows[0, 0].set_ylabel("held-out loss")
-        rows[0, 0].legend(fontsize=8, frameon=False)
+                above.plot(losses.index, losses, color=color, marker="o", ms=3, label=name)
+                for rounding, marker in MARKERS.items():
+                    losses = done.losses(like(task, name, rounding))
+                    size = formats.FORMATS[NAMES.get(rounding, rounding)].bytes_per_element() + METHODS[name].states
+                    below.scatter([size] * bool(len(losses)), losses.nsmallest(1), color=color, marker=marker)
+            above.set(xscale="log", xlabel="learning rate, float32 weights", title=task)
+            least = done.rows[done.rows.task == task].loss.min()
+            learned = start - least
+            above.set_ylim(least - 0.03 * learned, start + 0.03 * learned)
+            below.set(xlabel="bytes of a weight and its states", ylim=(least - 0.02 * learned, least + 0.3 * learned))
+        for rounding, marker in MARKERS.items():
+            panels[1, 0].scatter([], [], color="#444444", marker=marker, label=rounding)
+        for axes, text in zip(panels[:, 0], ("held-out loss", "held-out loss at the best learning rate"), strict=True):
+            axes.set_ylabel(text)
+            axes.legend(fontsize=8, frameon=False)

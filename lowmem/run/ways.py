@@ -21,6 +21,7 @@ from lowmem.run.recipe import Recipe
 from lowmem.step.program import rounding_of
 
 _SMALL_STATES = ("lomo", "adalomo", "adafactor", "adafactor_t2t")  # rules with almost no states
+_MOMENTUM = {"fused.rule": "adafactor", "fused.beta1": 0.9, "fused.state_storage": "8bit"}  # a byte of state per weight
 _MLP_TILE = 4096  # tokens that an MLP computes at a time, where a plan proposes it
 
 
@@ -98,8 +99,9 @@ def _of_weights(recipe: Recipe) -> Iterator[Way]:
         if fused.state_storage in ("auto", "float32", "bfloat16") and any(state.held_as_asked for state in states):
             yield Way({"fused.state_storage": "8bit"}, "no loss in our fine-tuning study")
     if any(rule.name not in _SMALL_STATES for rule, _ in groups):
-        rate = AdaLomo.usual_lr[0]
-        yield Way({"fused.rule": "adalomo", "learning_rate": rate}, "better than AdamW in our study; another rate")
+        rate = {"learning_rate": AdaLomo.usual_lr[0]}
+        yield Way({**_MOMENTUM, **rate}, "learns as AdamW in our studies; another rate")
+        yield Way({"fused.rule": "adalomo", **rate}, "no momentum; learns as AdamW in our studies; another rate")
     quantizable = recipe.command == "sft" and not (args.deepspeed or args.fsdp)
     quantizable &= recipe.layers.computed_gradients is not False and fused.weight_format is None
     quantizable &= fused.rounding in ("auto", "stochastic")
