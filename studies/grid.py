@@ -49,6 +49,11 @@ class Done:
         losses = self.losses(run)
         return None if losses.empty else float(losses.index[losses <= losses.min() + TIE][0])
 
+    def best_run(self, run: Run) -> pd.Series | None:
+        """The one at the best learning rate."""
+        best, runs = self.best(run), self.series(run).reset_index()
+        return None if best is None else runs[runs.lr == best].iloc[0]
+
     def seeds(self, run: Run) -> pd.DataFrame:
         """The runs that differ from a run in the seed, at the best learning rate of seed 0."""
         found = self.rows[self.rows.lr == self.best({**run, "seed": 0})]

@@ -10,6 +10,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pandas as pd
 
 from benchmarks.pages import markdown
@@ -26,6 +27,7 @@ KEYS = ("task", "method", "rounding", "lr", "seed")
 SCORES = ("loss", "old", "mrr", "exact", "preferred")
 MAIN = ("adamw", "adalomo", MOMENTUM_RULE)
 FORMATS = ("stochastic", "nearest", "int12", "int10")
+CALLED = {"AdamW": "adamw", "AdaLomo": "adalomo"}
 SAME = {THREE_BYTES: MOMENTUM_RULE, "adamw, 8-bit states": "adamw"}  # with other states, at the same learning rate
 
 
@@ -50,14 +52,17 @@ class Plan(NamedTuple):
 
 VARIANTS = tuple(name for name, method in METHODS.items() if method.variant and name not in SAME)
 RULES = tuple(name for name, method in METHODS.items() if not (method.variant or method.adapters or name in SAME))
+LIKE_ADAMW = tuple(name for name in VARIANTS if MOMENTUM_RULE in name)
 LLAMA = LlamaTask()
 SCRATCH = LlamaTask(size="0.7M", updates=2000, length=64, pretrained=False)
 PLANS = {
-    "search": Plan(Search(), 30, MAIN, ("lion", "lomo", "lans", "scaled_adam"), FORMATS, (2e-5, 0.058)),
+    "search": Plan(Search(), 30, MAIN, ("lion", "lomo", "lans", "scaled_adam", *LIKE_ADAMW), FORMATS, (2e-5, 0.058)),
+    "search, 3,000 updates": Plan(Search(updates=3000, looks=(0.1, 0.3, 0.5, 1.0)), 30, (), usual=(2e-5, 0.058)),
+    "search, batch 32": Plan(Search(updates=100, batch=32), 30, (), MAIN[:2]),
     "docstrings": Plan(LLAMA, 1, MAIN, (*RULES, *VARIANTS), FORMATS, (2e-5, 0.099)),
     "chats": Plan(Chat(), 30, (*MAIN, "lora"), ("lomo",), FORMATS, (2e-5, 0.18)),
     "preferences": Plan(Preference(), 300, (), ("adamw", "adalomo", "lora")),
-    "scratch": Plan(SCRATCH, 1, (), (*MAIN, "adamw, β₂ 0.95", *(name for name in VARIANTS if MOMENTUM_RULE in name))),
+    "scratch": Plan(SCRATCH, 1, (), (*MAIN, "adamw, β₂ 0.95", *LIKE_ADAMW)),
     "docstrings, 5M": Plan(replace(LLAMA, size="5M"), 2, (), MAIN, FORMATS[:2], (2e-5, 0.038)),
     "docstrings, 20M": Plan(replace(LLAMA, size="20M"), 3, (), MAIN, FORMATS[:2], (2e-5, 0.023)),
     **{
@@ -65,7 +70,7 @@ PLANS = {
         for size in (1, 16, 64)
     },
 }
-BATCHES, SIZES = (["docstrings", *(task for task in PLANS if what in task)] for what in (", batch", "M"))
+BATCHES, SIZES = (["docstrings", *(task for task in PLANS if what in task)] for what in ("docstrings, batch", "M"))
 SETTINGS = {name: asdict(plan.task) for name, plan in PLANS.items()}
 
 
@@ -87,6 +92,7 @@ def runs(rows: Sequence[Run]) -> Iterator[Run]:
     for task, plan in PLANS.items():
         for name in plan.fine:
             yield from done.search(like(task, name), METHODS[name].lr / plan.lower, fine=True)
+        for name in plan.fine and MAIN:
             yield from at(like(task, name), *usual(plan, METHODS[name]))
     for task, plan in PLANS.items():
         for name in plan.fine:
@@ -100,6 +106,9 @@ def runs(rows: Sequence[Run]) -> Iterator[Run]:
         for name, rounding in itertools.product(plan.fine, plan.roundings):
             best = done.best(like(task, name))
             yield from at(like(task, name, rounding), *usual(plan, METHODS[name]), *([best] if best else []))
+    for task, plan in PLANS.items():
+        for name in MAIN:
+            yield from at(like(task, name), *usual(plan, METHODS[name]))
 
 
 def with_adapters(model: Any, rank: int) -> Any:
@@ -171,31 +180,36 @@ def _over(done: Done, task: str, seeds: pd.DataFrame) -> dict[str, str]:
 
 
 def _few(done: Done, tasks: Sequence[str]) -> list[dict[str, str]]:
-    """AdamW and AdaLomo at their best learning rates on several tasks."""
+    """AdamW and AdaLomo at their best learning rates on several tasks; with stochastic rounding and the first seed."""
     rows = []
-    for task, (name, called) in itertools.product(tasks, (("adamw", "AdamW"), ("adalomo", "AdaLomo"))):
-        if (seeds := _seeds(done, task, name)) is None:
-            continue
-        if name == "adamw":
-            rows.append({"task": task})
-        cells = {"best lr": f"{seeds.lr.iloc[0]:.2g}", "loss": _mean(seeds.loss), "old": _mean(seeds.old)}
-        rows[-1] |= {f"{called}: {what}": cell for what, cell in cells.items()}
+    for task in tasks:
+        runs = {called: done.best_run(like(task, name, "stochastic")) for called, name in CALLED.items()}
+        cells = {called: {"best lr": f"{run['lr']:.2g}", "loss": f"{run['loss']:.3f}", "old": f"{run['old']:.3f}"}
+                 for called, run in runs.items() if run is not None}  # fmt: skip
+        named = {f"{called}: {what}": cell for called, row in cells.items() for what, cell in row.items()}
+        rows += [{"task": task, **named}] if len(cells) == len(CALLED) else []
     return rows
 
 
 def _rates(done: Done) -> list[dict[str, str]]:
-    """What the rate that follows from the weights costs, compared with the best one that a search finds."""
+    """The rate that follows from the weights, next to the one that ends at AdamW's loss, and to the best one."""
     rows = []
-    for (task, plan), name in itertools.product(PLANS.items(), MAIN):
-        losses = done.losses(like(task, name))
-        if plan.usual is None or losses.empty:
+    for (task, plan), name in itertools.product(PLANS.items(), MAIN[1:]):
+        adamw, losses = done.losses(like(task, "adamw")), done.losses(like(task, name))
+        if plan.usual is None or plan.usual[0] not in adamw.index or losses.empty:
             continue
-        best, start = done.best(like(task, name)), float(done.rows[done.rows.task == task].curve.iloc[0][0][1])
-        row = {"task": task, "method": name, "rms(w)": f"{plan.usual[1]:.3f}", "best lr": f"{best:.2g}"}
-        for lr in usual(plan, METHODS[name]):
-            learned = (start - losses[lr]) / (start - losses.min()) if lr in losses.index else None
-            row |= {"usual lr": f"{lr:.2g}", "learned at the usual lr": formatted(learned, ".0%")}
-        rows.append(row)
+        (lr,), (start, rms) = usual(plan, METHODS[name]), plan.usual
+        falling = losses[: losses.idxmin()]
+        equal = float(np.exp(np.interp(-adamw[start], -falling, np.log(falling.index))))
+        there = float(np.interp(np.log(lr), np.log(falling.index), falling))
+        rows.append(
+            {
+                "task": task, "method": name, "rms(w)": f"{rms:.3f}", f"AdamW at {start:g}": f"{adamw[start]:.3f}",
+                "lr from the weights": f"{lr:.2g}", "over AdamW there": f"{there - adamw[start]:+.3f}",
+                "lr with AdamW's loss": f"{equal:.2g}", "the second / the first": f"{equal / lr:.2f}",
+                "best lr": f"{done.best(like(task, name)):.2g}", "AdamW's": f"{done.best(like(task, 'adamw')):.2g}",
+            }
+        )  # fmt: skip
     return rows
 
 
