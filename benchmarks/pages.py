@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = [ROOT / "README.md", ROOT / "benchmarks" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-# `python -m benchmarks.step`, `python -m studies finetune`; after a comma the name of one of several tables
+# `python -m benchmarks.step`, `python -m studies`; after a comma the name of one of several tables
 BLOCK = re.compile(
-    r"(?P<begin><!-- begin: python -m (?P<module>[\w.]+) ?(?P<study>\w*)(?:, (?P<table>[^\n]+))? -->\n)"
+    r"(?P<begin><!-- begin: python -m (?P<module>[\w.]+)(?:, (?P<table>[^\n]+))? -->\n)"
     r"(?P<body>.*?)(?P<end><!-- end -->)",
     re.DOTALL,
 )
@@ -32,11 +32,10 @@ class Source(NamedTuple):
     """Where tables and pictures come from: `tables(report)` gives them by name, `draw(report, path)` draws."""
 
     module: str
-    study: str
 
     @property
     def file(self) -> Path:
-        return RESULTS / f"{self.study or self.module.rpartition('.')[2]}.json"
+        return RESULTS / f"{self.module.rpartition('.')[2]}.json"
 
     def tables(self) -> dict[str, str]:
         """The tables of the recorded results, each with a line about the machine; or of several results, without."""
@@ -52,7 +51,7 @@ class Source(NamedTuple):
 
 
 def _code(source: Source) -> Any:
-    return importlib.import_module(f"studies.{source.study}" if source.study else source.module)
+    return importlib.import_module("studies.tables" if source.module == "studies" else source.module)
 
 
 def markdown(rows: Sequence[Row]) -> str:
@@ -84,7 +83,7 @@ def write(file: Path | None = None) -> None:
     """Writes the tables of one JSON file, or of all, into the pages that show them."""
 
     def written(block: re.Match[str]) -> str:
-        source = Source(block["module"], block["study"])
+        source = Source(block["module"])
         if file not in (None, source.file) and source.file.exists():
             return block[0]
         return f"{block['begin']}{source.tables()[block['table'] or '']}{block['end']}"
@@ -102,7 +101,7 @@ def checksum(file: Path) -> str:
 
 def main() -> None:
     write()
-    sources = {Source(block["module"], block["study"]) for page in PAGES for block in blocks(page)}
+    sources = {Source(block["module"]) for page in PAGES for block in blocks(page)}
     for source in sorted(sources):
         source.draw()
 

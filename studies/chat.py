@@ -119,6 +119,7 @@ class Chat(Task):
 
     updates: int = 100
     batch: int = 8
+    packages: tuple[str, ...] = (packages.CHAT, packages.READER)
 
     def model(self, seed: int) -> Any:
         model = packages.chat_model()

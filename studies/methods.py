@@ -11,7 +11,7 @@ class Method(NamedTuple):
         relative: the learning rate is relative to the size of the weights.
         variant: a rule without one of its parts, or with another constant.
         adapters: only low-rank adapters of this rank are trained.
-        states: bytes of states per weight of a large matrix; with adapters, their weights and states in the chat model.
+        states: number of states as large as the weight.
     """
 
     rule: str
@@ -20,7 +20,7 @@ class Method(NamedTuple):
     relative: bool = False
     variant: bool = False
     adapters: int = 0
-    states: float = 0.0
+    states: int = 0
 
 
 NO_DECAY = {"weight_decay": 0.0}
@@ -29,29 +29,26 @@ SMALL_MATRICES, NOT_RELATIVE = {"min_dim_size_to_factor": 32}, {"multiply_by_par
 # T5X's rule with momentum, which takes one byte per weight in 8 bits; and Tensor2Tensor's, with AdamW's second moment.
 MOMENTUM = {**SMALL_MATRICES, "beta1": 0.9}
 MOMENTUM_T2T = {"beta1": 0.9, "decay_type": "adam", "dtype_momentum": "float32"}
-MOMENTUM_RULE = "adafactor, momentum"
-THREE_BYTES = f"{MOMENTUM_RULE} in 8 bits"
+MOMENTUM_NAME = "adafactor, momentum"
 METHODS = {
     "adalomo": Method("adalomo", 3e-2, relative=True),
-    "adamw": Method("adamw", 3e-3, NO_DECAY, states=8.0),
+    "adamw": Method("adamw", 3e-3, NO_DECAY, states=2),
     "adafactor": Method("adafactor", 3e-2, SMALL_MATRICES, relative=True),
     "adafactor_t2t": Method("adafactor_t2t", 3e-2, relative=True),
-    "lion": Method("lion", 3e-4, NO_DECAY, states=4.0),
+    "lion": Method("lion", 3e-4, NO_DECAY, states=1),
     "lomo": Method("lomo", 1.0, CLIPPED),
-    "lans": Method("lans", 1e-2),
-    "scaled_adam": Method("scaled_adam", 3e-2, relative=True),
-    MOMENTUM_RULE: Method("adafactor", 1e-2, MOMENTUM, relative=True, states=4.0),
-    THREE_BYTES: Method("adafactor", 1e-2, {**MOMENTUM, "state_storage": "8bit"}, relative=True, states=1.06),
-    f"{MOMENTUM_RULE}, lr not relative": Method("adafactor", 3e-3, {**MOMENTUM, **NOT_RELATIVE}, variant=True),
-    f"{MOMENTUM_RULE}, β₂ 0.999": Method("adafactor_t2t", 1e-2, {**MOMENTUM_T2T, "beta2": 0.999}, True, True),
-    f"{MOMENTUM_RULE}, β₂ 0.95": Method("adafactor_t2t", 1e-2, {**MOMENTUM_T2T, "beta2": 0.95}, True, True),
-    "adamw, 8-bit states": Method("adamw", 3e-3, {**NO_DECAY, "state_storage": "8bit"}, variant=True, states=2.12),
-    "adamw, β₂ 0.95": Method("adamw", 3e-3, {**NO_DECAY, "betas": (0.9, 0.95)}, variant=True),
+    "lans": Method("lans", 1e-2, states=2),
+    "scaled_adam": Method("scaled_adam", 3e-2, relative=True, states=2),
+    MOMENTUM_NAME: Method("adafactor", 1e-2, MOMENTUM, relative=True, states=1),
+    f"{MOMENTUM_NAME}, lr not relative": Method("adafactor", 3e-3, {**MOMENTUM, **NOT_RELATIVE}, variant=True),
+    f"{MOMENTUM_NAME}, β₂ 0.999": Method("adafactor_t2t", 1e-2, {**MOMENTUM_T2T, "beta2": 0.999}, True, True),
+    f"{MOMENTUM_NAME}, β₂ 0.95": Method("adafactor_t2t", 1e-2, {**MOMENTUM_T2T, "beta2": 0.95}, True, True),
+    "adamw, β₂ 0.95": Method("adamw", 3e-3, {**NO_DECAY, "betas": (0.9, 0.95)}, variant=True, states=2),
     "adalomo, u not clipped": Method("adalomo", 3e-2, {"clip_threshold": 1e30}, True, True),
     "adalomo, ε₂ 0.1": Method("adalomo", 3e-2, {"eps": (1e-30, 0.1)}, True, True),
     "adalomo, ε₂ 1e-6": Method("adalomo", 3e-2, {"eps": (1e-30, 1e-6)}, True, True),
     "adalomo, ε₁ 1e-8": Method("adalomo", 3e-2, {"eps": (1e-8, 1e-3)}, True, True),
     "adafactor, lr not relative": Method("adafactor", 3e-3, {**SMALL_MATRICES, **NOT_RELATIVE}, variant=True),
     "lomo, not clipped": Method("lomo", 1.0, variant=True),
-    "lora": Method("adamw", 3e-2, NO_DECAY, adapters=16, states=0.44),
+    "lora": Method("adamw", 3e-2, NO_DECAY, adapters=16),
 }

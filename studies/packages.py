@@ -33,6 +33,16 @@ def installed(requirement: str) -> Path:
     return folder
 
 
+@functools.cache
+def available(requirements: tuple[str, ...]) -> bool:
+    """Returns whether packages are there, or were installed; says which one is missing."""
+    try:
+        return bool([installed(requirement) for requirement in requirements]) or not requirements
+    except MissingPackageError as error:
+        print(f"left out: {error}", file=sys.stderr)
+        return False
+
+
 def rounded(model: Any) -> Any:
     """The model with weights that bfloat16 holds exactly, so that runs in any format begin with the same ones."""
     for param in model.parameters():

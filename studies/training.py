@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import lowmem
 from lowmem.errors import StepError
+from studies.formats import Format
 
 WORK = Path("data/studies")  # models and finished runs
 WARMUP = 0.05  # of the updates; then the learning rate decays linearly to zero
@@ -28,11 +29,15 @@ class Task(ABC):
     Attributes:
         updates: of a run, with `batch` rows each.
         looks: shares of the updates after which the scores are taken.
+        compiled: whether updates are compiled in any case, and the model, too, for at least 1,000 updates.
+        packages: requirements of pip.
     """
 
     updates: int = 150
     batch: int = 4
     looks: tuple[float, ...] = (0.5, 1.0)
+    compiled: bool = False
+    packages: tuple[str, ...] = ()
 
     @abstractmethod
     def model(self, seed: int) -> Any:
@@ -122,19 +127,15 @@ def scored(task: Task, model: Any) -> dict[str, float]:
 
 
 def train(
-    task: Task, rule: str, lr: float, options: Mapping[str, Any], *, weights: str = "float32", seed: int = 0,
-    prepare: Callable[[Any], Any] = lambda model: model,
-    parameters: Callable[[Any], Iterable[Any]] = lambda model: model.named_parameters(), compile_model: bool = False,
-    end: Callable[[Any], dict[str, Any]] = lambda model: {},
+    task: Task, rule: str, lr: float, options: Mapping[str, Any], form: Format, seed: int = 0, *,
+    prepare: Callable[[Any], Any] = lambda model: model, end: Callable[[Any], dict[str, Any]] = lambda model: {},
 ) -> dict[str, Any]:  # fmt: skip
     """Trains the model of a task.
 
     Args:
         options: hyperparameters and options of `FusedOptimizer`.
-        weights: "float32", or the rounding of bfloat16 weights.
+        form: of weights and states.
         prepare: changes the model before its first update, or wraps it, and returns it.
-        parameters: returns a model's parameters as optimizers take them.
-        compile_model: train the model compiled; scores are computed by the uncompiled model.
         end: returns more results, of the trained model.
 
     Returns:
@@ -146,15 +147,15 @@ def train(
         `pace`: median seconds of an update.
     """
     model = task.model(seed)
-    if weights != "float32":
+    if form.matrices != "float32":
         for param in model.parameters():  # and no buffer, such as the frequencies of positions
             param.data = param.data.bfloat16()
     model = prepare(model)
     first = [weight.clone() for weight in matrices(model)]
-    rounding = "nearest" if weights == "float32" else weights
-    settings = {"lr": lr, "rounding": rounding, "state_storage": "float32", "seed": seed, **options}
-    optimizer = lowmem.FusedOptimizer(parameters(model), rule, **settings)
-    trained = torch.compile(model) if compile_model else model
+    settings = {"lr": lr, "seed": seed, **({"compile": True} if task.compiled else {}), **form.options, **options}
+    optimizer = lowmem.FusedOptimizer(form.parameters(model), rule, **settings)
+    torch.compiler.reset()  # there is a limit to how often a model of a class is compiled
+    trained = torch.compile(model) if task.compiled and task.updates >= 1000 else model  # but not for its scores
     updates, rates = task.updates, schedule(optimizer, task.updates)
     watched = {min(warmup(updates) + more, updates) for more in (1, 3, 5)}
     shown = {max(1, round(updates * share)) for share in task.looks}

@@ -19,7 +19,7 @@ PICTURES = sorted(RESULTS.glob("*.png"))
     ("page", "block"), BLOCKS, ids=[f"{page.name}: {block['begin'][11:-5]}" for page, block in BLOCKS]
 )
 def test_tables_show_their_results(page, block):
-    assert block["body"] == Source(block["module"], block["study"]).tables()[block["table"] or ""]
+    assert block["body"] == Source(block["module"]).tables()[block["table"] or ""]
 
 
 def test_every_marker_is_one_of_a_table():
@@ -29,7 +29,7 @@ def test_every_marker_is_one_of_a_table():
 
 
 def test_every_result_is_shown():
-    shown = {Source(block["module"], block["study"]).file for _, block in BLOCKS}
+    shown = {Source(block["module"]).file for _, block in BLOCKS}
     assert {file for file in shown if file.exists()} == {*RESULTS.glob("*.json")} - {stacks.RESULTS}
 
 

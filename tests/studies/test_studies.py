@@ -4,7 +4,6 @@ import dataclasses
 import itertools
 import json
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from transformers import BertConfig, BertModel
 from benchmarks.measurement import llama
 from scripts.make_model import train_tokenizer
 from studies import __main__ as command
-from studies import chat, formats, grid, llamas, packages, rules, running, search, training
+from studies import chat, formats, grid, llamas, packages, plans, running, search, tables, training
 
 
 @pytest.fixture(autouse=True)
@@ -31,41 +30,54 @@ def small(monkeypatch):
     return llamas.LlamaTask(updates=2, length=4, vocab=300, held_out=2)
 
 
-def run_study(name, tmp_path, *more):
-    command.main([name, "--processes", "1", "--out", str(tmp_path), *more])
-    return json.loads((tmp_path / f"{name}.json").read_text())["runs"]
+def run_studies(tmp_path, *more):
+    command.main(["--processes", "1", "--out", str(tmp_path), *more])
+    return json.loads((tmp_path / "studies.json").read_text())["runs"]
 
 
-def test_rules_are_studied_continued_and_repeated(monkeypatch, small, tmp_path, capsys):
-    monkeypatch.setattr(rules, "PLANS", {"docstrings": rules.Plan(small, 1.0, usual=(1e-3, 0.1))})
-    both = itertools.product(("adamw", "adalomo", rules.THREE_BYTES), ("float32", *rules.FORMATS))
-    asked = [rules.like("docstrings", name, rounding, lr=1e-2) for name, rounding in both]
-    monkeypatch.setattr(rules, "runs", lambda done: iter(asked))
-    runs = run_study("rules", tmp_path)
-    assert [{key: run[key] for key in rules.KEYS} for run in runs] == asked
+@pytest.mark.usefixtures("restore_storages")
+def test_runs_are_done_continued_and_repeated(monkeypatch, small, tmp_path, capsys):
+    monkeypatch.setattr(plans, "PLANS", {"docstrings": plans.Plan(small, 1.0, usual=(1e-3, 0.1))})
+    methods, forms = ("adamw", "adalomo", plans.MAIN[2]), ("float32", *plans.ROUNDINGS)
+    asked = [grid.like("docstrings", name, form, lr=1e-2) for name, form in itertools.product(methods, forms)]
+    monkeypatch.setattr(plans, "runs", lambda done: iter(asked))
+    runs = run_studies(tmp_path)
+    assert [{key: run[key] for key in grid.KEYS} for run in runs] == asked
     assert all(run["curve"][-1][0] == 1.0 and 0 < run["moved"] <= 1 for run in runs)
-    assert (tmp_path / "rules.png").exists() and "| adalomo | 0.01 |" in capsys.readouterr().out
+    assert (tmp_path / "studies.png").exists() and "| adalomo | 0.01 |" in capsys.readouterr().out
 
-    run_study("rules", tmp_path, "--repeat", "method=adalomo", "rounding=stochastic")
+    run_studies(tmp_path, "--repeat", "method=adalomo", "format=stochastic")
     out = capsys.readouterr().out
-    loss = next(run["loss"] for run in runs if (run["method"], run["rounding"]) == ("adalomo", "stochastic"))
+    loss = next(run["loss"] for run in runs if (run["method"], run["format"]) == ("adalomo", "stochastic"))
     assert f"loss: {loss} recorded, {loss} now" in out and "int12" not in out
-    monkeypatch.setattr(rules, "train", lambda *args: pytest.fail("a finished run was repeated"))
-    assert run_study("rules", tmp_path) == runs
+    monkeypatch.setattr(plans, "train", lambda *args: pytest.fail("a finished run was repeated"))
+    assert run_studies(tmp_path) == runs
 
 
-def test_a_search_ends_with_the_best_rate_inside():
+def test_a_search_ends_with_the_best_rate_inside(monkeypatch):
     """The loss is a parabola over the logarithm of the rate, with its minimum two places above the grid."""
-    run, rows = rules.like("search", "adamw"), []
-    study = SimpleNamespace(KEYS=rules.KEYS, runs=lambda rows: grid.Done(rows, rules.KEYS).search(run, 1e-3, fine=True))
-    while asked := running.next_run(study, rows, []):
+    run, rows = grid.like("search", "adamw"), []
+    monkeypatch.setattr(plans, "runs", lambda rows: grid.Done(rows).search(run, 1e-3, fine=True))
+    while asked := running.next_run(rows, []):
         rows.append({**asked, "loss": math.log10(asked["lr"] / 1e-2) ** 2})
     assert sorted(row["lr"] for row in rows) == [3.2e-4, 1e-3, 3.2e-3, 5.6e-3, 1e-2, 1.8e-2, 3.2e-2]
-    done = grid.Done(rows, rules.KEYS)
-    assert done.best(run) == 1e-2
-    assert [(asked["lr"], asked["seed"]) for asked in done.again(run)] == [(1e-2, 0), (1e-2, 1), (1e-2, 2)]
+    assert grid.Done(rows).best({**run, "seed": 2}) == {**run, "seed": 2, "lr": 1e-2}
 
 
+def test_plans_end_with_other_formats_after_float32(monkeypatch):
+    """Each run is asked for once; tasks whose packages are not there are left out."""
+    every = {name: plans.PLANS[name] for name in ("search", "docstrings, 5M", "10,000 updates, lr 1e-6")}
+    monkeypatch.setattr(plans, "PLANS", every)
+    monkeypatch.setattr(plans, "available", lambda packages: not packages)
+    rows = []
+    while asked := running.next_run(rows, []):
+        rows.append({**asked, "loss": abs(math.log10(asked["lr"]) + 2.5)})
+        assert len(rows) < 200
+    assert {row["task"] for row in rows} == {*every} - {"search"}
+    assert [row["format"] for row in rows if row["task"] == "10,000 updates, lr 1e-6"] == list(plans.LOW)
+
+
+@pytest.mark.usefixtures("restore_storages")
 @pytest.mark.parametrize("method", ["adalomo", "lora"])
 @pytest.mark.parametrize("task", [chat.Chat(updates=1, batch=2), chat.Preference(updates=1, batch=2)])
 def test_chats_are_trained(monkeypatch, task, method):
@@ -75,8 +87,8 @@ def test_chats_are_trained(monkeypatch, task, method):
     tokenizer = train_tokenizer((each.text for each in chat.questions()[:50]), 400)
     monkeypatch.setattr(packages, "chat_tokenizer", lambda: tokenizer)
     monkeypatch.setattr(packages, "chat_model", lambda: llama(1, 64, 64, 400, "float32", checkpointing=False))
-    monkeypatch.setitem(rules.PLANS, "chats", rules.Plan(task))
-    run = rules.train(rules.like("chats", method, lr=1e-2))
+    monkeypatch.setitem(plans.PLANS, "chats", plans.Plan(task))
+    run = plans.train(grid.like("chats", method, lr=1e-2))
     assert run["exact"] == 0.0 and run["step"] > 0
     assert [point[1] for point in run["curve"]][-1] < run["curve"][0][1]
 
@@ -94,53 +106,49 @@ def test_code_is_searched(monkeypatch):
     monkeypatch.setattr(packages, "encoder", lambda: model.train())
     monkeypatch.setattr(search, "functions", lambda: (pairs, pairs))
     monkeypatch.setattr(search, "sentences", lambda: pairs)
-    run = training.train(search.Search(updates=20, batch=8), "adamw", 1e-2, {})
+    run = training.train(search.Search(updates=20, batch=8), "adamw", 1e-2, {}, formats.format_of("float32"))
     assert run["mrr"] > run["curve"][0][2] and run["loss"] < run["curve"][0][1] / 2
 
 
-def test_a_package_that_is_not_there_is_named(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(packages, "ENCODER", "no-such-package-of-this-name==0")
-    with pytest.raises(packages.MissingPackageError, match="no-such-package-of-this-name"):
-        packages.installed(packages.ENCODER)
+def test_a_package_that_is_not_there_is_named(capsys):
+    assert packages.available(()) and not packages.available(("no-such-package-of-this-name==0",))
+    assert "left out: this study needs no-such-package-of-this-name==0" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("restore_storages")
-def test_formats_are_trained_and_compared(monkeypatch, small, tmp_path, capsys):
-    old = dataclasses.replace(small, updates=10, trained="old", looks=formats.OLD.looks)
-    form = ("float32", "int8", "int10, embedding bfloat16")
-    adamw = formats.BETAS[0.95]
-    states = ("float32", "bfloat16, 8bit states", "bfloat16, 8bit_linear states")
-    settings = {
-        "old text": formats.Setting(old, 1e-2, form, 2),
-        "old text, outliers": formats.Setting(small, 1e-2, form[:2], 1, outliers=True),
-        "fine-tuning, β₂ 0.95": formats.Setting(small, 1e-2, states, 2, "adamw", adamw),
-        "from scratch, β₂ 0.95": formats.Setting(
-            dataclasses.replace(small, pretrained=False), 1e-2, states[:1], 2, "adamw", adamw
-        ),
-        "10 updates at 0.01": formats.Setting(small, 1e-2, ("float32", "bfloat16, to nearest"), 1, "adamw", adamw),
+def test_formats_are_trained_and_compared(monkeypatch, small, tmp_path):
+    old = dataclasses.replace(small, updates=10, trained="old", looks=plans.OLD.looks, compiled=True)
+    forms = ("float32", "int8", "int10, embedding bfloat16")
+    adamw = {"adamw, β₂ 0.95": 1e-2}
+    states = ("float32", "stochastic, 8bit states", "stochastic, 8bit_linear states")
+    changed = {
+        "old text": plans.at_rates(old, forms, 2, adalomo=1e-2),
+        "old text, outliers": plans.at_rates(dataclasses.replace(small, outliers=True), forms[:2], 1, adalomo=1e-2),
+        "fine-tuning, β₂ 0.95": plans.at_rates(small, states, 2, **adamw),
+        "from scratch, β₂ 0.95": plans.at_rates(dataclasses.replace(small, pretrained=False), states[:1], 2, **adamw),
+        "10 updates, lr 0.01": plans.at_rates(small, ("float32", "nearest"), 1, adamw=1e-2),
     }
-    monkeypatch.setattr(formats, "SETTINGS_OF", settings)
-    tables = formats.tables
-    monkeypatch.setattr(formats, "tables", lambda report: {"": "", **tables(report)})
-    runs = run_study("formats", tmp_path)
+    monkeypatch.setattr(plans, "PLANS", changed)
+    monkeypatch.setattr(tables, "PLANS", changed)
+    monkeypatch.setattr(tables, "draw", lambda report, path: None)
+    runs = run_studies(tmp_path)
     assert len(runs) == 6 + 2 + 6 + 2 + 2
-    first = {
-        run["setting"]: {each["curve"][0][1] for each in runs if each["setting"] == run["setting"]} for run in runs
-    }
+    first = {name: {run["curve"][0][1] for run in runs if run["task"] == name} for name in changed}
     assert len(first["old text, outliers"]) == 1  # the same function
     assert len(first["from scratch, β₂ 0.95"]) == 2  # other weights for each seed
 
-    losses = formats.Losses({"runs": runs}, "old text")
+    done = grid.Done(runs)
     ours, exact = (
-        [run["loss"] for run in runs if (run["setting"], run["format"]) == ("old text", name)]
+        [run["loss"] for run in runs if (run["task"], run["format"]) == ("old text", name)]
         for name in ("int8", "float32")
     )
-    assert losses.above("int8") == pytest.approx([a - b for a, b in zip(ours, exact, strict=True)])
-    assert losses.kept("float32") == 1.0
-    low = [run for run in runs if run["setting"].startswith("10 updates")]
+    assert tables._above(done, "old text", "int8") == pytest.approx([a - b for a, b in zip(ours, exact, strict=True)])
+    assert tables._share(done, "old text", "float32") == "100%"
+    low = [run for run in runs if run["task"].startswith("10 updates")]
     assert (low[0]["way"], low[0]["drift"]) == (pytest.approx(1.0), pytest.approx(0.0, abs=1e-3))
     assert low[1]["drift"] > 0
 
-    out = formats.tables({"runs": runs})
-    assert "| bfloat16, 8bit_linear states | 4.25 | " in out["states"] and "| float32 | 12 | 0 (" in out["states"]
-    assert "| 10 updates at 0.01 | float32 | 100.0% | 0.00 |" in out["long"]
+    out = tables.tables({"runs": runs})
+    assert "| stochastic, 8bit_linear states | 4.25 | " in out["formats, states"]
+    assert "| float32 | 12 | 0 (" in out["formats, states"]
+    assert "| 10 updates, lr 0.01 | float32 | 100.0% | 0.00 |" in out["long"]

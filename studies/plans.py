@@ -1,0 +1,165 @@
+"""What is run: for each task the methods, learning rates, formats and seeds.
+
+On most tasks, methods search for their best learning rate with float32 weights. Then come usual rates, other seeds and
+other formats. Tasks with `rates` compare formats at these.
+"""
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any, NamedTuple
+
+import torch
+
+from studies import training
+from studies.chat import Chat, Preference
+from studies.formats import format_of
+from studies.grid import SEEDS, Done, Run, at, like
+from studies.llamas import LlamaTask
+from studies.methods import METHODS, MOMENTUM_NAME
+from studies.packages import available
+from studies.search import Search
+from studies.training import Task, matrices, norm
+
+MAIN = ("adamw", "adalomo", MOMENTUM_NAME)
+VARIANTS = tuple(name for name, method in METHODS.items() if method.variant)
+LIKE_ADAMW = tuple(name for name in VARIANTS if MOMENTUM_NAME in name)
+RULES = tuple(name for name, method in METHODS.items() if not (method.variant or method.adapters))
+ROUNDINGS = ("stochastic", "nearest", "int12", "int10")
+EIGHT_BITS = ("float32, 8bit states", "stochastic, 8bit states")
+FEW = ("float32", "stochastic", "int8", "int10")
+MANY = (*FEW, "int12", "int8, fresh units", "compensated")
+LOW = ("float32", "stochastic", "nearest", "compensated", "compensated8", "int12", "int10")
+STATES = ("float32", "float32, not compiled", "stochastic, 8bit_linear states", *(
+    f"{weights}{states}" for weights in ("float32", "stochastic", "compensated8")
+    for states in ("", ", bfloat16 states", ", 8bit_nearest states", ", 8bit states")
+))  # fmt: skip
+
+
+class Plan(NamedTuple):
+    """The runs of a task.
+
+    Attributes:
+        lower: learning rates are so much lower than the ones of `METHODS`.
+        fine: methods that search on the fine grid, and are repeated with other seeds.
+        coarse: methods that search on the coarse grid.
+        formats: of `fine` methods at usual rates and at the best one, and of `rates`.
+        usual: learning rate of AdamW, and root mean square of the weights, from which usual rates follow.
+        rates: learning rate by method, for tasks without searches.
+        seeds: of `rates`.
+    """
+
+    task: Task
+    lower: float = 1.0
+    fine: tuple[str, ...] = MAIN
+    coarse: tuple[str, ...] = ()
+    formats: tuple[str, ...] = ()
+    usual: tuple[float, float] | None = None
+    rates: Mapping[str, float] = {}
+    seeds: int = SEEDS
+
+
+def at_rates(task: Task, formats: tuple[str, ...], seeds: int = SEEDS, **rates: float) -> Plan:
+    return Plan(task, fine=(), formats=formats, rates=rates, seeds=seeds)
+
+
+LLAMA = LlamaTask()
+NEW = replace(LLAMA, compiled=True)
+OLD = replace(NEW, updates=5000, trained="old", looks=(0.1, 0.2, 0.3, 0.5, 1.0))
+SHORT = replace(OLD, updates=1000)
+SCRATCH = replace(NEW, size="0.7M", updates=2000, length=64, pretrained=False)
+LONG = replace(NEW, updates=10_000, batch=1, looks=(0.1, 0.2, 0.5, 1.0))
+PLANS = {
+    "search": Plan(Search(), 30, MAIN, ("lion", "lomo", "lans", "scaled_adam", *LIKE_ADAMW), (*ROUNDINGS, *EIGHT_BITS),
+                   (2e-5, 0.058)),
+    "search, 3,000 updates": Plan(Search(updates=3000, looks=(0.1, 0.3, 0.5, 1.0)), 30, (), usual=(2e-5, 0.058)),
+    "search, batch 32": Plan(Search(updates=100, batch=32), 30, (), MAIN[:2]),
+    "docstrings": Plan(LLAMA, 1, MAIN, (*RULES, *VARIANTS), (*ROUNDINGS, *EIGHT_BITS), (2e-5, 0.099)),
+    "chats": Plan(Chat(), 30, (*MAIN, "lora"), ("lomo",), ROUNDINGS, (2e-5, 0.18)),
+    "preferences": Plan(Preference(), 300, (), ("adamw", "adalomo", "lora")),
+    "scratch": Plan(SCRATCH, 1, (), (*MAIN, "adamw, β₂ 0.95", *LIKE_ADAMW)),
+    "docstrings, 5M": Plan(replace(NEW, size="5M"), 2, (), MAIN, ROUNDINGS[:2], (2e-5, 0.038)),
+    "docstrings, 20M": Plan(replace(NEW, size="20M"), 3, (), MAIN, ROUNDINGS[:2], (2e-5, 0.023)),
+    **{
+        f"docstrings, batch {size}": Plan(replace(LLAMA, batch=size, updates=600 // size), 1, (), MAIN[:2])
+        for size in (1, 16, 64)
+    },
+    "old text": at_rates(OLD, MANY, adalomo=1e-3),
+    "new text": at_rates(NEW, MANY, adalomo=3.2e-2),
+    "new text, low rate": at_rates(NEW, MANY, adalomo=6.4e-4),
+    "fine-tuning, β₂ 0.95": at_rates(NEW, STATES, **{"adamw, β₂ 0.95": 3.2e-3}),
+    "fine-tuning, β₂ 0.999": at_rates(NEW, STATES, adamw=3.2e-3),
+    "from scratch, β₂ 0.999": at_rates(SCRATCH, STATES, adamw=2e-3),
+    "10,000 updates, lr 1e-6": at_rates(LONG, LOW, 1, adamw=1e-6),
+    "10,000 updates, lr 5e-6": at_rates(LONG, LOW, 1, adamw=5e-6),
+    "old text, 1,000 updates": at_rates(SHORT, (
+        *FEW, "int10, fresh units", "int10, groups of 32", "int10, groups of 128", "int10, vectors to nearest",
+        "int10, embedding bfloat16",
+    ), 1, adalomo=1e-3),
+    "old text, outliers": at_rates(replace(SHORT, outliers=True), (*FEW, "int12", "int10, groups of 32"), adalomo=1e-3),
+    "old text, 10,000 updates": at_rates(replace(OLD, updates=10_000), ("float32", "int10"), 1, adalomo=1e-3),
+}  # fmt: skip
+SETTINGS = {name: asdict(plan.task) for name, plan in PLANS.items()}
+
+
+def usual(plan: Plan, name: str) -> list[float]:
+    """The learning rate that corresponds to AdamW's usual one, if that is known."""
+    method = METHODS[name]
+    if plan.usual is None or method.adapters:
+        return []
+    adamw, rms = plan.usual
+    return [float(f"{adamw / (rms if method.relative else 1.0):.2g}")]
+
+
+def runs(rows: Sequence[Run]) -> Iterator[Run]:
+    """Yields the runs to do, in order; searches, and runs that depend on them, add more as runs are finished."""
+    done, plans = Done(rows), {task: plan for task, plan in PLANS.items() if available(plan.task.packages)}
+    for task, plan in plans.items():
+        for name in plan.fine:
+            yield from done.search(like(task, name), METHODS[name].lr / plan.lower, fine=True)
+            yield from at(like(task, name), *usual(plan, name))
+    for (task, plan), seed in itertools.product(plans.items(), range(1, SEEDS)):
+        yield from (run for name in plan.fine if (run := done.best(like(task, name, seed=seed))))
+    for task, plan in plans.items():
+        for name in plan.coarse:
+            yield from done.search(like(task, name), METHODS[name].lr / plan.lower)
+    for task, plan in plans.items():
+        for name, form in itertools.product(plan.fine, plan.formats):
+            yield from at(like(task, name, form), *usual(plan, name))
+            if best := done.best(like(task, name)):
+                yield {**best, "format": form}
+        for name in () if plan.fine or plan.rates else MAIN:
+            yield from at(like(task, name), *usual(plan, name))
+    for seed, (task, plan) in itertools.product(range(SEEDS), plans.items()):
+        for name, lr in plan.rates.items() if seed < plan.seeds else ():
+            first = like(task, name, lr=lr, seed=seed)  # the formats are compared with it when they end
+            ready = lr in done.losses(first).index
+            yield from ({**first, "format": form} for form in plan.formats if ready or form == "float32")
+
+
+def with_adapters(model: Any, rank: int) -> Any:
+    """Low-rank adapters [Hu et al. 2021, arXiv:2106.09685] in float32 beside all linear layers."""
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear"))
+
+
+def train(run: Run) -> Run:
+    method, plan, form = METHODS[run["method"]], PLANS[run["task"]], format_of(run["format"])
+    return training.train(
+        plan.task, method.rule, run["lr"], method.options, form, run["seed"],
+        prepare=lambda model: with_adapters(model, method.adapters) if method.adapters else model,
+        end=lambda model: _way(run, plan.task, model) if plan.rates else {},
+    )  # fmt: skip
+
+
+def _way(run: Run, task: Task, model: Any) -> dict[str, float]:
+    """`way`: how far the weights went along the way of float32, as a share. `drift`: how far from it, by its norm."""
+    first = task.model(run["seed"])
+    change = [ours.float() - theirs for ours, theirs in zip(matrices(model), matrices(first), strict=True)]
+    path = training.WORK / f"{run['task']}-{run['method']}-{run['seed']}.pt"
+    if run["format"] == "float32":
+        torch.save(change, path)
+    exact = torch.load(path)
+    way = sum((a * b).sum().item() for a, b in zip(change, exact, strict=True)) / norm(exact) ** 2
+    return {"way": way, "drift": norm(a - way * b for a, b in zip(change, exact, strict=True)) / norm(exact)}
