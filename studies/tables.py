@@ -226,7 +226,6 @@ def draw(report: Any, path: Path) -> None:
                     below.scatter([size] * len(lowest), lowest, color=color, marker=marker)
             learned = start - least
             above.set(xscale="log", xlabel="learning rate, float32 weights", title=task)
-            above.set_ylim(least - 0.03 * learned, start + 0.03 * learned)
             below.set(xlabel="bytes of a weight and its states", ylim=(least - 0.02 * learned, least + 0.3 * learned))
         for form, marker in MARKERS.items():
             panels[1, 0].scatter([], [], color="#444444", marker=marker, label=form)

@@ -137,10 +137,8 @@ def _copies(step: StepMemory, streaming: Any, args: Any) -> str:
     fetched += again * max(0, args.gradient_accumulation_steps - MICRO_BATCHES)  # as many are planned at most
     seconds, tokens = max(fetched, written) / LINK, width * 100e12 / (2 * LINK)
     copies = f"{fetched / 1e9:,.2f} GB to the device and {written / 1e9:,.2f} GB back in a step"
-    hidden = (
-        f": {seconds:,.1f} s at {LINK / 1e9:.0f} GB/s. They are hidden if a forward pass has {tokens:,.0f} tokens for "
-        "each 100 TFLOP/s that the device reaches"
-    )
+    hidden = f": {seconds:,.1f} s at {LINK / 1e9:.0f} GB/s. They are hidden if a forward pass has {tokens:,.0f} tokens "
+    hidden += "for each 100 TFLOP/s that the device reaches"
     return copies + hidden * (streaming.device.type != "cpu")
 
 

@@ -47,6 +47,7 @@ def test_a_picture_is_shown_and_drawn_from_its_results(picture):
 PLANNED = {
     "`adalomo`": "adalomo",
     "`adalomo`, `weight_format: int12`": "adalomo, int12",
+    "`adafactor`, `beta1: 0.9`, `state_storage: 8bit`": "adafactor, 8bit momentum",
     "`adamw`, `state_storage: 8bit`": "adamw, 8bit states, clipped",
     "`adamw`": "adamw, bfloat16 states",
     "`lion`": "lion",
