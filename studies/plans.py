@@ -81,7 +81,7 @@ PLANS = {
     "docstrings, 5M": Plan(replace(NEW, size="5M"), 2, (), MAIN, ROUNDINGS[:2], (2e-5, 0.038)),
     "docstrings, 20M": Plan(replace(NEW, size="20M"), 3, (), MAIN, ROUNDINGS[:2], (2e-5, 0.023)),
     **{
-        f"docstrings, batch {size}": Plan(replace(LLAMA, batch=size, updates=600 // size), 1, (), MAIN[:2])
+        f"docstrings, batch {size}": Plan(replace(LLAMA, batch=size, updates=600 // size), 1, MAIN[:2])
         for size in (1, 16, 64)
     },
     "old text": at_rates(OLD, MANY, adalomo=1e-3),

@@ -1,7 +1,7 @@
 """Tables and the picture of the studies."""
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -28,8 +28,8 @@ def tables(report: Any) -> dict[str, str]:
     rows = {
         **{task: _methods(done, task) for task, plan in PLANS.items() if not plan.rates},
         "rates": _rates(done), "shares": _shares(done),
-        "batch": _two(done, ["docstrings", *(task for task in PLANS if task.startswith("docstrings, batch"))]),
-        "sizes": _two(done, ["docstrings", *(task for task in PLANS if task.endswith("M"))]),
+        "batch": _methods(done, "docstrings", *(task for task in PLANS if task.startswith("docstrings, batch"))),
+        "sizes": _methods(done, "docstrings", *(task for task in PLANS if task.endswith("M"))),
         "formats": _costs(done, ["old text", "new text", "new text, low rate"], MANY, share=True),
         "formats, states": _costs(done, of_states, STATES),
         "formats, states, short": _costs(done, of_states, short),
@@ -43,12 +43,11 @@ def tables(report: Any) -> dict[str, str]:
 # -- rules -------------------------------------------------------------------------------------------------------------
 
 
-def _methods(done: Done, task: str) -> list[Row]:
+def _methods(done: Done, *tasks: str) -> list[Row]:
     """Each method at its best learning rate, the lowest loss first; with the mean and the spread over its seeds."""
-    rows = []
-    for name in METHODS:
-        by_form = [_seeds(done, like(task, name, form)) for form in ("float32", "stochastic")]
-        runs = max(by_form, key=len)  # the ones with more seeds
+    rows: list[tuple[int, float, Row]] = []
+    for (place, task), name in itertools.product(enumerate(tasks), METHODS if len(tasks) == 1 else MAIN[:2]):
+        runs = max((_seeds(done, like(task, name, form)) for form in ("float32", "stochastic")), key=len)
         if runs.empty:
             continue
         adamw = _seeds(done, like(task, "adamw", runs.format.iloc[0])).loss
@@ -57,8 +56,8 @@ def _methods(done: Done, task: str) -> list[Row]:
         scores = {score: _mean(runs[score]) for score in SCORES if score in runs and runs[score].notna().all()}
         over = f"{above.mean():+.3f}{spread}" if len(above) else "–"
         row = {"method": name, "best lr": f"{runs.lr.iloc[0]:.2g}", **scores, "over AdamW (in spreads)": over}
-        rows.append((runs.loss.mean(), row))
-    return [row for _, row in sorted(rows, key=lambda pair: pair[0])]
+        rows.append((place, runs.loss.mean(), {"task": task, **row} if len(tasks) > 1 else row))
+    return [row for *_, row in sorted(rows, key=lambda row: row[:2])]
 
 
 def _seeds(done: Done, run: Run) -> pd.DataFrame:
@@ -69,19 +68,6 @@ def _seeds(done: Done, run: Run) -> pd.DataFrame:
 
 def _mean(values: pd.Series) -> str:
     return f"{values.mean():.3f} ± {values.std():.3f}" if len(values) > 1 else f"{values.mean():.3f}"
-
-
-def _two(done: Done, tasks: Sequence[str]) -> list[Row]:
-    """AdamW and AdaLomo at their best learning rates on several tasks; with stochastic rounding and the first seed."""
-    rows = []
-    for task in tasks:
-        row = {"task": task}
-        for called, name in (("AdamW", "adamw"), ("AdaLomo", "adalomo")):
-            for lr, run in _seeds(done, like(task, name, "stochastic"))[:1].set_index("lr").iterrows():
-                cells = {"best lr": f"{lr:.2g}", "loss": f"{run.loss:.3f}", "old": f"{run.old:.3f}"}
-                row |= {f"{called}: {what}": cell for what, cell in cells.items()}
-        rows += [row] if len(row) == 7 else []
-    return rows
 
 
 def _rates(done: Done) -> list[Row]:
