@@ -214,7 +214,7 @@ def draw(report: Any, path: Path) -> None:
             above.set(xscale="log", xlabel="learning rate, float32 weights", title=task)
             below.set(xlabel="bytes of a weight and its states", ylim=(least - 0.02 * learned, least + 0.3 * learned))
         for form, marker in MARKERS.items():
-            panels[1, 0].scatter([], [], color="#444444", marker=marker, label=form)
-        for axes, text in zip(panels[:, 0], ("held-out loss", "held-out loss at the best learning rate"), strict=True):
-            axes.set_ylabel(text)
-            axes.legend(fontsize=8, frameon=False)
+            panels[1, -1].scatter([], [], color="#444444", marker=marker, label=form)
+        for axes, text in zip(panels, ("held-out loss", "held-out loss at the best learning rate"), strict=True):
+            axes[0].set_ylabel(text)
+            axes[-1].legend(fontsize=8, frameon=False, loc="upper right")
