@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from lowmem.errors import ConfigError
 from studies import plans, tables
 from studies.grid import KEYS, Run
 
@@ -64,10 +65,16 @@ def continue_runs(done: list[Run], stored: Path, seconds: float, processes: int)
 
 
 def repeat(done: list[Run], values: Sequence[str]) -> None:
-    """Does the finished runs again that have these values, and prints both results."""
-    pairs = [text.split("=", 1) for text in values]
-    for row in done:
-        if all(str(row[key]) == value for key, value in pairs):
-            again = trained({key: row[key] for key in KEYS})
-            scores = (f"{name}: {row[name]} recorded, {again[name]} now" for name in tables.SCORES if name in again)
-            print({key: row[key] for key in KEYS}, *scores)
+    """Does the finished runs again that have these values, and prints both results.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    pairs = [text.partition("=")[::2] for text in values]
+    chosen = [row for row in done if all(str(row.get(key)) == value for key, value in pairs)]
+    if not chosen:
+        raise ConfigError(f"no finished run has {' '.join(values)}. The keys are {', '.join(KEYS)}")
+    for row in chosen:
+        again = trained({key: row[key] for key in KEYS})
+        scores = (f"{name}: {row[name]} recorded, {again[name]} now" for name in tables.SCORES if name in again)
+        print({key: row[key] for key in KEYS}, *scores)
