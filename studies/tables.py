@@ -179,7 +179,7 @@ def _long(done: Done) -> list[Row]:
         {"training": task, "format": form, "share of the way": f"{run.way:.1%}", "drift": f"{run.drift:.2f}"}
         | {"above float32": _cost(done, task, form), SHARE: _share(done, task, form)}
         for task in PLANS if ", lr " in task for form in PLANS[task].formats
-        for _, run in _runs(done, task, form).iterrows()
+        for _, run in _runs(done, task, form).iterrows() if pd.notna(run.way)
     ]  # fmt: skip
 
 
