@@ -23,10 +23,10 @@ from studies.training import Task, matrices, norm
 
 MAIN = ("adamw", "adalomo", MOMENTUM_NAME)
 VARIANTS = tuple(name for name, method in METHODS.items() if method.variant)
-LIKE_ADAMW = tuple(name for name in VARIANTS if MOMENTUM_NAME in name)
+BETAS = tuple(name for name in VARIANTS if f"{MOMENTUM_NAME}, β₂" in name)
 RULES = tuple(name for name, method in METHODS.items() if not (method.variant or method.adapters))
 ROUNDINGS = ("stochastic", "nearest", "int12", "int10")
-EIGHT_BITS = ("float32, 8bit states", "stochastic, 8bit states")
+EIGHT_BITS = "stochastic, 8bit states"
 FEW = ("float32", "stochastic", "int8", "int10")
 MANY = (*FEW, "int12", "int8, fresh units", "compensated")
 LOW = ("float32", "stochastic", "nearest", "compensated", "compensated8", "int12", "int10")
@@ -43,7 +43,7 @@ class Plan(NamedTuple):
         lower: learning rates are so much lower than the ones of `METHODS`.
         fine: methods that search on the fine grid, and are repeated with other seeds.
         coarse: methods that search on the coarse grid.
-        formats: of `fine` methods at usual rates and at the best one, and of `rates`.
+        formats: of `fine` methods at the best learning rate, two of them at the usual one, too; and of `rates`.
         usual: learning rate of AdamW, and root mean square of the weights, from which usual rates follow.
         rates: learning rate by method, for tasks without searches.
         seeds: of `rates`.
@@ -70,16 +70,15 @@ SHORT = replace(OLD, updates=1000)
 SCRATCH = replace(NEW, size="0.7M", updates=2000, length=64, pretrained=False)
 LONG = replace(NEW, updates=10_000, batch=1, looks=(0.1, 0.2, 0.5, 1.0))
 PLANS = {
-    "search": Plan(Search(), 30, MAIN, ("lion", "lomo", "lans", "scaled_adam", *LIKE_ADAMW), (*ROUNDINGS, *EIGHT_BITS),
-                   (2e-5, 0.058)),
-    "search, 3,000 updates": Plan(Search(updates=3000, looks=(0.1, 0.3, 0.5, 1.0)), 30, (), usual=(2e-5, 0.058)),
+    "search": Plan(Search(), 30, MAIN, ("lion",), (*ROUNDINGS[:3], EIGHT_BITS), (2e-5, 0.058)),
+    "search, 3,000 updates": Plan(Search(updates=3000, batch=4), 30, (), usual=(2e-5, 0.058)),
     "search, batch 32": Plan(Search(updates=100, batch=32), 30, (), MAIN[:2]),
-    "docstrings": Plan(LLAMA, 1, MAIN, (*RULES, *VARIANTS), (*ROUNDINGS, *EIGHT_BITS), (2e-5, 0.099)),
-    "chats": Plan(Chat(), 30, (*MAIN, "lora"), ("lomo",), ROUNDINGS, (2e-5, 0.18)),
-    "preferences": Plan(Preference(), 300, (), ("adamw", "adalomo", "lora")),
-    "scratch": Plan(SCRATCH, 1, (), (*MAIN, "adamw, β₂ 0.95", *LIKE_ADAMW)),
-    "docstrings, 5M": Plan(replace(NEW, size="5M"), 2, (), MAIN, ROUNDINGS[:2], (2e-5, 0.038)),
-    "docstrings, 20M": Plan(replace(NEW, size="20M"), 3, (), MAIN, ROUNDINGS[:2], (2e-5, 0.023)),
+    "docstrings": Plan(LLAMA, 1, MAIN, (*RULES, *VARIANTS), (*ROUNDINGS, EIGHT_BITS), (2e-5, 0.099)),
+    "chats": Plan(Chat(), 30, (*MAIN, "lora"), ("lomo",), ("stochastic", EIGHT_BITS, "int12"), (2e-5, 0.18)),
+    "preferences": Plan(Preference(), 300, (), MAIN[:2]),
+    "scratch": Plan(SCRATCH, 1, (), (*MAIN, "adamw, β₂ 0.95", *BETAS)),
+    "docstrings, 5M": Plan(replace(NEW, size="5M"), fine=()),
+    "docstrings, 20M": Plan(replace(NEW, size="20M"), fine=()),
     **{
         f"docstrings, batch {size}": Plan(replace(LLAMA, batch=size, updates=600 // size), 1, MAIN[:2])
         for size in (1, 16, 64)
@@ -91,7 +90,6 @@ PLANS = {
     "fine-tuning, β₂ 0.999": at_rates(NEW, STATES, adamw=3.2e-3),
     "from scratch, β₂ 0.999": at_rates(SCRATCH, STATES, adamw=2e-3),
     "10,000 updates, lr 1e-6": at_rates(LONG, LOW, 1, adamw=1e-6),
-    "10,000 updates, lr 5e-6": at_rates(LONG, LOW, 1, adamw=5e-6),
     "old text, 1,000 updates": at_rates(SHORT, (
         *FEW, "int10, fresh units", "int10, groups of 32", "int10, groups of 128", "int10, vectors to nearest",
         "int10, embedding bfloat16",
@@ -117,24 +115,24 @@ def runs(rows: Sequence[Run]) -> Iterator[Run]:
     for task, plan in plans.items():
         for name in plan.fine:
             yield from done.search(like(task, name), METHODS[name].lr / plan.lower, fine=True)
+        for name in plan.fine or (() if plan.rates or plan.coarse else MAIN):
             yield from at(like(task, name), *usual(plan, name))
     for (task, plan), seed in itertools.product(plans.items(), range(1, SEEDS)):
         yield from (run for name in plan.fine if (run := done.best(like(task, name, seed=seed))))
-    for task, plan in plans.items():
-        for name in plan.coarse:
-            yield from done.search(like(task, name), METHODS[name].lr / plan.lower)
-    for task, plan in plans.items():
-        for name, form in itertools.product(plan.fine, plan.formats):
-            yield from at(like(task, name, form), *usual(plan, name))
-            if best := done.best(like(task, name)):
-                yield {**best, "format": form}
-        for name in () if plan.fine or plan.rates else MAIN:
-            yield from at(like(task, name), *usual(plan, name))
     for seed, (task, plan) in itertools.product(range(SEEDS), plans.items()):
         for name, lr in plan.rates.items() if seed < plan.seeds else ():
             first = like(task, name, lr=lr, seed=seed)  # the formats are compared with it when they end
             ready = lr in done.losses(first).index
             yield from ({**first, "format": form} for form in plan.formats if ready or form == "float32")
+    for task, plan in plans.items():
+        for name in plan.coarse:
+            yield from done.search(like(task, name), METHODS[name].lr / plan.lower)
+    for task, plan in plans.items():
+        for name, form in itertools.product(plan.fine, plan.formats):
+            if form in ROUNDINGS[:2]:
+                yield from at(like(task, name, form), *usual(plan, name))
+            if (best := done.best(like(task, name))) and (METHODS[name].states if form == EIGHT_BITS else True):
+                yield {**best, "format": form}
 
 
 def with_adapters(model: Any, rank: int) -> Any:

@@ -78,6 +78,7 @@ class Search(Task):
 
     updates: int = 300
     batch: int = 16
+    compiled: bool = True
     packages: tuple[str, ...] = (packages.ENCODER,)
 
     def model(self, seed: int) -> Any:

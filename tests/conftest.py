@@ -161,7 +161,7 @@ def pytest_pyfunc_call(pyfuncitem):
     return result
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def restore_storages():
     """Removes the storages that a test, or a study that it runs, has registered."""
     from lowmem.tiles import storage

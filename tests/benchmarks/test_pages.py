@@ -14,7 +14,6 @@ BLOCKS = [(page, block) for page in PAGES for block in blocks(page)]
 PICTURES = sorted(RESULTS.glob("*.png"))
 
 
-@pytest.mark.usefixtures("restore_storages")
 @pytest.mark.parametrize(
     ("page", "block"), BLOCKS, ids=[f"{page.name}: {block['begin'][11:-5]}" for page, block in BLOCKS]
 )

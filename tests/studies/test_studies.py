@@ -35,7 +35,6 @@ def run_studies(tmp_path, *more):
     return json.loads((tmp_path / "studies.json").read_text())["runs"]
 
 
-@pytest.mark.usefixtures("restore_storages")
 def test_runs_are_done_continued_and_repeated(monkeypatch, small, tmp_path, capsys):
     monkeypatch.setattr(plans, "PLANS", {"docstrings": plans.Plan(small, 1.0, usual=(1e-3, 0.1))})
     methods, forms = ("adamw", "adalomo", plans.MAIN[2]), ("float32", *plans.ROUNDINGS)
@@ -80,7 +79,6 @@ def test_plans_end_with_other_formats_after_float32(monkeypatch):
     assert [row["format"] for row in rows if row["task"] == "10,000 updates, lr 1e-6"] == list(plans.LOW)
 
 
-@pytest.mark.usefixtures("restore_storages")
 @pytest.mark.parametrize("method", ["adalomo", "lora"])
 @pytest.mark.parametrize("task", [chat.Chat(updates=1, batch=2), chat.Preference(updates=1, batch=2)])
 def test_chats_are_trained(monkeypatch, task, method):
@@ -118,7 +116,6 @@ def test_a_package_that_is_not_there_is_named(capsys):
     assert "left out: this study needs no-such-package-of-this-name==0" in capsys.readouterr().err
 
 
-@pytest.mark.usefixtures("restore_storages")
 def test_formats_are_trained_and_compared(monkeypatch, small, tmp_path):
     old = dataclasses.replace(small, updates=10, trained="old", looks=plans.OLD.looks, compiled=True)
     forms = ("float32", "int8", "int10, embedding bfloat16")
