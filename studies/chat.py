@@ -6,17 +6,19 @@ Questions are made at random, of kinds whose answers can be checked: arithmetic,
 import calendar
 import functools
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, logsigmoid
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import TensorDataset
 
 from studies import packages
 from studies.text import paragraphs
-from studies.training import Rows, Task, autocast, with_bfloat16_states
+from studies.training import Task, autocast
 
 TRAINED, HELD_OUT = 2400, 180  # chats
 WORDS = "open file read write close parse split merge sort find count store load move copy print check start stop"
@@ -63,27 +65,19 @@ def questions() -> list[Question]:
     return list(by_text.values())
 
 
-@dataclass(frozen=True)
-class Chats(Rows):
-    """Token ids and labels [chats, tokens]; zero and `IGNORED` after the end. A label is of the next token."""
-
-    ids: Tensor
-    labels: Tensor
+Chats = tuple[Tensor, ...]  # token ids, and labels: of the next token, or `IGNORED` [chats, tokens]
 
 
 @functools.cache
-def chats(wrong: bool = False) -> Chats:
-    """Every question with its answer, or with its wrong one."""
-    tokenizer, rows = packages.chat_tokenizer(), []
+def chats(wrong: bool = False) -> TensorDataset:
+    """`Chats`: every question with its answer, or with its wrong one. Ids are zero after the end."""
+    tokenizer, ids, labels = packages.chat_tokenizer(), [], []
     for each in questions():
         asked = tokenizer(f"<|im_start|>user\n{each.text}<|im_end|>\n<|im_start|>assistant\n")["input_ids"]
         answer = tokenizer(f"{each.wrong if wrong else each.answer}<|im_end|>")["input_ids"]
-        rows.append((asked + answer, [IGNORED] * (len(asked) - 1) + answer))
-    longest = max(len(ids) for ids, _ in rows)
-    ids, labels = torch.zeros(len(rows), longest, dtype=torch.long), torch.full((len(rows), longest), IGNORED)
-    for row, (tokens, targets) in enumerate(rows):
-        ids[row, : len(tokens)], labels[row, : len(targets)] = torch.tensor(tokens), torch.tensor(targets)
-    return Chats(ids, labels)
+        ids.append(torch.tensor(asked + answer))
+        labels.append(torch.tensor([IGNORED] * (len(asked) - 1) + answer + [IGNORED]))
+    return TensorDataset(pad_sequence(ids, True), pad_sequence(labels, True, IGNORED))
 
 
 @functools.cache
@@ -92,25 +86,25 @@ def prose() -> Chats:
     tokenizer = packages.chat_tokenizer()
     ids = torch.tensor([token for pair in paragraphs() for token in tokenizer(" ".join(pair))["input_ids"]])
     ids = ids[: 24 * 97].view(24, 97)
-    return Chats(ids[:, :-1], ids[:, 1:])
+    return ids[:, :-1], ids[:, 1:]
 
 
 def logits(model: Any, chats: Chats) -> Tensor:
     """Of every token with a label [tokens, vocabulary]."""
     model = getattr(model, "get_base_model", lambda: model)()  # under the adapters
-    longest = int((chats.labels != IGNORED).any(0).nonzero().max()) + 1
-    ids, labels = chats.ids[:, :longest], chats.labels[:, :longest]
+    longest = int((chats[1] != IGNORED).any(0).nonzero().max()) + 1
+    ids, labels = (tensor[:, :longest] for tensor in chats)
     states = model.model(input_ids=ids, attention_mask=(ids != 0).long()).last_hidden_state
     return model.lm_head(states[labels != IGNORED]).float()
 
 
 def losses(model: Any, chats: Chats) -> Tensor:
     """Of every token with a label [tokens]."""
-    return cross_entropy(logits(model, chats), chats.labels[chats.labels != IGNORED], reduction="none")
+    return cross_entropy(logits(model, chats), chats[1][chats[1] != IGNORED], reduction="none")
 
 
-def in_parts(chats: Chats) -> Sequence[Chats]:
-    return [chats[part] for part in torch.arange(len(chats)).split(30)]
+def in_parts(chats: Chats) -> Iterator[Chats]:
+    return zip(*(tensor.split(30) for tensor in chats), strict=True)
 
 
 @dataclass(frozen=True)
@@ -122,12 +116,10 @@ class Chat(Task):
     packages: tuple[str, ...] = (packages.CHAT, packages.READER)
 
     def model(self, seed: int) -> Any:
-        model = packages.chat_model()
-        with_bfloat16_states(model.get_input_embeddings())
-        return model
+        return packages.chat_model()
 
     def rows(self) -> Any:
-        return chats()[torch.arange(HELD_OUT, HELD_OUT + TRAINED)]
+        return TensorDataset(*chats()[HELD_OUT:])
 
     def loss(self, model: Any, batch: Any) -> Tensor:
         return losses(model, batch).mean()
@@ -137,32 +129,29 @@ class Chat(Task):
         likely one, as in greedy generation. `old`: the loss of prose.
         """
         lost, right = [], 0.0
-        for part in in_parts(chats()[torch.arange(HELD_OUT)]):
-            of_tokens, answers = logits(model, part), part.labels != IGNORED
-            lost.append(cross_entropy(of_tokens, part.labels[answers], reduction="none"))
-            hits = torch.ones_like(answers).masked_scatter(answers, of_tokens.argmax(1) == part.labels[answers])
+        for ids, labels in in_parts(chats()[:HELD_OUT]):
+            of_tokens, answers = logits(model, (ids, labels)), labels != IGNORED
+            lost.append(cross_entropy(of_tokens, labels[answers], reduction="none"))
+            hits = torch.ones_like(answers).masked_scatter(answers, of_tokens.argmax(1) == labels[answers])
             right += hits.all(1).sum().item()
         old = torch.cat([losses(model, part) for part in in_parts(prose())])
         return {"loss": torch.cat(lost).mean().item(), "exact": right / HELD_OUT, "old": old.mean().item()}
-
-
-@dataclass(frozen=True)
-class Pairs(Rows):
-    """Right and wrong answers to the same questions, and by how much the first model prefers the right ones [pairs]."""
-
-    right: Chats
-    wrong: Chats
-    preferred: Tensor
 
 
 def preference(model: Any, right: Chats, wrong: Chats) -> Tensor:
     """The difference of the log-probabilities of both answers [pairs]."""
 
     def log_probabilities(chats: Chats) -> Tensor:
-        counts = (chats.labels != IGNORED).sum(1).tolist()
+        counts = (chats[1] != IGNORED).sum(1).tolist()
         return torch.stack([-of_one.sum() for of_one in losses(model, chats).split(counts)])
 
     return log_probabilities(right) - log_probabilities(wrong)
+
+
+def preferences(model: Any, rows: slice) -> Tensor:
+    """Of all these pairs, in parts."""
+    right, wrong = (in_parts(chats(which)[rows]) for which in (False, True))
+    return torch.cat([preference(model, *pairs) for pairs in zip(right, wrong, strict=True)])
 
 
 @dataclass(frozen=True)
@@ -176,24 +165,17 @@ class Preference(Chat):
     updates: int = 60
     beta: float = 0.1
 
-    def rows(self) -> Pairs:
-        return _pairs(self)
+    def rows(self) -> TensorDataset:
+        """As many as its updates need: right and wrong answers, and by how much the first model prefers the right."""
+        some = slice(HELD_OUT, HELD_OUT + self.updates * self.batch)
+        with torch.no_grad(), autocast():
+            preferred = preferences(self.model(0).eval(), some)
+        return TensorDataset(*chats()[some], *chats(True)[some], preferred)
 
-    def loss(self, model: Any, batch: Pairs) -> Tensor:
-        return -logsigmoid(self.beta * (preference(model, batch.right, batch.wrong) - batch.preferred)).mean()
+    def loss(self, model: Any, batch: tuple[Tensor, ...]) -> Tensor:
+        return -logsigmoid(self.beta * (preference(model, batch[:2], batch[2:4]) - batch[4])).mean()
 
     def scores(self, model: Any) -> dict[str, float]:
         """Also `preferred`: the share of held-out pairs whose right answer is more likely than the wrong one."""
-        right, wrong = (in_parts(chats(which)[torch.arange(HELD_OUT)]) for which in (False, True))
-        margins = torch.cat([preference(model, *pairs) for pairs in zip(right, wrong, strict=True)])
+        margins = preferences(model, slice(HELD_OUT))
         return {**super().scores(model), "preferred": (margins > 0).float().mean().item()}
-
-
-@functools.cache
-def _pairs(task: Preference) -> Pairs:
-    """As many as its updates need."""
-    trained = torch.arange(HELD_OUT, HELD_OUT + task.updates * task.batch)
-    right, wrong, model = chats()[trained], chats(True)[trained], task.model(0).eval()
-    with torch.no_grad(), autocast():
-        parts = zip(in_parts(right), in_parts(wrong), strict=True)
-        return Pairs(right, wrong, torch.cat([preference(model, *pairs) for pairs in parts]))

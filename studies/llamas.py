@@ -55,11 +55,10 @@ def with_outliers(model: Any) -> Any:
     """Makes some input channels of matrices after a norm larger and the norm's gains smaller: the same function."""
     for layer in model.model.layers:
         attention, mlp = layer.self_attn, layer.mlp
-        after = {
-            layer.input_layernorm: (attention.q_proj, attention.k_proj, attention.v_proj),
-            layer.post_attention_layernorm: (mlp.gate_proj, mlp.up_proj),
-        }
-        for before, linears in after.items():
+        for before, linears in (
+            (layer.input_layernorm, (attention.q_proj, attention.k_proj, attention.v_proj)),
+            (layer.post_attention_layernorm, (mlp.gate_proj, mlp.up_proj)),
+        ):
             channels = slice(5, None, len(before.weight) // OUTLIERS)
             before.weight.data[channels] /= OUTLIER
             for linear in linears:

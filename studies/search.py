@@ -8,67 +8,56 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, normalize
+from torch.utils.data import TensorDataset
 
 from studies import packages
 from studies.text import documented_functions, paragraphs
-from studies.training import Rows, Task, with_bfloat16_states
+from studies.training import Task
 
 QUESTION, ANSWER = 24, 48  # tokens that are read
 HELD_OUT = 500  # pairs, from modules of their own
 SCALE = 20.0  # of cosines, as in the training of the encoder
 
 
-@dataclass(frozen=True)
-class Pairs(Rows):
+def _pairs(texts: list[tuple[str, str]]) -> TensorDataset:
     """Token ids [pairs, tokens] of questions and of their answers, zero after the end."""
-
-    questions: Tensor
-    answers: Tensor
-
-
-def _pairs(texts: list[tuple[str, str]]) -> Pairs:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(packages.encoder_folder())
     options = {"padding": "max_length", "truncation": True, "return_tensors": "pt"}
     columns = zip(zip(*texts, strict=True), (QUESTION, ANSWER), strict=True)
-    return Pairs(*(tokenizer(list(texts), max_length=length, **options)["input_ids"] for texts, length in columns))
+    ids = [tokenizer(list(column), max_length=length, **options)["input_ids"] for column, length in columns]
+    return TensorDataset(*ids)
 
 
 @functools.cache
-def functions() -> tuple[Pairs, Pairs]:
-    """Docstrings and code, to train on and held out."""
+def functions() -> TensorDataset:
+    """Docstrings and code; the first pairs are held out."""
     by_module: dict[str, list[tuple[str, str]]] = {}
     for module, docstring, code in documented_functions():
         by_module.setdefault(module, []).append((docstring, code))
     names = sorted(by_module)
     random.Random(0).shuffle(names)
-    pairs = _pairs([pair for name in names for pair in by_module[name]])
-    return pairs[HELD_OUT:], pairs[:HELD_OUT]
+    return _pairs([pair for name in names for pair in by_module[name]])
 
 
 @functools.cache
-def sentences() -> Pairs:
+def sentences() -> TensorDataset:
     """First sentences of paragraphs and what follows them, in the language reference: what the encoder could before."""
     return _pairs(list(paragraphs()))
 
 
-def hidden(model: Any, ids: Tensor) -> Tensor:
-    ids = ids[:, : int((ids != 0).sum(1).max())]
-    return model(input_ids=ids, attention_mask=(ids != 0).long()).last_hidden_state
-
-
 def embedded(model: Any, ids: Tensor) -> Tensor:
     """The mean of the hidden states of each row's tokens, of norm 1."""
-    states = hidden(model, ids).float()
-    mask = (ids[:, : states.shape[1]] != 0).unsqueeze(-1)
-    return normalize((states * mask).sum(1), dim=1)
+    ids = ids[:, : int((ids != 0).sum(1).max())]
+    mask = (ids != 0).long()
+    states = model(input_ids=ids, attention_mask=mask).last_hidden_state.float()
+    return normalize((states * mask.unsqueeze(-1)).sum(1), dim=1)
 
 
-def similarities(model: Any, pairs: Pairs) -> Tensor:
+def similarities(model: Any, pairs: tuple[Tensor, ...]) -> Tensor:
     """Of each question with each answer."""
-    columns = pairs.questions.split(64), pairs.answers.split(64)
-    questions, answers = (torch.cat([embedded(model, ids) for ids in parts]) for parts in columns)
+    questions, answers = (torch.cat([embedded(model, ids) for ids in texts.split(64)]) for texts in pairs)
     return SCALE * questions @ answers.T
 
 
@@ -82,21 +71,19 @@ class Search(Task):
     packages: tuple[str, ...] = (packages.ENCODER,)
 
     def model(self, seed: int) -> Any:
-        model = packages.encoder()
-        with_bfloat16_states(model.embeddings)
-        return model
+        return packages.encoder()
 
-    def rows(self) -> Pairs:
-        return functions()[0]
+    def rows(self) -> TensorDataset:
+        return TensorDataset(*functions()[HELD_OUT:])
 
-    def loss(self, model: Any, batch: Pairs) -> Tensor:
-        return cross_entropy(similarities(model, batch), torch.arange(len(batch)))
+    def loss(self, model: Any, batch: tuple[Tensor, ...]) -> Tensor:
+        return cross_entropy(similarities(model, batch), torch.arange(len(batch[0])))
 
     def scores(self, model: Any) -> dict[str, float]:
         """`loss`: cross-entropy over all held-out functions. `mrr`: mean reciprocal rank of the right one. `old mrr`:
         the same for sentences of English, which measures forgetting.
         """
-        new, old = similarities(model, functions()[1]), similarities(model, sentences())
+        new, old = similarities(model, functions()[:HELD_OUT]), similarities(model, sentences()[:])
         loss = cross_entropy(new, torch.arange(len(new))).item()
         return {"loss": loss, "mrr": _mean_reciprocal_rank(new), "old mrr": _mean_reciprocal_rank(old)}
 

@@ -3,7 +3,6 @@
 import itertools
 from collections.abc import Iterable
 from pathlib import Path
-from statistics import mean
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ from benchmarks.reports import formatted, picture
 from studies.formats import format_of
 from studies.grid import Done, Run, like
 from studies.methods import METHODS, MOMENTUM_NAME
-from studies.plans import MAIN, MANY, OLD, PLANS, ROUNDINGS, STATES, usual
+from studies.plans import MAIN, MANY, PLANS, ROUNDINGS, STATES, usual
 
 SCORES = ("loss", "old", "new", "mrr", "old mrr", "exact", "preferred")
 SHARE = "share of float32's improvement"
@@ -33,9 +32,7 @@ def tables(report: Any) -> dict[str, str]:
         "formats": _costs(done, ["old text", "new text", "new text, low rate"], MANY, share=True),
         "formats, states": _costs(done, of_states, STATES),
         "formats, states, short": _costs(done, of_states, short),
-        **{f"formats, {task}": _costs(done, [task], PLANS[task].formats, share=True)
-           for task in PLANS if task.startswith("old text, ")},
-        "along": _along(done, "old text", MANY), "long": _long(done),
+        "formats, outliers": _costs(done, ["old text, outliers"], MANY[:5], share=True), "long": _long(done),
     }  # fmt: skip
     return {name: markdown(some) for name, some in rows.items() if some}
 
@@ -111,75 +108,51 @@ def _shares(done: Done) -> list[Row]:
 # -- formats, at the rates of a plan -----------------------------------------------------------------------------------
 
 
-def _runs(done: Done, task: str, form: str) -> pd.DataFrame:
+def _runs(done: Done, task: str, score: str = "loss") -> pd.DataFrame:
+    """A score of the runs at the rates of a plan, by seed and format. `learned`: the decrease of the loss."""
     ((name, lr),) = PLANS[task].rates.items()
-    return done.along("seed", like(task, name, form, lr=lr))
-
-
-def _looks(done: Done, task: str, form: str) -> dict[int, list[float]]:
-    """Held-out losses before and at each look, by seed; infinite after the run diverged."""
-    length = 1 + len(PLANS[task].task.looks)
-    curves = {} if (runs := _runs(done, task, form)).empty else runs.curve
-    return {seed: [*(point[1] for point in curve), *[float("inf")] * length][:length] for seed, curve in curves.items()}
-
-
-def _above(done: Done, task: str, form: str, look: int = -1) -> list[float]:
-    """Differences to the loss of float32, by seed."""
-    exact = _looks(done, task, "float32")
-    return [losses[look] - exact[seed][look] for seed, losses in _looks(done, task, form).items() if seed in exact]
+    rows = done.rows[(done.rows[["task", "method", "lr"]] == [task, name, lr]).all(axis=1)]
+    learned = [curve[0][1] - loss for curve, loss in zip(rows.curve, rows.loss, strict=True)]
+    return rows.assign(learned=learned).pivot(index="seed", columns="format", values=score)
 
 
 def _share(done: Done, task: str, form: str) -> str:
-    exact, curves = _looks(done, task, "float32"), _looks(done, task, form)
-    shares = [(one[0] - one[-1]) / (exact[seed][0] - exact[seed][-1]) for seed, one in curves.items()]
-    return f"{mean(shares):.0%}" if shares else ""
+    learned = _runs(done, task, "learned")
+    return f"{(learned[form] / learned.float32).mean():.0%}" if form in learned else ""
 
 
-def _cost(done: Done, task: str, form: str) -> str:
-    above, exact = _above(done, task, form), _looks(done, task, "float32")
-    if not above or form == "float32":
-        return f"0 ({mean(losses[-1] for losses in exact.values()):.4f})" if above else "–"
-    fewer = "" if len(above) == len(exact) else f" ({len(above)} seed{'s' * (len(above) > 1)})"
-    return "diverged" if mean(above) == float("inf") else f"{mean(above):+.4f}{fewer}"
+def _cost(losses: pd.DataFrame, form: str) -> str:
+    above = (losses[form] - losses.float32).dropna() if form in losses else ()
+    if not len(above) or form == "float32":
+        return f"0 ({losses.float32.mean():.4f})" if len(above) else "–"
+    fewer = "" if len(above) == len(losses) else f" ({len(above)} seed{'s' * (len(above) > 1)})"
+    return "diverged" if np.isinf(above).any() else f"{above.mean():+.4f}{fewer}"
 
 
 def _costs(done: Done, tasks: Iterable[str], forms: Iterable[str], *, share: bool = False) -> list[Row]:
     """Mean differences to the loss of float32 with the same seeds, and the spread of these losses."""
-    tasks = [task for task in tasks if task in PLANS and _looks(done, task, "float32")]
-    states = METHODS[next(iter(PLANS[tasks[0]].rates))].states if tasks else 0
-    sizes = {form: format_of(form).bytes_per_element(states) for form in forms} if tasks else {}
-    rows = []
-    for form in sorted(sizes, key=lambda form: -sizes[form]):
-        row = {
-            "format": form.replace("fresh units", "scales recomputed at every update"),
-            "bytes": f"{sizes[form]:.4g}",
-        }
-        row |= {task: _cost(done, task, form) for task in tasks}
-        rows.append(row | ({SHARE: _share(done, tasks[0], form)} if share else {}))
-    exact = {task: [losses[-1] for losses in _looks(done, task, "float32").values()] for task in tasks}
-    if rows and min(map(len, exact.values())) > 1:
-        spreads = {task: f"{np.std(losses, ddof=1):.4f}" for task, losses in exact.items()}
+    ends = {task: losses for task in tasks if task in PLANS and "float32" in (losses := _runs(done, task))}
+    rows, first = [], next(iter(ends), "")
+    states = METHODS[next(iter(PLANS[first].rates))].states if first else 0
+    sizes = {form: format_of(form).bytes_per_element(states) for form in forms if first}
+    for form, size in sorted(sizes.items(), key=lambda item: -item[1]):
+        shown = form.replace("fresh units", "scales recomputed at every update")
+        row = {"format": shown, "bytes": f"{size:.4g}"}
+        row |= {task: _cost(losses, form) for task, losses in ends.items()}
+        rows.append(row | ({SHARE: _share(done, first, form)} if share else {}))
+    if rows and min(len(losses) for losses in ends.values()) > 1:
+        spreads = {task: f"{losses.float32.std():.4f}" for task, losses in ends.items()}
         rows.append({**dict.fromkeys(rows[0], ""), "format": "spread of float32", **spreads})
     return rows
-
-
-def _along(done: Done, task: str, forms: Iterable[str]) -> list[Row]:
-    """The differences after so many updates, and at the end for each seed."""
-    looks = {f"{round(OLD.updates * share):,}": look + 1 for look, share in enumerate(OLD.looks)}
-    return [
-        {"format": form, **{updates: f"{mean(_above(done, task, form, look)):+.4f}" for updates, look in looks.items()}}
-        | {"each seed": ", ".join(f"{above:+.4f}" for above in _above(done, task, form))}
-        for form in forms if form != "float32" and task in PLANS and _above(done, task, form)
-    ]  # fmt: skip
 
 
 def _long(done: Done) -> list[Row]:
     """How far runs at low rates went along the way of float32, how far from it, and what they learned."""
     return [
         {"training": task, "format": form, "share of the way": f"{run.way:.1%}", "drift": f"{run.drift:.2f}"}
-        | {"above float32": _cost(done, task, form), SHARE: _share(done, task, form)}
-        for task in PLANS if ", lr " in task for form in PLANS[task].formats
-        for _, run in _runs(done, task, form).iterrows() if pd.notna(run.way)
+        | {"above float32": _cost(_runs(done, task), form), SHARE: _share(done, task, form)}
+        for task, plan in PLANS.items() if ", lr " in task for form in plan.formats for name, lr in plan.rates.items()
+        for _, run in done.along("seed", like(task, name, form, lr=lr)).iterrows() if pd.notna(run.way)
     ]  # fmt: skip
 
 

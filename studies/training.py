@@ -6,7 +6,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,7 @@ class Task(ABC):
 
     @abstractmethod
     def rows(self) -> Any:
-        """Everything to train on; indexed by a tensor of integers it gives a batch."""
+        """Everything to train on, a tensor or a `TensorDataset`; indexed by a tensor of integers it gives a batch."""
 
     @abstractmethod
     def loss(self, model: Any, batch: Any) -> Tensor:
@@ -64,17 +64,6 @@ def with_bfloat16_states(embedding: nn.Module) -> None:
 def autocast() -> torch.autocast:
     """Matrix products are bfloat16 in all runs, so that only the storage of weights between two updates differs."""
     return torch.autocast("cpu", torch.bfloat16)
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Fields of the same length, one element for each row. An index selects rows of each field."""
-
-    def __len__(self) -> int:
-        return len(getattr(self, fields(self)[0].name))
-
-    def __getitem__(self, some: Any) -> Any:
-        return type(self)(*(getattr(self, field.name)[some] for field in fields(self)))
 
 
 def batches(rows: Any, batch: int, seed: int) -> Iterator[Any]:
