@@ -138,20 +138,14 @@ class Chat(Task):
         return {"loss": torch.cat(lost).mean().item(), "exact": right / HELD_OUT, "old": old.mean().item()}
 
 
-def preference(model: Any, right: Chats, wrong: Chats) -> Tensor:
-    """The difference of the log-probabilities of both answers [pairs]."""
+def preferences(model: Any, right: Chats, wrong: Chats) -> Tensor:
+    """The differences of the log-probabilities of right and wrong answers [pairs]."""
 
     def log_probabilities(chats: Chats) -> Tensor:
-        counts = (chats[1] != IGNORED).sum(1).tolist()
-        return torch.stack([-of_one.sum() for of_one in losses(model, chats).split(counts)])
+        lost, counts = torch.cat([losses(model, part) for part in in_parts(chats)]), (chats[1] != IGNORED).sum(1)
+        return torch.stack([-of_one.sum() for of_one in lost.split(counts.tolist())])
 
     return log_probabilities(right) - log_probabilities(wrong)
-
-
-def preferences(model: Any, rows: slice) -> Tensor:
-    """Of all these pairs, in parts."""
-    right, wrong = (in_parts(chats(which)[rows]) for which in (False, True))
-    return torch.cat([preference(model, *pairs) for pairs in zip(right, wrong, strict=True)])
 
 
 @dataclass(frozen=True)
@@ -168,14 +162,14 @@ class Preference(Chat):
     def rows(self) -> TensorDataset:
         """As many as its updates need: right and wrong answers, and by how much the first model prefers the right."""
         some = slice(HELD_OUT, HELD_OUT + self.updates * self.batch)
+        right, wrong = chats()[some], chats(True)[some]
         with torch.no_grad(), autocast():
-            preferred = preferences(self.model(0).eval(), some)
-        return TensorDataset(*chats()[some], *chats(True)[some], preferred)
+            return TensorDataset(*right, *wrong, preferences(self.model(0).eval(), right, wrong))
 
     def loss(self, model: Any, batch: tuple[Tensor, ...]) -> Tensor:
-        return -logsigmoid(self.beta * (preference(model, batch[:2], batch[2:4]) - batch[4])).mean()
+        return -logsigmoid(self.beta * (preferences(model, batch[:2], batch[2:4]) - batch[4])).mean()
 
     def scores(self, model: Any) -> dict[str, float]:
         """Also `preferred`: the share of held-out pairs whose right answer is more likely than the wrong one."""
-        margins = preferences(model, slice(HELD_OUT))
+        margins = preferences(model, chats()[:HELD_OUT], chats(True)[:HELD_OUT])
         return {**super().scores(model), "preferred": (margins > 0).float().mean().item()}

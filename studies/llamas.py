@@ -24,18 +24,9 @@ PRETRAINING_ROWS = 8  # per update
 OUTLIER, OUTLIERS = 16.0, 4  # a power of two, so that the model computes the same; one channel of so many blocks
 
 
-@dataclass(frozen=True)
-class Texts:
-    """Token ids [rows, length] of code ("old") and docstrings ("new"), to train on and, of other modules, held out."""
-
-    old: Tensor
-    new: Tensor
-    old_held_out: Tensor
-    new_held_out: Tensor
-
-
 @functools.cache
-def texts(length: int, vocab: int, held_out_rows: int) -> Texts:
+def texts(length: int, vocab: int, held_out_rows: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Token ids [rows, length] of code ("old") and docstrings ("new"): to train on and, of other modules, held out."""
     every = list(modules())
     random.Random(0).shuffle(every)
     held_out = len(every) // 12
@@ -46,9 +37,9 @@ def texts(length: int, vocab: int, held_out_rows: int) -> Texts:
         rows = ids[: len(ids) // length * length].view(-1, length)
         return rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))]
 
-    old, new = zip(*every, strict=True)
-    some = (rows(old[:held_out])[:held_out_rows], rows(new[:held_out])[:held_out_rows])
-    return Texts(rows(old[held_out:]), rows(new[held_out:]), *some)
+    columns = dict(zip(("old", "new"), zip(*every, strict=True), strict=True))
+    trained = {name: rows(texts[held_out:]) for name, texts in columns.items()}
+    return trained, {name: rows(texts[:held_out])[:held_out_rows] for name, texts in columns.items()}
 
 
 def with_outliers(model: Any) -> Any:
@@ -87,7 +78,7 @@ class LlamaTask(Task):
     outliers: bool = False
 
     @property
-    def texts(self) -> Texts:
+    def texts(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         return texts(self.length, self.vocab, self.held_out)
 
     def random(self, seed: int) -> Any:
@@ -108,17 +99,16 @@ class LlamaTask(Task):
         return with_outliers(model) if self.outliers else model
 
     def rows(self) -> Tensor:
-        return self.texts.old if self.trained == "old" else self.texts.new
+        return self.texts[0][self.trained]
 
     def loss(self, model: Any, batch: Tensor) -> Tensor:
         return model(input_ids=batch, labels=batch).loss
 
     def scores(self, model: Any) -> dict[str, float]:
         """`loss`: nats per token of held-out rows of the text it is trained on, and of the other text, by its name."""
-        held_out = {"new": self.texts.new_held_out, "old": self.texts.old_held_out}
         losses = {
             name: sum(self.loss(model, part).item() * len(part) for part in rows.split(32)) / len(rows)
-            for name, rows in held_out.items()
+            for name, rows in self.texts[1].items()
         }
         return {"loss": losses.pop(self.trained), **losses}
 
@@ -130,7 +120,7 @@ class LlamaTask(Task):
             model = self.random(0)
             optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), fused=True)
             rates = schedule(optimizer, updates)
-            for _, rows in zip(range(updates), batches(self.texts.old, PRETRAINING_ROWS, 0), strict=False):
+            for _, rows in zip(range(updates), batches(self.texts[0]["old"], PRETRAINING_ROWS, 0), strict=False):
                 with autocast():
                     loss = self.loss(model, rows)
                 loss.backward()

@@ -26,7 +26,7 @@ def small(monkeypatch):
     """A task of seconds: a tiny Llama, and a few rows of tokens for text."""
     monkeypatch.setattr(llamas, "SIZES", {"1M": (1, 128, 2, 1e-3)})
     rows = torch.arange(8 * 4).view(8, 4)
-    text = llamas.Texts(old=rows, new=rows.flip(0), old_held_out=rows[:2], new_held_out=rows[2:4])
+    text = {"old": rows, "new": rows.flip(0)}, {"old": rows[:2], "new": rows[2:4]}
     monkeypatch.setattr(llamas, "texts", lambda *sizes: text)
     return llamas.LlamaTask(updates=2, length=4, vocab=300, held_out=2)
 
