@@ -10,7 +10,7 @@ class Method(NamedTuple):
         lr: near the best one where a small model learns much in few updates.
         relative: the learning rate is relative to the size of the weights.
         variant: a rule without one of its parts, or with another constant.
-        adapters: only low-rank adapters of this rank are trained.
+        adapters: only low-rank adapters are trained, which have this share of the elements.
         states: number of states as large as the weight.
     """
 
@@ -19,7 +19,7 @@ class Method(NamedTuple):
     options: dict[str, Any] = {}  # noqa: RUF012
     relative: bool = False
     variant: bool = False
-    adapters: int = 0
+    adapters: float = 0.0
     states: int = 0
 
 
@@ -50,5 +50,5 @@ METHODS = {
     "adalomo, ε₁ 1e-8": Method("adalomo", 3e-2, {"eps": (1e-8, 1e-3)}, True, True),
     "adafactor, lr not relative": Method("adafactor", 3e-3, {**SMALL_MATRICES, **NOT_RELATIVE}, variant=True),
     "lomo, not clipped": Method("lomo", 1.0, variant=True),
-    "lora": Method("adamw", 3e-2, NO_DECAY, adapters=16),
+    "lora": Method("adamw", 3e-2, NO_DECAY, adapters=0.036),
 }

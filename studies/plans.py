@@ -27,9 +27,8 @@ BETAS = tuple(name for name in VARIANTS if f"{MOMENTUM_NAME}, β₂" in name)
 RULES = tuple(name for name, method in METHODS.items() if not (method.variant or method.adapters))
 ROUNDINGS = ("stochastic", "nearest", "int12", "int10")
 EIGHT_BITS = "stochastic, 8bit states"
-FEW = ("float32", "stochastic", "int8", "int10")
-MANY = (*FEW, "int12", "int8, fresh units", "compensated")
-LOW = ("float32", "stochastic", "nearest", "compensated", "compensated8", "int12", "int10")
+MANY = ("float32", "stochastic", "int8", "int10", "int12", "int8, fresh units", "compensated")
+LOW = ("float32", "stochastic", "nearest", "compensated", "compensated8", "int12")
 STATES = ("float32", "float32, not compiled", *(
     f"{weights}{states}" for weights in ("float32", "stochastic", "compensated8")
     for states in ("", ", bfloat16 states", ", 8bit_nearest states", ", 8bit states")
@@ -40,10 +39,10 @@ class Plan(NamedTuple):
     """The runs of a task.
 
     Attributes:
-        lower: learning rates are so much lower than the ones of `METHODS`.
+        lower: searches begin at learning rates that are so much lower than the ones of `METHODS`.
         fine: methods that search on the fine grid, and are repeated with other seeds.
         coarse: methods that search on the coarse grid.
-        formats: of `fine` methods at the best learning rate, two of them at the usual one, too; and of `rates`.
+        formats: of `MAIN` methods, bfloat16 at the usual and others at the best learning rate; and of `rates`.
         usual: learning rate of AdamW, and root mean square of the weights, from which usual rates follow.
         rates: learning rate by method, for tasks without searches.
         seeds: of `rates`.
@@ -51,16 +50,12 @@ class Plan(NamedTuple):
 
     task: Task
     lower: float = 1.0
-    fine: tuple[str, ...] = MAIN
+    fine: tuple[str, ...] = ()
     coarse: tuple[str, ...] = ()
     formats: tuple[str, ...] = ()
     usual: tuple[float, float] | None = None
     rates: Mapping[str, float] = {}
     seeds: int = SEEDS
-
-
-def at_rates(task: Task, formats: tuple[str, ...], seeds: int = SEEDS, **rates: float) -> Plan:
-    return Plan(task, fine=(), formats=formats, rates=rates, seeds=seeds)
 
 
 LLAMA = LlamaTask()
@@ -70,27 +65,27 @@ SCRATCH = replace(NEW, size="0.7M", updates=2000, length=64, pretrained=False)
 LONG = replace(NEW, updates=10_000, batch=1, looks=(0.1, 0.2, 0.5, 1.0))
 PLANS = {
     "search": Plan(Search(), 30, MAIN, ("lion",), (*ROUNDINGS[:3], EIGHT_BITS), (2e-5, 0.058)),
-    "search, 3,000 updates": Plan(Search(updates=3000, batch=4), 30, (), usual=(2e-5, 0.058)),
-    "search, batch 32": Plan(Search(updates=100, batch=32), 30, (), MAIN[:2]),
+    "search, 3,000 updates": Plan(Search(updates=3000, batch=4), usual=(2e-5, 0.058)),
+    "search, batch 32": Plan(Search(updates=100, batch=32), 30, coarse=MAIN[:2]),
     "docstrings": Plan(LLAMA, 1, MAIN, (*RULES, *VARIANTS), (*ROUNDINGS, EIGHT_BITS), (2e-5, 0.099)),
-    "chats": Plan(Chat(), 30, (*MAIN, "lora"), ("lomo",), ("stochastic", EIGHT_BITS, "int12"), (2e-5, 0.18)),
-    "preferences": Plan(Preference(), 300, (), MAIN[:2]),
-    "scratch": Plan(SCRATCH, 1, (), (*MAIN, "adamw, β₂ 0.95", *BETAS)),
-    "docstrings, 5M": Plan(replace(NEW, size="5M"), fine=()),
-    "docstrings, 20M": Plan(replace(NEW, size="20M"), fine=()),
+    "chats": Plan(Chat(), 30, (*MAIN, "lora"), ("lomo",), (EIGHT_BITS, "int12"), (2e-5, 0.18)),
+    "preferences": Plan(Preference(), 300, coarse=MAIN[:2]),
+    "scratch": Plan(SCRATCH, coarse=(*MAIN, *BETAS)),
+    "docstrings, 5M": Plan(replace(NEW, size="5M")),
+    "docstrings, 20M": Plan(replace(NEW, size="20M")),
     **{
         f"docstrings, batch {size}": Plan(replace(LLAMA, batch=size, updates=600 // size), 1, MAIN[:2])
         for size in (1, 16, 64)
     },
-    "old text": at_rates(OLD, MANY, adalomo=1e-3),
-    "new text": at_rates(NEW, MANY, adalomo=3.2e-2),
-    "new text, low rate": at_rates(NEW, MANY, adalomo=6.4e-4),
-    "fine-tuning, β₂ 0.95": at_rates(NEW, STATES, **{"adamw, β₂ 0.95": 3.2e-3}),
-    "fine-tuning, β₂ 0.999": at_rates(NEW, STATES, adamw=3.2e-3),
-    "from scratch, β₂ 0.999": at_rates(SCRATCH, STATES, adamw=2e-3),
-    "10,000 updates, lr 1e-6": at_rates(LONG, LOW, 1, adamw=1e-6),
-    "old text, outliers": at_rates(replace(OLD, updates=1000, outliers=True), MANY[:5], adalomo=1e-3),
-}  # fmt: skip
+    "old text": Plan(OLD, formats=MANY[:-1], rates={"adalomo": 1e-3}),
+    "old text, outliers": Plan(replace(OLD, updates=1000, outliers=True), formats=MANY[:5], rates={"adalomo": 1e-3}),
+    "new text": Plan(NEW, formats=MANY, rates={"adalomo": 3.2e-2}),
+    "new text, low rate": Plan(NEW, formats=MANY, rates={"adalomo": 6.4e-4}),
+    "fine-tuning, β₂ 0.95": Plan(NEW, formats=STATES, rates={"adamw, β₂ 0.95": 3.2e-3}),
+    "fine-tuning, β₂ 0.999": Plan(NEW, formats=STATES, rates={"adamw": 3.2e-3}),
+    "from scratch, β₂ 0.999": Plan(SCRATCH, formats=STATES, rates={"adamw": 2e-3}),
+    "10,000 updates, lr 1e-6": Plan(LONG, formats=LOW, rates={"adamw": 1e-6}, seeds=1),
+}
 SETTINGS = {name: asdict(plan.task) for name, plan in PLANS.items()}
 
 
@@ -109,7 +104,7 @@ def runs(rows: Sequence[Run]) -> Iterator[Run]:
     for task, plan in plans.items():
         for name in plan.fine:
             yield from done.search(like(task, name), METHODS[name].lr / plan.lower, fine=True)
-        for name in plan.fine or (() if plan.rates or plan.coarse else MAIN):
+        for name in plan.fine or (() if plan.rates or plan.coarse else MAIN[:2]):
             yield from at(like(task, name), *usual(plan, name))
     for (task, plan), seed in itertools.product(plans.items(), range(1, SEEDS)):
         yield from (run for name in plan.fine if (run := done.best(like(task, name, seed=seed))))
@@ -122,14 +117,14 @@ def runs(rows: Sequence[Run]) -> Iterator[Run]:
         for name in plan.coarse:
             yield from done.search(like(task, name), METHODS[name].lr / plan.lower)
     for task, plan in plans.items():
-        for name, form in itertools.product(plan.fine, plan.formats):
+        for form, name in itertools.product(plan.formats, MAIN if plan.fine else ()):
             if form in ROUNDINGS[:2]:
                 yield from at(like(task, name, form), *usual(plan, name))
-            if (best := done.best(like(task, name))) and (METHODS[name].states if form == EIGHT_BITS else True):
+            elif (best := done.best(like(task, name))) and (METHODS[name].states or form != EIGHT_BITS):
                 yield {**best, "format": form}
 
 
-def with_adapters(model: Any, rank: int) -> Any:
+def with_adapters(model: Any, rank: int = 16) -> Any:
     """Low-rank adapters [Hu et al. 2021, arXiv:2106.09685] in float32 beside all linear layers."""
     from peft import LoraConfig, get_peft_model
 
@@ -140,7 +135,7 @@ def train(run: Run) -> Run:
     method, plan, form = METHODS[run["method"]], PLANS[run["task"]], format_of(run["format"])
     return training.train(
         plan.task, method.rule, run["lr"], method.options, form, run["seed"],
-        prepare=lambda model: with_adapters(model, method.adapters) if method.adapters else model,
+        prepare=lambda model: with_adapters(model) if method.adapters else model,
         end=lambda model: _way(run, plan.task, model) if plan.rates else {},
     )  # fmt: skip
 

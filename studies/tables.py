@@ -181,6 +181,8 @@ def draw(report: Any, path: Path) -> None:
                 above.plot(losses.index, losses, color=color, marker="o", ms=3, label=name)
                 for form, marker in MARKERS.items():
                     size = format_of(form).bytes_per_element(METHODS[name].states)
+                    if share := METHODS[name].adapters:  # the frozen weights are bfloat16 numbers
+                        size = 2 + 12 * share
                     lowest = done.losses(like(task, name, form)).nsmallest(1)
                     below.scatter([size] * len(lowest), lowest, color=color, marker=marker)
             learned = start - least

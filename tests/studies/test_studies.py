@@ -37,7 +37,7 @@ def run_studies(tmp_path, *more):
 
 
 def test_runs_are_done_continued_and_repeated(monkeypatch, small, tmp_path, capsys):
-    monkeypatch.setattr(plans, "PLANS", {"docstrings": plans.Plan(small, 1.0, usual=(1e-3, 0.1))})
+    monkeypatch.setattr(plans, "PLANS", {"docstrings": plans.Plan(small, 1.0, plans.MAIN, usual=(1e-3, 0.1))})
     methods, forms = ("adamw", "adalomo", plans.MAIN[2]), ("float32", *plans.ROUNDINGS)
     asked = [grid.like("docstrings", name, form, lr=1e-2) for name, form in itertools.product(methods, forms)]
     monkeypatch.setattr(plans, "runs", lambda done: iter(asked))
@@ -123,10 +123,14 @@ def test_formats_are_trained_and_compared(monkeypatch, small, tmp_path):
     adamw = {"adamw, β₂ 0.95": 1e-2}
     states = ("float32", "stochastic, 8bit states", "compensated8, 8bit_nearest states")
     changed = {
-        "old text": plans.at_rates(old, forms, 2, adalomo=1e-2),
-        "old text, outliers": plans.at_rates(dataclasses.replace(small, outliers=True), forms[:2], 1, adalomo=1e-2),
-        "fine-tuning, β₂ 0.95": plans.at_rates(small, states, 2, **adamw),
-        "from scratch, β₂ 0.95": plans.at_rates(dataclasses.replace(small, pretrained=False), states[:1], 2, **adamw),
+        "old text": plans.Plan(old, formats=forms, rates={"adalomo": 1e-2}, seeds=2),
+        "old text, outliers": plans.Plan(
+            dataclasses.replace(small, outliers=True), formats=forms[:2], rates={"adalomo": 1e-2}, seeds=1
+        ),
+        "fine-tuning, β₂ 0.95": plans.Plan(small, formats=states, rates=adamw, seeds=2),
+        "from scratch, β₂ 0.95": plans.Plan(
+            dataclasses.replace(small, pretrained=False), formats=states[:1], rates=adamw, seeds=2
+        ),
         "10 updates, lr 0.01": plans.at_rates(small, ("float32", "nearest"), 1, adamw=1e-2),
     }
     monkeypatch.setattr(plans, "PLANS", changed)
