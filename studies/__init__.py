@@ -1,1 +1,1 @@
-"""Studies of quality: what rules, learning rates and formats do to the loss. `python -m studies NAME` runs one."""
+"""Studies of quality: what rules, learning rates and formats do to the loss: `python -m studies`."""

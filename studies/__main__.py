@@ -7,7 +7,10 @@ Finished runs and models are stored in `data/studies`, so that an interrupted st
 recorded in `--out`. Tasks whose models cannot be installed are left out. `--repeat` does finished runs again.
 """
 
+import sys
 from collections.abc import Sequence
+
+import torch
 
 from benchmarks import reports
 from benchmarks.reports import command
@@ -22,14 +25,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = reports.make_parser(__doc__, numbers, dtype=False)
     parser.add_argument("--repeat", nargs="+", metavar="KEY=VALUE", help="do the finished runs with these values again")
     options = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    training.WORK.mkdir(parents=True, exist_ok=True)
     with reports.output(options.out):
         stored = training.WORK / "runs.jsonl"
         done = running.finished(stored, options.out / f"{NAME}.json")
         if options.repeat:
             running.repeat(done, options.repeat)
             return
-        running.continue_runs(done, stored, 60 * options.minutes, options.processes)
+        complete = running.continue_runs(done, stored, 60 * options.minutes, options.processes)
         reports.publish(options.out, NAME, plans.SETTINGS, tables.tables, tables.draw, runs=done)
+    if not complete:
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -160,16 +160,27 @@ class Preference(Chat):
     beta: float = 0.1
 
     def rows(self) -> TensorDataset:
-        """As many as its updates need: right and wrong answers, and by how much the first model prefers the right."""
-        some = slice(HELD_OUT, HELD_OUT + self.updates * self.batch)
-        right, wrong = chats()[some], chats(True)[some]
-        with torch.no_grad(), autocast():
-            return TensorDataset(*right, *wrong, preferences(self.model(0).eval(), right, wrong))
+        """As many as its updates need."""
+        return TensorDataset(*compared(self)[HELD_OUT:])
 
     def loss(self, model: Any, batch: tuple[Tensor, ...]) -> Tensor:
         return -logsigmoid(self.beta * (preferences(model, batch[:2], batch[2:4]) - batch[4])).mean()
 
     def scores(self, model: Any) -> dict[str, float]:
-        """Also `preferred`: the share of held-out pairs whose right answer is more likely than the wrong one."""
-        margins = preferences(model, chats()[:HELD_OUT], chats(True)[:HELD_OUT])
-        return {**super().scores(model), "preferred": (margins > 0).float().mean().item()}
+        """`loss`: of held-out pairs. `preferred`: the share of them whose right answer is more likely than the wrong
+        one. `answers`: nats per token of right answers. `exact` and `old` as for chats.
+        """
+        pairs, answers = compared(self)[:HELD_OUT], super().scores(model)
+        preferred = preferences(model, pairs[:2], pairs[2:4])
+        loss = -logsigmoid(self.beta * (preferred - pairs[4])).mean().item()
+        answers["answers"] = answers.pop("loss")
+        return {"loss": loss, "preferred": (preferred > 0).float().mean().item(), **answers}
+
+
+@functools.cache
+def compared(task: Preference) -> TensorDataset:
+    """Right and wrong answers, and by how much the first model prefers the right ones."""
+    some = slice(HELD_OUT + task.updates * task.batch)
+    right, wrong = chats()[some], chats(True)[some]
+    with torch.no_grad(), autocast():
+        return TensorDataset(*right, *wrong, preferences(task.model(0).eval(), right, wrong))

@@ -46,14 +46,12 @@ class Format(NamedTuple):
     """How weights and states are stored.
 
     Attributes:
-        matrices: "float32", or the rounding of bfloat16 weights.
-        vectors: another rounding of vectors.
+        matrices: "float32", or the rounding of bfloat16 weights; vectors next to integers are rounded stochastically.
         states: the `state_storage`.
         compiled: whether updates are; None leaves it to the optimizer.
     """
 
     matrices: str
-    vectors: str = ""
     states: str = "float32"
     compiled: bool | None = None
 
@@ -69,8 +67,8 @@ class Format(NamedTuple):
         named: dict[str, list[Any]] = {}
         for name, param in model.named_parameters():
             if param.requires_grad:
-                rounding = self.options["rounding"]
-                named.setdefault(self.vectors or rounding if param.dim() == 1 else rounding, []).append((name, param))
+                vector = param.dim() == 1 and self.matrices in STORAGES
+                named.setdefault("stochastic" if vector else self.options["rounding"], []).append((name, param))
         return [{"params": params, "rounding": rounding} for rounding, params in named.items()]
 
     def bytes_per_element(self, states: int) -> float:
@@ -87,4 +85,4 @@ def format_of(name: str) -> Format:
     if name == "float32, not compiled":
         return Format("float32", compiled=False)
     weights, _, states = name.removesuffix(" states").rpartition(", ") if name.endswith(" states") else (name, "", "")
-    return Format(weights, vectors="stochastic" * (weights in STORAGES), states=states or "float32")
+    return Format(weights, states or "float32")

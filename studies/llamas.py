@@ -115,18 +115,19 @@ class LlamaTask(Task):
     def weights(self) -> dict[str, Tensor]:
         """Trained on code by torch's AdamW, rounded to bfloat16; from the folder if they are there."""
         path = training.WORK / f"{self.size}-{self.vocab}.pt"
-        if not path.exists():
-            _, _, updates, lr = SIZES[self.size]
-            model = self.random(0)
-            optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), fused=True)
-            rates = schedule(optimizer, updates)
-            for _, rows in zip(range(updates), batches(self.texts[0]["old"], PRETRAINING_ROWS, 0), strict=False):
-                with autocast():
-                    loss = self.loss(model, rows)
-                loss.backward()
-                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-                optimizer.step()
-                optimizer.zero_grad()
-                rates.step()
-            torch.save({name: param.detach().bfloat16() for name, param in model.named_parameters()}, path)
-        return torch.load(path)
+        return torch.load(training.once(path, lambda: torch.save(self._pretrained(), path)))
+
+    def _pretrained(self) -> dict[str, Tensor]:
+        _, _, updates, lr = SIZES[self.size]
+        model = self.random(0)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), fused=True)
+        rates = schedule(optimizer, updates)
+        for _, rows in zip(range(updates), batches(self.texts[0]["old"], PRETRAINING_ROWS, 0), strict=False):
+            with autocast():
+                loss = self.loss(model, rows)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            rates.step()
+        return {name: param.detach().bfloat16() for name, param in model.named_parameters()}

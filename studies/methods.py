@@ -37,12 +37,14 @@ METHODS = {
     "adafactor_t2t": Method("adafactor_t2t", 3e-2, relative=True),
     "lion": Method("lion", 3e-4, NO_DECAY, states=1),
     "lomo": Method("lomo", 1.0, CLIPPED),
-    "lans": Method("lans", 1e-2, states=2),
+    "lans": Method("lans", 1e-2, relative=True, states=2),
     "scaled_adam": Method("scaled_adam", 3e-2, relative=True, states=2),
     MOMENTUM_NAME: Method("adafactor", 1e-2, MOMENTUM, relative=True, states=1),
-    f"{MOMENTUM_NAME}, lr not relative": Method("adafactor", 3e-3, {**MOMENTUM, **NOT_RELATIVE}, variant=True),
-    f"{MOMENTUM_NAME}, β₂ 0.999": Method("adafactor_t2t", 1e-2, {**MOMENTUM_T2T, "beta2": 0.999}, True, True),
-    f"{MOMENTUM_NAME}, β₂ 0.95": Method("adafactor_t2t", 1e-2, {**MOMENTUM_T2T, "beta2": 0.95}, True, True),
+    f"{MOMENTUM_NAME}, lr not relative": Method(
+        "adafactor", 3e-3, {**MOMENTUM, **NOT_RELATIVE}, variant=True, states=1
+    ),
+    f"{MOMENTUM_NAME}, β₂ 0.999": Method("adafactor_t2t", 1e-2, {**MOMENTUM_T2T, "beta2": 0.999}, True, True, states=1),
+    f"{MOMENTUM_NAME}, β₂ 0.95": Method("adafactor_t2t", 1e-2, {**MOMENTUM_T2T, "beta2": 0.95}, True, True, states=1),
     "adamw, β₂ 0.95": Method("adamw", 3e-3, {**NO_DECAY, "betas": (0.9, 0.95)}, variant=True, states=2),
     "adalomo, u not clipped": Method("adalomo", 3e-2, {"clip_threshold": 1e30}, True, True),
     "adalomo, ε₂ 0.1": Method("adalomo", 3e-2, {"eps": (1e-30, 0.1)}, True, True),

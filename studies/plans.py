@@ -19,7 +19,7 @@ from studies.llamas import LlamaTask
 from studies.methods import METHODS, MOMENTUM_NAME
 from studies.packages import available
 from studies.search import Search
-from studies.training import Task, matrices, norm
+from studies.training import Task, matrices
 
 MAIN = ("adamw", "adalomo", MOMENTUM_NAME)
 VARIANTS = tuple(name for name, method in METHODS.items() if method.variant)
@@ -29,7 +29,7 @@ ROUNDINGS = ("stochastic", "nearest", "int12", "int10")
 EIGHT_BITS = "stochastic, 8bit states"
 MANY = ("float32", "stochastic", "int8", "int10", "int12", "int8, fresh units", "compensated")
 LOW = ("float32", "stochastic", "nearest", "compensated", "compensated8", "int12")
-STATES = ("float32", "float32, not compiled", *(
+STATES = ("float32, not compiled", *(
     f"{weights}{states}" for weights in ("float32", "stochastic", "compensated8")
     for states in ("", ", bfloat16 states", ", 8bit_nearest states", ", 8bit states")
 ))  # fmt: skip
@@ -124,31 +124,30 @@ def runs(rows: Sequence[Run]) -> Iterator[Run]:
                 yield {**best, "format": form}
 
 
-def with_adapters(model: Any, rank: int = 16) -> Any:
+def train(run: Run) -> Run:
+    method, plan, form = METHODS[run["method"]], PLANS[run["task"]], format_of(run["format"])
+    model = plan.task.model(run["seed"])
+    model = with_adapters(model, run["seed"]) if method.adapters else model
+    results = training.train(plan.task, model, method.rule, run["lr"], method.options, form, run["seed"])
+    return {**results, **(_way(run, plan.task, model) if plan.rates else {})}
+
+
+def with_adapters(model: Any, seed: int, rank: int = 16) -> Any:
     """Low-rank adapters [Hu et al. 2021, arXiv:2106.09685] in float32 beside all linear layers."""
     from peft import LoraConfig, get_peft_model
 
+    torch.manual_seed(seed)
     return get_peft_model(model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear"))
-
-
-def train(run: Run) -> Run:
-    method, plan, form = METHODS[run["method"]], PLANS[run["task"]], format_of(run["format"])
-    return training.train(
-        plan.task, method.rule, run["lr"], method.options, form, run["seed"],
-        prepare=lambda model: with_adapters(model) if method.adapters else model,
-        end=lambda model: _way(run, plan.task, model) if plan.rates else {},
-    )  # fmt: skip
 
 
 def _way(run: Run, task: Task, model: Any) -> dict[str, float]:
     """`way`: how far the weights went along the way of float32, as a share. `drift`: how far from it, by its norm."""
-    first = task.model(run["seed"])
-    change = [ours.float() - theirs for ours, theirs in zip(matrices(model), matrices(first), strict=True)]
+    change = matrices(model) - matrices(task.model(run["seed"]))
     path = training.WORK / f"{run['task']}-{run['method']}-{run['seed']}.pt"
     if run["format"] == "float32":
         torch.save(change, path)
     if not path.exists():  # float32 was trained on another machine
         return {}
     exact = torch.load(path)
-    way = sum((a * b).sum().item() for a, b in zip(change, exact, strict=True)) / norm(exact) ** 2
-    return {"way": way, "drift": norm(a - way * b for a, b in zip(change, exact, strict=True)) / norm(exact)}
+    way = (change @ exact / exact.norm() ** 2).item()
+    return {"way": way, "drift": ((change - way * exact).norm() / exact.norm()).item()}

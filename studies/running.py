@@ -4,20 +4,21 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from multiprocessing import get_context
 from pathlib import Path
 
 import torch
 
 from lowmem.errors import ConfigError
+from lowmem.files import write_file
 from studies import plans, tables
 from studies.grid import KEYS, Run
 
 
 def next_run(done: list[Run], begun: list[Run]) -> Run | None:
     """The first requested run that is neither done nor begun."""
-    known = [*({key: row[key] for key in KEYS} for row in done), *begun]
+    known = [{key: row[key] for key in KEYS} for row in (*done, *begun)]
     return next((run for run in plans.runs(done) if run not in known), None)
 
 
@@ -29,35 +30,40 @@ def trained(run: Run) -> Run:
 
 
 def finished(stored: Path, recorded: Path) -> list[Run]:
-    """The runs that were finished earlier."""
-    if stored.exists():
-        return [json.loads(line) for line in stored.read_text().splitlines()]
-    return json.loads(recorded.read_text())["runs"] if recorded.exists() else []
+    """The runs that were finished earlier, in either file."""
+    rows = json.loads(recorded.read_text())["runs"] if recorded.exists() else []
+    rows += map(json.loads, stored.read_text().splitlines() if stored.exists() else ())
+    return list({tuple(row[key] for key in KEYS): row for row in rows}.values())
 
 
-def continue_runs(done: list[Run], stored: Path, seconds: float, processes: int) -> None:
+def continue_runs(done: list[Run], stored: Path, seconds: float, processes: int) -> bool:
     """Does what is missing and adds it to `done`, until no time is left to begin another run.
 
     Args:
         stored: the file with a line for each run.
-        processes: that do a run each at the same time; 1 is this process.
+        processes: that do a run each at the same time.
+
+    Returns:
+        Whether none failed.
     """
     end = time.monotonic() + seconds
-    stored.parent.mkdir(parents=True, exist_ok=True)
-    stored.write_text("".join(json.dumps(row) + "\n" for row in done))
+    write_file(stored, "".join(json.dumps(row) + "\n" for row in done).encode())
     running: dict[Future[Run], Run] = {}
-    several = processes > 1
-    pool: Executor = ProcessPoolExecutor(processes, get_context("forkserver")) if several else ThreadPoolExecutor(1)
-    with pool:
+    failed: list[Run] = []
+    with ProcessPoolExecutor(processes, get_context("forkserver")) as pool:
         while True:
             while len(running) < processes and time.monotonic() < end:
-                if (run := next_run(done, list(running.values()))) is None:
+                if (run := next_run(done, [*running.values(), *failed])) is None:
                     break
                 running[pool.submit(trained, run)] = run
             if not running:
-                return
+                return not failed
             for future in wait(running, return_when=FIRST_COMPLETED).done:
                 run = running.pop(future)
+                if error := future.exception():
+                    failed.append(run)
+                    print(f"{run} failed: {error!r}", file=sys.stderr, flush=True)
+                    continue
                 done.append(future.result())
                 with stored.open("a") as file:
                     file.write(json.dumps(done[-1]) + "\n")
@@ -71,7 +77,8 @@ def repeat(done: list[Run], values: Sequence[str]) -> None:
         ConfigError: there is none.
     """
     pairs = [text.partition("=")[::2] for text in values]
-    chosen = [row for row in done if all(str(row.get(key)) == value for key, value in pairs)]
+    here = (row for row in done if row["task"] in plans.PLANS)
+    chosen = [row for row in here if all(key in KEYS and type(row[key])(value) == row[key] for key, value in pairs)]
     if not chosen:
         raise ConfigError(f"no finished run has {' '.join(values)}. The keys are {', '.join(KEYS)}")
     for row in chosen:

@@ -15,7 +15,7 @@ from studies.text import documented_functions, paragraphs
 from studies.training import Task
 
 QUESTION, ANSWER = 24, 48  # tokens that are read
-HELD_OUT = 500  # pairs, from modules of their own
+HELD_OUT = 500  # pairs; all but one of their modules are held out
 SCALE = 20.0  # of cosines, as in the training of the encoder
 
 

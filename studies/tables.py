@@ -13,9 +13,9 @@ from benchmarks.reports import formatted, picture
 from studies.formats import format_of
 from studies.grid import Done, Run, like
 from studies.methods import METHODS, MOMENTUM_NAME
-from studies.plans import MAIN, MANY, PLANS, ROUNDINGS, STATES, usual
+from studies.plans import EIGHT_BITS, MAIN, MANY, PLANS, ROUNDINGS, STATES, usual
 
-SCORES = ("loss", "old", "new", "mrr", "old mrr", "exact", "preferred")
+SCORES = ("loss", "old", "new", "mrr", "old mrr", "exact", "preferred", "answers")
 SHARE = "share of float32's improvement"
 Row = dict[str, str]
 
@@ -41,19 +41,20 @@ def tables(report: Any) -> dict[str, str]:
 
 
 def _methods(done: Done, *tasks: str) -> list[Row]:
-    """Each method at its best learning rate, the lowest loss first; with the mean and the spread over its seeds."""
+    """Each method at its best learning rate; with means and standard deviations over its seeds. The last column is of
+    the paired differences.
+    """
     rows: list[tuple[int, float, Row]] = []
     for (place, task), name in itertools.product(enumerate(tasks), METHODS if len(tasks) == 1 else MAIN[:2]):
         runs = max((_seeds(done, like(task, name, form)) for form in ("float32", "stochastic")), key=len)
         if runs.empty:
             continue
-        adamw = _seeds(done, like(task, "adamw", runs.format.iloc[0])).loss
-        above = (runs.loss - adamw).dropna()
-        spread = f" ({above.mean() / adamw.std():+.1f})" if len(adamw) > 1 else ""
+        weights = runs.format.iloc[0]
+        above = (runs.loss - _seeds(done, like(task, "adamw", weights)).loss).dropna()
         scores = {score: _mean(runs[score]) for score in SCORES if score in runs and runs[score].notna().all()}
-        over = f"{above.mean():+.3f}{spread}" if len(above) else "–"
-        row = {"method": name, "best lr": f"{runs.lr.iloc[0]:.2g}", **scores, "over AdamW (in spreads)": over}
-        rows.append((place, runs.loss.mean(), {"task": task, **row} if len(tasks) > 1 else row))
+        row = {"method": name, "weights": weights, "best lr": f"{runs.lr.iloc[0]:.2g}", **scores}
+        row["over AdamW"] = _mean(above, "+") if len(above) and name != "adamw" else "–"
+        rows.append((place, above.mean() if len(above) else np.inf, {"task": task, **row} if len(tasks) > 1 else row))
     return [row for *_, row in sorted(rows, key=lambda row: row[:2])]
 
 
@@ -63,8 +64,9 @@ def _seeds(done: Done, run: Run) -> pd.DataFrame:
     return done.rows[:0] if best is None else done.along("seed", best)
 
 
-def _mean(values: pd.Series) -> str:
-    return f"{values.mean():.3f} ± {values.std():.3f}" if len(values) > 1 else f"{values.mean():.3f}"
+def _mean(values: pd.Series, sign: str = "", digits: int = 3) -> str:
+    spread = f" ± {values.std():.{digits}f}" if len(values) > 1 else ""
+    return f"{values.mean():{sign}.{digits}f}{spread}"
 
 
 def _rates(done: Done) -> list[Row]:
@@ -95,7 +97,7 @@ def _shares(done: Done) -> list[Row]:
     rows = []
     for task, name in itertools.product((task for task, plan in PLANS.items() if not plan.rates), MAIN):
         exact = done.along("lr", like(task, name))
-        others = {form: done.losses(like(task, name, form)) for form in (*ROUNDINGS, "stochastic, 8bit states")}
+        others = {form: done.losses(like(task, name, form)) for form in (*ROUNDINGS, EIGHT_BITS)}
         for lr, run in exact.iterrows():
             start = run.curve[0][1]
             learned = {form: (start - of[lr]) / (start - run.loss) for form, of in others.items() if lr in of.index}
@@ -124,13 +126,13 @@ def _share(done: Done, task: str, form: str) -> str:
 def _cost(losses: pd.DataFrame, form: str) -> str:
     above = (losses[form] - losses.float32).dropna() if form in losses else ()
     if not len(above) or form == "float32":
-        return f"0 ({losses.float32.mean():.4f})" if len(above) else "–"
+        return f"0 ({_mean(losses.float32, digits=4)})" if len(above) else "–"
     fewer = "" if len(above) == len(losses) else f" ({len(above)} seed{'s' * (len(above) > 1)})"
-    return "diverged" if np.isinf(above).any() else f"{above.mean():+.4f}{fewer}"
+    return "diverged" if np.isinf(above).any() else f"{_mean(above, '+', 4)}{fewer}"
 
 
 def _costs(done: Done, tasks: Iterable[str], forms: Iterable[str], *, share: bool = False) -> list[Row]:
-    """Mean differences to the loss of float32 with the same seeds, and the spread of these losses."""
+    """Means and standard deviations of the differences to the loss of float32 with the same seeds."""
     ends = {task: losses for task in tasks if task in PLANS and "float32" in (losses := _runs(done, task))}
     rows, first = [], next(iter(ends), "")
     states = METHODS[next(iter(PLANS[first].rates))].states if first else 0
@@ -140,9 +142,6 @@ def _costs(done: Done, tasks: Iterable[str], forms: Iterable[str], *, share: boo
         row = {"format": shown, "bytes": f"{size:.4g}"}
         row |= {task: _cost(losses, form) for task, losses in ends.items()}
         rows.append(row | ({SHARE: _share(done, first, form)} if share else {}))
-    if rows and min(len(losses) for losses in ends.values()) > 1:
-        spreads = {task: f"{losses.float32.std():.4f}" for task, losses in ends.items()}
-        rows.append({**dict.fromkeys(rows[0], ""), "format": "spread of float32", **spreads})
     return rows
 
 

@@ -9,7 +9,7 @@ from pydoc_data.topics import topics
 
 from scripts.make_docstrings import functions, module_name, source_files
 
-TABLES = {"encodings", "pydoc_data", "unicodedata", "turtledemo"}  # modules that hold data rather than code
+TABLES = {"encodings", "pydoc_data", "turtledemo"}  # modules that hold data rather than code
 LONGEST = 40_000  # characters of one module that are read
 
 
@@ -33,7 +33,7 @@ def parsed() -> Iterator[tuple[str, Path, ast.Module]]:
 
 
 def modules() -> Iterator[tuple[str, str]]:
-    """Each module in two texts: its code without docstrings and comments, and its docstrings."""
+    """Each module in two texts: its code without docstrings and comments, and its and its functions' docstrings."""
     for name, path, tree in parsed():
         if TABLES.isdisjoint(path.parts):
             docstrings = [ast.get_docstring(tree), *(ast.get_docstring(function) for _, function in functions(tree))]

@@ -1,16 +1,15 @@
 """One run of a study: a model is trained on a task by one rule, and scored along the way."""
 
 import math
-import statistics
-import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock
 from torch import Tensor, nn
 
 import lowmem
@@ -74,6 +73,14 @@ def batches(rows: Any, batch: int, seed: int) -> Iterator[Any]:
             yield rows[some]
 
 
+def once(path: Path, make: Callable[[], None]) -> Path:
+    """Makes a file or a folder if it is not there, in one process at a time."""
+    with FileLock(WORK / "lock"):
+        if not path.exists():
+            make()
+    return path
+
+
 def warmup(updates: int) -> int:
     return max(1, round(updates * WARMUP))
 
@@ -87,24 +94,15 @@ def schedule(optimizer: torch.optim.Optimizer, updates: int) -> Any:
     return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 
 
-def norm(tensors: Iterable[Tensor]) -> float:
-    return math.sqrt(sum(tensor.float().square().sum().item() for tensor in tensors))
+def matrices(model: Any) -> Tensor:
+    """The elements of all matrices that are trained, in float32."""
+    params = (param for param in model.parameters() if param.dim() > 1 and param.requires_grad)
+    return torch.cat([param.detach().float().flatten() for param in params])
 
 
-def distance(ours: list[Tensor], theirs: list[Tensor]) -> float:
+def distance(ours: Tensor, theirs: Tensor) -> float:
     """The norm of the difference over the norm of `theirs`."""
-    return norm(a.float() - b.float() for a, b in zip(ours, theirs, strict=True)) / norm(theirs)
-
-
-def changed(ours: list[Tensor], theirs: list[Tensor]) -> float:
-    """The share of the elements that differ."""
-    pairs = list(zip(ours, theirs, strict=True))
-    return sum((a != b).sum().item() for a, b in pairs) / sum(a.numel() for a, _ in pairs)
-
-
-def matrices(model: Any) -> list[Tensor]:
-    """The matrices that are trained."""
-    return [param.detach() for param in model.parameters() if param.dim() > 1 and param.requires_grad]
+    return ((ours - theirs).norm() / theirs.norm()).item()
 
 
 @torch.no_grad()
@@ -116,31 +114,25 @@ def scored(task: Task, model: Any) -> dict[str, float]:
 
 
 def train(
-    task: Task, rule: str, lr: float, options: Mapping[str, Any], form: Format, seed: int = 0, *,
-    prepare: Callable[[Any], Any] = lambda model: model, end: Callable[[Any], dict[str, Any]] = lambda model: {},
+    task: Task, model: Any, rule: str, lr: float, options: Mapping[str, Any], form: Format, seed: int = 0
 ) -> dict[str, Any]:  # fmt: skip
     """Trains the model of a task.
 
     Args:
         options: hyperparameters and options of `FusedOptimizer`.
         form: of weights and states.
-        prepare: changes the model before its first update, or wraps it, and returns it.
-        end: returns more results, of the trained model.
 
     Returns:
         The scores after the last update, infinite if the run diverged, by their names, and:
         `curve`: (share of the updates, the scores).
-        `moved`: share of the elements of matrices that an update changes, at the highest learning rate.
+        `moved`: share of the elements of matrices that an update changes, just after the warmup.
         `step`: norm of an update over the norm of the weights, there.
         `change`: norm of all changes over the norm of the first weights, at the end.
-        `pace`: median seconds of an update.
     """
-    model = task.model(seed)
     if form.matrices != "float32":
         for param in model.parameters():  # and no buffer, such as the frequencies of positions
             param.data = param.data.bfloat16()
-    model = prepare(model)
-    first = [weight.clone() for weight in matrices(model)]
+    first = matrices(model)
     settings = {"lr": lr, "seed": seed, **({"compile": True} if task.compiled else {}), **form.options, **options}
     optimizer = lowmem.FusedOptimizer(form.parameters(model), rule, **settings)
     torch.compiler.reset()  # there is a limit to how often a model of a class is compiled
@@ -149,27 +141,25 @@ def train(
     watched = {min(warmup(updates) + more, updates) for more in (1, 3, 5)}
     shown = {max(1, round(updates * share)) for share in task.looks}
     scores = scored(task, model)
-    curve, moved, steps, paces = [(0.0, *scores.values())], [], [], []
+    curve, moved, steps = [(0.0, *scores.values())], [], []
     with suppress(StepError):  # gradients that are not finite
         for update, some in zip(range(1, updates + 1), batches(task.rows(), task.batch, seed), strict=False):
-            before = [weight.clone() for weight in matrices(model)] if update in watched else []
-            start = time.perf_counter()
+            before = matrices(model) if update in watched else None
             with autocast():
                 loss = task.loss(trained, some)
             optimizer.backward(loss)
-            paces.append(time.perf_counter() - start)
             rates.step()
-            if before:
-                moved.append(changed(matrices(model), before))
-                steps.append(distance(matrices(model), before))
+            if before is not None:
+                after = matrices(model)
+                moved.append((after != before).float().mean().item())
+                steps.append(distance(after, before))
             if update in shown:
                 scores = scored(task, model)
                 curve.append((update / updates, *scores.values()))
                 if not curve[-1][1] < curve[0][1] + DIVERGED:
                     break
     optimizer.remove()
-    if curve[-1][0] != 1.0:
+    if curve[-1][0] != 1.0 or not curve[-1][1] < curve[0][1] + DIVERGED:
         scores = dict.fromkeys(scores, math.inf)
     means = {"moved": sum(moved) / max(1, len(moved)), "step": sum(steps) / max(1, len(steps))}
-    means |= {"change": distance(matrices(model), first), "pace": statistics.median(paces)}
-    return {**scores, "curve": curve, **means, **end(model)}
+    return {**scores, "curve": curve, **means, "change": distance(matrices(model), first)}
