@@ -21,7 +21,6 @@ SIZES = {
     "0.7M": (2, 128, 1500, 4e-3), "1M": (4, 128, 1500, 4e-3), "5M": (6, 256, 800, 2e-3), "20M": (6, 512, 500, 1e-3),
 }  # fmt: skip
 PRETRAINING_ROWS = 8  # per update
-OUTLIER, OUTLIERS = 16.0, 4  # a power of two, so that the model computes the same; one channel of so many blocks
 
 
 @functools.cache
@@ -42,21 +41,6 @@ def texts(length: int, vocab: int, held_out_rows: int) -> tuple[dict[str, Tensor
     return trained, {name: rows(texts[:held_out])[:held_out_rows] for name, texts in columns.items()}
 
 
-def with_outliers(model: Any) -> Any:
-    """Makes some input channels of matrices after a norm larger and the norm's gains smaller: the same function."""
-    for layer in model.model.layers:
-        attention, mlp = layer.self_attn, layer.mlp
-        for before, linears in (
-            (layer.input_layernorm, (attention.q_proj, attention.k_proj, attention.v_proj)),
-            (layer.post_attention_layernorm, (mlp.gate_proj, mlp.up_proj)),
-        ):
-            channels = slice(5, None, len(before.weight) // OUTLIERS)
-            before.weight.data[channels] /= OUTLIER
-            for linear in linears:
-                linear.weight.data[:, channels] *= OUTLIER
-    return model
-
-
 @dataclass(frozen=True)
 class LlamaTask(Task):
     """A Llama and the two texts.
@@ -66,7 +50,6 @@ class LlamaTask(Task):
         held_out: rows of each text.
         pretrained: whether weights are pretrained, or random, others for each seed.
         trained: the text to train on: "new", or "old" again.
-        outliers: whether some channels are larger, see `with_outliers`.
     """
 
     size: str = "1M"
@@ -75,7 +58,6 @@ class LlamaTask(Task):
     held_out: int = 64
     pretrained: bool = True
     trained: str = "new"
-    outliers: bool = False
 
     @property
     def texts(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -96,7 +78,7 @@ class LlamaTask(Task):
         model = self.random(0 if self.pretrained else seed)
         if self.pretrained:
             model.load_state_dict(self.weights(), strict=False)  # the head is the embedding
-        return with_outliers(model) if self.outliers else model
+        return model
 
     def rows(self) -> Tensor:
         return self.texts[0][self.trained]

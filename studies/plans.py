@@ -29,10 +29,10 @@ ROUNDINGS = ("stochastic", "nearest", "int12", "int10")
 EIGHT_BITS = "stochastic, 8bit states"
 MANY = ("float32", "stochastic", "int8", "int10", "int12", "int8, fresh units", "compensated")
 LOW = ("float32", "stochastic", "nearest", "compensated", "compensated8", "int12")
-STATES = ("float32, not compiled", *(
+STATES = (*(
     f"{weights}{states}" for weights in ("float32", "stochastic", "compensated8")
     for states in ("", ", bfloat16 states", ", 8bit_nearest states", ", 8bit states")
-))  # fmt: skip
+), "float32, not compiled")  # fmt: skip
 
 
 class Plan(NamedTuple):
@@ -68,9 +68,9 @@ PLANS = {
     "search, 3,000 updates": Plan(Search(updates=3000, batch=4), usual=(2e-5, 0.058)),
     "search, batch 32": Plan(Search(updates=100, batch=32), 30, coarse=MAIN[:2]),
     "docstrings": Plan(LLAMA, 1, MAIN, (*RULES, *VARIANTS), (*ROUNDINGS, EIGHT_BITS), (2e-5, 0.099)),
-    "chats": Plan(Chat(), 30, (*MAIN, "lora"), ("lomo",), (EIGHT_BITS, "int12"), (2e-5, 0.18)),
-    "preferences": Plan(Preference(), 300, coarse=MAIN[:2]),
     "scratch": Plan(SCRATCH, coarse=(*MAIN, *BETAS)),
+    "preferences": Plan(Preference(), 300, coarse=MAIN[:2]),
+    "chats": Plan(Chat(), 30, (*MAIN, "lora"), ("lomo",), (EIGHT_BITS,), (2e-5, 0.18)),
     "docstrings, 5M": Plan(replace(NEW, size="5M")),
     "docstrings, 20M": Plan(replace(NEW, size="20M")),
     **{
@@ -78,7 +78,6 @@ PLANS = {
         for size in (1, 16, 64)
     },
     "old text": Plan(OLD, formats=MANY[:-1], rates={"adalomo": 1e-3}),
-    "old text, outliers": Plan(replace(OLD, updates=1000, outliers=True), formats=MANY[:5], rates={"adalomo": 1e-3}),
     "new text": Plan(NEW, formats=MANY, rates={"adalomo": 3.2e-2}),
     "new text, low rate": Plan(NEW, formats=MANY, rates={"adalomo": 6.4e-4}),
     "fine-tuning, β₂ 0.95": Plan(NEW, formats=STATES, rates={"adamw, β₂ 0.95": 3.2e-3}),
@@ -104,7 +103,7 @@ def runs(rows: Sequence[Run]) -> Iterator[Run]:
     for task, plan in plans.items():
         for name in plan.fine:
             yield from done.search(like(task, name), METHODS[name].lr / plan.lower, fine=True)
-        for name in plan.fine or (() if plan.rates or plan.coarse else MAIN[:2]):
+        for name in plan.fine or MAIN[:2]:
             yield from at(like(task, name), *usual(plan, name))
     for (task, plan), seed in itertools.product(plans.items(), range(1, SEEDS)):
         yield from (run for name in plan.fine if (run := done.best(like(task, name, seed=seed))))
@@ -114,14 +113,14 @@ def runs(rows: Sequence[Run]) -> Iterator[Run]:
             ready = lr in done.losses(first).index
             yield from ({**first, "format": form} for form in plan.formats if ready or form == "float32")
     for task, plan in plans.items():
-        for name in plan.coarse:
-            yield from done.search(like(task, name), METHODS[name].lr / plan.lower)
-    for task, plan in plans.items():
         for form, name in itertools.product(plan.formats, MAIN if plan.fine else ()):
             if form in ROUNDINGS[:2]:
                 yield from at(like(task, name, form), *usual(plan, name))
             elif (best := done.best(like(task, name))) and (METHODS[name].states or form != EIGHT_BITS):
                 yield {**best, "format": form}
+    for task, plan in plans.items():
+        for name in plan.coarse:
+            yield from done.search(like(task, name), METHODS[name].lr / plan.lower)
 
 
 def train(run: Run) -> Run:

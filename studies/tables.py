@@ -22,17 +22,14 @@ Row = dict[str, str]
 
 def tables(report: Any) -> dict[str, str]:
     done = Done(report["runs"])
-    of_states = [task for task in PLANS if "β₂" in task]
-    short = [form for form in STATES if not form.endswith("bfloat16 states") and "compiled" not in form]
     rows = {
         **{task: _methods(done, task) for task, plan in PLANS.items() if not plan.rates},
         "rates": _rates(done), "shares": _shares(done),
         "batch": _methods(done, "docstrings", *(task for task in PLANS if task.startswith("docstrings, batch"))),
         "sizes": _methods(done, "docstrings", *(task for task in PLANS if task.endswith("M"))),
         "formats": _costs(done, ["old text", "new text", "new text, low rate"], MANY, share=True),
-        "formats, states": _costs(done, of_states, STATES),
-        "formats, states, short": _costs(done, of_states, short),
-        "formats, outliers": _costs(done, ["old text, outliers"], MANY[:5], share=True), "long": _long(done),
+        "formats, states": _costs(done, [task for task in PLANS if "β₂" in task], STATES),
+        "long": _long(done),
     }  # fmt: skip
     return {name: markdown(some) for name, some in rows.items() if some}
 
