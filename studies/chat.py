@@ -156,7 +156,7 @@ class Preference(Chat):
         beta: the strength of the reference.
     """
 
-    updates: int = 60
+    updates: int = 30
     beta: float = 0.1
 
     def rows(self) -> TensorDataset:

@@ -28,7 +28,7 @@ RULES = tuple(name for name, method in METHODS.items() if not (method.variant or
 ROUNDINGS = ("stochastic", "nearest", "int12", "int10")
 EIGHT_BITS = "stochastic, 8bit states"
 MANY = ("float32", "stochastic", "int8", "int10", "int12", "int8, fresh units", "compensated")
-LOW = ("float32", "stochastic", "nearest", "compensated", "compensated8", "int12")
+LOW = ("float32", "stochastic", "nearest", "compensated8", "int12")
 STATES = (*(
     f"{weights}{states}" for weights in ("float32", "stochastic", "compensated8")
     for states in ("", ", bfloat16 states", ", 8bit_nearest states", ", 8bit states")
@@ -103,7 +103,7 @@ def runs(rows: Sequence[Run]) -> Iterator[Run]:
     for task, plan in plans.items():
         for name in plan.fine:
             yield from done.search(like(task, name), METHODS[name].lr / plan.lower, fine=True)
-        for name in plan.fine or MAIN[:2]:
+        for name in plan.fine or MAIN:
             yield from at(like(task, name), *usual(plan, name))
     for (task, plan), seed in itertools.product(plans.items(), range(1, SEEDS)):
         yield from (run for name in plan.fine if (run := done.best(like(task, name, seed=seed))))
