@@ -28,7 +28,7 @@ RULES = tuple(name for name, method in METHODS.items() if not (method.variant or
 ROUNDINGS = ("stochastic", "nearest", "int12", "int10")
 EIGHT_BITS = "stochastic, 8bit states"
 MANY = ("float32", "stochastic", "int8", "int10", "int12", "int8, fresh units", "compensated")
-LOW = ("float32", "stochastic", "nearest", "compensated8", "int12")
+LOW = ("float32", "stochastic", "nearest", "compensated8")
 STATES = (*(
     f"{weights}{states}" for weights in ("float32", "stochastic", "compensated8")
     for states in ("", ", bfloat16 states", ", 8bit_nearest states", ", 8bit states")
@@ -64,13 +64,13 @@ OLD = replace(NEW, updates=5000, trained="old")
 SCRATCH = replace(NEW, size="0.7M", updates=2000, length=64, pretrained=False)
 LONG = replace(NEW, updates=10_000, batch=1, looks=(0.1, 0.2, 0.5, 1.0))
 PLANS = {
-    "search": Plan(Search(), 30, MAIN, ("lion",), (*ROUNDINGS[:3], EIGHT_BITS), (2e-5, 0.058)),
+    "search": Plan(Search(), 30, MAIN, (), (*ROUNDINGS[:3], EIGHT_BITS), (2e-5, 0.058)),
     "search, 3,000 updates": Plan(Search(updates=3000, batch=4), usual=(2e-5, 0.058)),
     "search, batch 32": Plan(Search(updates=100, batch=32), 30, coarse=MAIN[:2]),
     "docstrings": Plan(LLAMA, 1, MAIN, (*RULES, *VARIANTS), (*ROUNDINGS, EIGHT_BITS), (2e-5, 0.099)),
     "scratch": Plan(SCRATCH, coarse=(*MAIN, *BETAS)),
     "preferences": Plan(Preference(), 300, coarse=MAIN[:2]),
-    "chats": Plan(Chat(), 30, (*MAIN, "lora"), ("lomo",), (EIGHT_BITS,), (2e-5, 0.18)),
+    "chats": Plan(Chat(), 30, (*MAIN, "lora"), usual=(2e-5, 0.18)),
     "docstrings, 5M": Plan(replace(NEW, size="5M")),
     "docstrings, 20M": Plan(replace(NEW, size="20M")),
     **{
@@ -107,11 +107,6 @@ def runs(rows: Sequence[Run]) -> Iterator[Run]:
             yield from at(like(task, name), *usual(plan, name))
     for (task, plan), seed in itertools.product(plans.items(), range(1, SEEDS)):
         yield from (run for name in plan.fine if (run := done.best(like(task, name, seed=seed))))
-    for seed, (task, plan) in itertools.product(range(SEEDS), plans.items()):
-        for name, lr in plan.rates.items() if seed < plan.seeds else ():
-            first = like(task, name, lr=lr, seed=seed)  # the formats are compared with it when they end
-            ready = lr in done.losses(first).index
-            yield from ({**first, "format": form} for form in plan.formats if ready or form == "float32")
     for task, plan in plans.items():
         for form, name in itertools.product(plan.formats, MAIN if plan.fine else ()):
             if form in ROUNDINGS[:2]:
@@ -121,6 +116,11 @@ def runs(rows: Sequence[Run]) -> Iterator[Run]:
     for task, plan in plans.items():
         for name in plan.coarse:
             yield from done.search(like(task, name), METHODS[name].lr / plan.lower)
+    for seed, (task, plan) in itertools.product(range(SEEDS), plans.items()):
+        for name, lr in plan.rates.items() if seed < plan.seeds else ():
+            first = like(task, name, lr=lr, seed=seed)  # the formats are compared with it when they end
+            ready = lr in done.losses(first).index
+            yield from ({**first, "format": form} for form in plan.formats if ready or form == "float32")
 
 
 def train(run: Run) -> Run:
