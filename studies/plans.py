@@ -64,8 +64,8 @@ OLD = replace(NEW, updates=5000, trained="old")
 SCRATCH = replace(NEW, size="0.7M", updates=2000, length=64, pretrained=False)
 LONG = replace(NEW, updates=10_000, batch=1, looks=(0.1, 0.2, 0.5, 1.0))
 PLANS = {
-    "search": Plan(Search(), 30, MAIN, (), (*ROUNDINGS[:3], EIGHT_BITS), (2e-5, 0.058)),
-    "search, 3,000 updates": Plan(Search(updates=3000, batch=4), usual=(2e-5, 0.058)),
+    "search": Plan(Search(), 30, MAIN, (), (*ROUNDINGS[:2], EIGHT_BITS, "int12"), (2e-5, 0.058)),
+    "search, 3,000 updates": Plan(Search(updates=3000, batch=4), usual=(2e-5, 0.058), rates={"adalomo": 1e-3}, seeds=1),
     "search, batch 32": Plan(Search(updates=100, batch=32), 30, coarse=MAIN[:2]),
     "docstrings": Plan(LLAMA, 1, MAIN, (*RULES, *VARIANTS), (*ROUNDINGS, EIGHT_BITS), (2e-5, 0.099)),
     "scratch": Plan(SCRATCH, coarse=(*MAIN, *BETAS)),
@@ -119,8 +119,8 @@ def runs(rows: Sequence[Run]) -> Iterator[Run]:
     for seed, (task, plan) in itertools.product(range(SEEDS), plans.items()):
         for name, lr in plan.rates.items() if seed < plan.seeds else ():
             first = like(task, name, lr=lr, seed=seed)  # the formats are compared with it when they end
-            ready = lr in done.losses(first).index
-            yield from ({**first, "format": form} for form in plan.formats if ready or form == "float32")
+            forms = plan.formats if lr in done.losses(first).index else ("float32",)
+            yield from ({**first, "format": form} for form in forms)
 
 
 def train(run: Run) -> Run:
@@ -128,7 +128,7 @@ def train(run: Run) -> Run:
     model = plan.task.model(run["seed"])
     model = with_adapters(model, run["seed"]) if method.adapters else model
     results = training.train(plan.task, model, method.rule, run["lr"], method.options, form, run["seed"])
-    return {**results, **(_way(run, plan.task, model) if plan.rates else {})}
+    return {**results, **(_way(run, plan.task, model) if ", lr " in run["task"] else {})}
 
 
 def with_adapters(model: Any, seed: int, rank: int = 16) -> Any:

@@ -23,7 +23,7 @@ Row = dict[str, str]
 def tables(report: Any) -> dict[str, str]:
     done = Done(report["runs"])
     rows = {
-        **{task: _methods(done, task) for task, plan in PLANS.items() if not plan.rates},
+        **{task: _methods(done, task) for task, plan in PLANS.items() if plan.fine or not plan.formats},
         "rates": _rates(done), "shares": _shares(done),
         "batch": _methods(done, "docstrings", *(task for task in PLANS if task.startswith("docstrings, batch"))),
         "sizes": _methods(done, "docstrings", *(task for task in PLANS if task.endswith("M"))),
