@@ -66,7 +66,7 @@ LONG = replace(NEW, updates=10_000, batch=1, looks=(0.1, 0.2, 0.5, 1.0))
 PLANS = {
     "search": Plan(Search(), 30, MAIN, (), (*ROUNDINGS[:2], EIGHT_BITS, "int12"), (2e-5, 0.058)),
     "search, 3,000 updates": Plan(Search(updates=3000, batch=4), usual=(2e-5, 0.058), rates={"adalomo": 1e-3}, seeds=1),
-    "search, batch 32": Plan(Search(updates=100, batch=32), 30, coarse=MAIN[:2]),
+    "search, batch 32": Plan(Search(updates=100, batch=32), 30, MAIN[:2]),
     "docstrings": Plan(LLAMA, 1, MAIN, (*RULES, *VARIANTS), (*ROUNDINGS, EIGHT_BITS), (2e-5, 0.099)),
     "scratch": Plan(SCRATCH, coarse=(*MAIN, *BETAS)),
     "preferences": Plan(Preference(), 300, coarse=MAIN[:2]),
