@@ -48,21 +48,37 @@ PLANNED = {
     "`adalomo`, `weight_format: int12`": "adalomo, int12",
     "`adafactor`, `beta1: 0.9`, `state_storage: 8bit`": "adafactor, 8bit momentum",
     "`adamw`, `state_storage: 8bit`": "adamw, 8bit states, clipped",
+    "the same with `rounding: compensated8`": "adamw, 8bit states, compensated8, clipped",
     "`adamw`": "adamw, bfloat16 states",
     "`lion`": "lion",
     "`lomo` with `max_grad_norm: 1`": "lomo, clipped",
 }
 
 
+def cells(text):
+    """The cells of all rows of tables."""
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")]
+
+
 def test_the_memory_of_rules_equals_the_plan():
-    """The table of README.md, whose other columns are words."""
+    """The table of README.md."""
     plans = json.loads((RESULTS / "memory_bars.json").read_text())["planned"]["llama-3.1-8b"]
-    text = (ROOT / "README.md").read_text()
-    rows = [[cell.strip() for cell in line.split("|")] for line in text.splitlines()]
-    cells = {row[1]: row[3] for row in rows if len(row) > 4 and row[1] in PLANNED}
-    assert cells.keys() == PLANNED.keys()
-    for name, text in cells.items():
+    planned = {row[0]: row[2] for row in cells((ROOT / "README.md").read_text()) if row[0] in PLANNED}
+    assert planned.keys() == PLANNED.keys()
+    for name, text in planned.items():
         assert int(re.match(r"(\d+) GiB", text)[1]) == round(sum(plans[PLANNED[name]].values()) / 2**30), name
+
+
+def test_the_distances_of_rules_to_adamw_are_measured():
+    """The table of README.md, by the last column of three tables of the studies."""
+    tables = Source("studies").tables()
+    shown = {row[0]: row[3] for row in cells((ROOT / "README.md").read_text()) if row[0] in PLANNED}
+    methods = {"`adalomo`": "adalomo", "`lion`": "lion", "`lomo` with `max_grad_norm: 1`": "lomo"}
+    methods |= {"`adafactor`, `beta1: 0.9`, `state_storage: 8bit`": "adafactor, momentum"}
+    for name, method in methods.items():
+        of_tasks = [{row[0]: row[-1] for row in cells(tables[task])} for task in ("search", "chats", "docstrings")]
+        measured = [of_methods.get(method, "–").split(" ")[0] for of_methods in of_tasks]
+        assert shown[name] == ", ".join(measured).replace("-", "−"), name
 
 
 def test_the_first_screen_has_the_figures_of_the_bars():
