@@ -9,7 +9,6 @@ class Method(NamedTuple):
     Attributes:
         lr: near the best one where a small model learns much in few updates.
         relative: the learning rate is relative to the size of the weights.
-        variant: a rule without one of its parts, or with another constant.
         adapters: only low-rank adapters are trained, which have this share of the elements.
         states: number of states as large as the weight.
     """
@@ -18,7 +17,6 @@ class Method(NamedTuple):
     lr: float
     options: dict[str, Any] = {}  # noqa: RUF012
     relative: bool = False
-    variant: bool = False
     adapters: float = 0.0
     states: int = 0
 
@@ -40,17 +38,15 @@ METHODS = {
     "lans": Method("lans", 1e-2, relative=True, states=2),
     "scaled_adam": Method("scaled_adam", 3e-2, relative=True, states=2),
     MOMENTUM_NAME: Method("adafactor", 1e-2, MOMENTUM, relative=True, states=1),
-    f"{MOMENTUM_NAME}, lr not relative": Method(
-        "adafactor", 3e-3, {**MOMENTUM, **NOT_RELATIVE}, variant=True, states=1
-    ),
-    f"{MOMENTUM_NAME}, β₂ 0.999": Method("adafactor_t2t", 1e-2, {**MOMENTUM_T2T, "beta2": 0.999}, True, True, states=1),
-    f"{MOMENTUM_NAME}, β₂ 0.95": Method("adafactor_t2t", 1e-2, {**MOMENTUM_T2T, "beta2": 0.95}, True, True, states=1),
-    "adamw, β₂ 0.95": Method("adamw", 3e-3, {**NO_DECAY, "betas": (0.9, 0.95)}, variant=True, states=2),
-    "adalomo, u not clipped": Method("adalomo", 3e-2, {"clip_threshold": 1e30}, True, True),
-    "adalomo, ε₂ 0.1": Method("adalomo", 3e-2, {"eps": (1e-30, 0.1)}, True, True),
-    "adalomo, ε₂ 1e-6": Method("adalomo", 3e-2, {"eps": (1e-30, 1e-6)}, True, True),
-    "adalomo, ε₁ 1e-8": Method("adalomo", 3e-2, {"eps": (1e-8, 1e-3)}, True, True),
-    "adafactor, lr not relative": Method("adafactor", 3e-3, {**SMALL_MATRICES, **NOT_RELATIVE}, variant=True),
-    "lomo, not clipped": Method("lomo", 1.0, variant=True),
+    f"{MOMENTUM_NAME}, lr not relative": Method("adafactor", 3e-3, {**MOMENTUM, **NOT_RELATIVE}, states=1),
+    f"{MOMENTUM_NAME}, β₂ 0.999": Method("adafactor_t2t", 1e-2, {**MOMENTUM_T2T, "beta2": 0.999}, True, states=1),
+    f"{MOMENTUM_NAME}, β₂ 0.95": Method("adafactor_t2t", 1e-2, {**MOMENTUM_T2T, "beta2": 0.95}, True, states=1),
+    "adamw, β₂ 0.95": Method("adamw", 3e-3, {**NO_DECAY, "betas": (0.9, 0.95)}, states=2),
+    "adalomo, u not clipped": Method("adalomo", 3e-2, {"clip_threshold": 1e30}, True),
+    "adalomo, ε₂ 0.1": Method("adalomo", 3e-2, {"eps": (1e-30, 0.1)}, True),
+    "adalomo, ε₂ 1e-6": Method("adalomo", 3e-2, {"eps": (1e-30, 1e-6)}, True),
+    "adalomo, ε₁ 1e-8": Method("adalomo", 3e-2, {"eps": (1e-8, 1e-3)}, True),
+    "adafactor, lr not relative": Method("adafactor", 3e-3, {**SMALL_MATRICES, **NOT_RELATIVE}),
+    "lomo, not clipped": Method("lomo", 1.0),
     "lora": Method("adamw", 3e-2, NO_DECAY, adapters=0.036),
 }

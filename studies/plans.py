@@ -22,9 +22,8 @@ from studies.search import Search
 from studies.training import Task, matrices
 
 MAIN = ("adamw", "adalomo", MOMENTUM_NAME)
-VARIANTS = tuple(name for name, method in METHODS.items() if method.variant)
-BETAS = tuple(name for name in VARIANTS if f"{MOMENTUM_NAME}, β₂" in name)
-RULES = tuple(name for name, method in METHODS.items() if not (method.variant or method.adapters))
+WHOLE = tuple(name for name, method in METHODS.items() if not method.adapters)
+BETAS = tuple(name for name in WHOLE if f"{MOMENTUM_NAME}, β₂" in name)
 ROUNDINGS = ("stochastic", "nearest", "int12", "int10")
 EIGHT_BITS = "stochastic, 8bit states"
 MANY = ("float32", "stochastic", "int8", "int10", "int12", "int8, fresh units", "compensated")
@@ -67,9 +66,9 @@ PLANS = {
     "search": Plan(Search(), 30, MAIN, (), (*ROUNDINGS[:2], EIGHT_BITS, "int12"), (2e-5, 0.058)),
     "search, 3,000 updates": Plan(Search(updates=3000, batch=4), usual=(2e-5, 0.058), rates={"adalomo": 1e-3}, seeds=1),
     "search, batch 32": Plan(Search(updates=100, batch=32), 30, MAIN[:2]),
-    "docstrings": Plan(LLAMA, 1, MAIN, (*RULES, *VARIANTS), (*ROUNDINGS, EIGHT_BITS), (2e-5, 0.099)),
+    "docstrings": Plan(LLAMA, 1, MAIN, WHOLE, (*ROUNDINGS, EIGHT_BITS), (2e-5, 0.099)),
     "scratch": Plan(SCRATCH, coarse=(*MAIN, *BETAS)),
-    "preferences": Plan(Preference(), 300, coarse=MAIN[:2]),
+    "preferences": Plan(Preference(), usual=(1e-5, 0.18)),
     "chats": Plan(Chat(), 30, (*MAIN, "lora"), usual=(2e-5, 0.18)),
     "docstrings, 5M": Plan(replace(NEW, size="5M")),
     "docstrings, 20M": Plan(replace(NEW, size="20M")),
@@ -90,11 +89,10 @@ SETTINGS = {name: asdict(plan.task) for name, plan in PLANS.items()}
 
 def usual(plan: Plan, name: str) -> list[float]:
     """The learning rate that corresponds to AdamW's usual one, if that is known."""
-    method = METHODS[name]
-    if plan.usual is None or method.adapters:
+    if plan.usual is None or METHODS[name].adapters:
         return []
     adamw, rms = plan.usual
-    return [float(f"{adamw / (rms if method.relative else 1.0):.2g}")]
+    return [float(f"{adamw / (rms if METHODS[name].relative else 1.0):.2g}")]
 
 
 def runs(rows: Sequence[Run]) -> Iterator[Run]:

@@ -23,7 +23,8 @@ Row = dict[str, str]
 def tables(report: Any) -> dict[str, str]:
     done = Done(report["runs"])
     rows = {
-        **{task: _methods(done, task) for task, plan in PLANS.items() if plan.fine or not plan.formats},
+        **{task: _methods(done, task) for task, plan in PLANS.items() if plan.fine or plan.coarse},
+        **{task: _every(done, task) for task in ("search, 3,000 updates", "preferences")},
         "rates": _rates(done), "shares": _shares(done),
         "batch": _methods(done, "docstrings", *(task for task in PLANS if task.startswith("docstrings, batch"))),
         "sizes": _methods(done, "docstrings", *(task for task in PLANS if task.endswith("M"))),
@@ -61,13 +62,21 @@ def _seeds(done: Done, run: Run) -> pd.DataFrame:
     return done.rows[:0] if best is None else done.along("seed", best)
 
 
+def _every(done: Done, task: str) -> list[Row]:
+    """Each run of a task."""
+    rows = done.rows[done.rows.task == task].dropna(axis=1).sort_values(["method", "lr"], ascending=[False, True])
+    scores = [score for score in SCORES if score in rows]
+    named = [{score: f"{run[score]:.3f}" for score in scores} for _, run in rows.iterrows()]
+    return [{"method": name, "lr": f"{lr:.2g}", **of} for name, lr, of in zip(rows.method, rows.lr, named, strict=True)]
+
+
 def _mean(values: pd.Series, sign: str = "", digits: int = 3) -> str:
     spread = f" ± {values.std():.{digits}f}" if len(values) > 1 else ""
     return f"{values.mean():{sign}.{digits}f}{spread}"
 
 
 def _rates(done: Done) -> list[Row]:
-    """The rate that follows from the weights, next to the one that ends at AdamW's loss, and to the best one."""
+    """The rate that follows from the weights, next to the one that ends at AdamW's loss."""
     rows = []
     for (task, plan), name in itertools.product(PLANS.items(), MAIN[1:]):
         adamw, losses = done.losses(like(task, "adamw")), done.losses(like(task, name))
@@ -77,13 +86,11 @@ def _rates(done: Done) -> list[Row]:
         falling = losses[: losses.idxmin()]
         equal = float(np.exp(np.interp(-adamw[start], -falling, np.log(falling.index))))
         there = float(np.interp(np.log(lr), np.log(falling.index), falling))
-        best = (done.best(like(task, each)) for each in (name, "adamw"))
         rows.append(
             {
-                "task": task, "method": name, "rms(w)": f"{rms:.3f}", f"AdamW at {start:g}": f"{adamw[start]:.3f}",
-                "lr from the weights": f"{lr:.2g}", "over AdamW there": f"{there - adamw[start]:+.3f}",
-                "lr with AdamW's loss": f"{equal:.2g}", "the second / the first": f"{equal / lr:.2f}",
-                **{what: f"{run['lr']:.2g}" for what, run in zip(("best lr", "AdamW's"), best, strict=True) if run},
+                "task": task, "method": name, "rms(w)": f"{rms:.3f}", "AdamW's lr": f"{start:g}",
+                "its loss": f"{adamw[start]:.3f}", "lr from the weights": f"{lr:.2g}",
+                "over AdamW": f"{there - adamw[start]:+.3f}", "lr with equal loss": f"{equal:.2g}", "ratio": f"{equal / lr:.2f}",
             }
         )  # fmt: skip
     return rows
@@ -154,7 +161,6 @@ def _long(done: Done) -> list[Row]:
 
 # -- the picture -------------------------------------------------------------------------------------------------------
 
-SHOWN = ("search", "chats", "docstrings")
 COLORS = {
     "adamw": "#444444", "adalomo": "#2a8f7c", MOMENTUM_NAME: "#c47f2a", "lion": "#8a6bb1", "lomo": "#c44e52",
     "lora": "#4a7fb5",
@@ -167,7 +173,7 @@ MARKERS = {
 def draw(report: Any, path: Path) -> None:
     """Draws the held-out loss by learning rate, one curve per method, and by the bytes of a weight and its states."""
     done = Done(report["runs"])
-    tasks = [task for task in SHOWN if task in set(done.rows.task)]
+    tasks = [task for task in ("search", "chats", "docstrings") if task in set(done.rows.task)]
     with picture(path, "Held-out loss after fine-tuning", (4 * len(tasks), 8), len(tasks), 2, squeeze=False) as panels:
         for task, (above, below) in zip(tasks, panels.T, strict=True):
             every = done.rows[done.rows.task == task]
