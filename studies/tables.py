@@ -90,7 +90,7 @@ def _rates(done: Done) -> list[Row]:
             {
                 "task": task, "method": name, "rms(w)": f"{rms:.3f}", "AdamW's lr": f"{start:g}",
                 "its loss": f"{adamw[start]:.3f}", "lr from the weights": f"{lr:.2g}",
-                "over AdamW": f"{there - adamw[start]:+.3f}", "lr with equal loss": f"{equal:.2g}", "ratio": f"{equal / lr:.2f}",
+                "over AdamW": f"{there - adamw[start]:+.3f}", "lr with equal loss": f"{equal:.2g} (× {equal / lr:.2f})",
             }
         )  # fmt: skip
     return rows
