@@ -176,20 +176,17 @@ def draw(report: Any, path: Path) -> None:
     tasks = [task for task in ("search", "chats", "docstrings") if task in set(done.rows.task)]
     with picture(path, "Held-out loss after fine-tuning", (4 * len(tasks), 8), len(tasks), 2, squeeze=False) as panels:
         for task, (above, below) in zip(tasks, panels.T, strict=True):
-            every = done.rows[done.rows.task == task]
-            start, least = every.curve.iloc[0][0][1], every.loss.min()
             for name, color in COLORS.items():
-                losses = done.losses(like(task, name))
+                losses, best = done.losses(like(task, name)), done.best(like(task, name))
                 above.plot(losses.index, losses, color=color, marker="o", ms=3, label=name)
-                for form, marker in MARKERS.items():
+                for form, marker in MARKERS.items() if best else ():
                     size = format_of(form).bytes_per_element(METHODS[name].states)
                     if share := METHODS[name].adapters:  # the frozen weights are bfloat16 numbers
                         size = 2 + 12 * share
-                    lowest = done.losses(like(task, name, form)).nsmallest(1)
-                    below.scatter([size] * len(lowest), lowest, color=color, marker=marker)
-            learned = start - least
+                    there = done.along("seed", {**best, "format": form}).loss[:1]
+                    below.scatter([size] * len(there), there, color=color, marker=marker)
             above.set(xscale="log", xlabel="learning rate, float32 weights", title=task)
-            below.set(xlabel="bytes of a weight and its states", ylim=(least - 0.02 * learned, least + 0.3 * learned))
+            below.set(xlabel="bytes of a weight and its states")
         for form, marker in MARKERS.items():
             panels[1, -1].scatter([], [], color="#444444", marker=marker, label=form)
         for axes, text in zip(panels, ("held-out loss", "held-out loss at the best learning rate"), strict=True):
