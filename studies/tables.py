@@ -186,7 +186,7 @@ def draw(report: Any, path: Path) -> None:
                     there = done.along("seed", {**best, "format": form}).loss[:1]
                     below.scatter([size] * len(there), there, color=color, marker=marker)
             above.set(xscale="log", xlabel="learning rate, float32 weights", title=task)
-            below.set(xlabel="bytes of a weight and its states")
+            below.set(xlabel="bytes of a weight and its states", ylim=above.get_ylim())
         for form, marker in MARKERS.items():
             panels[1, -1].scatter([], [], color="#444444", marker=marker, label=form)
         for axes, text in zip(panels, ("held-out loss", "held-out loss at the best learning rate"), strict=True):
