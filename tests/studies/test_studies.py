@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import math
+import statistics
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -163,8 +164,11 @@ def test_formats_are_trained_and_compared(monkeypatch, small, tmp_path):
     assert low[1]["drift"] > 0
 
     out = tables.tables({"runs": runs})
-    assert f"| int8 | 1.031 | {(sum(ours) - sum(exact)) / 2:+.4f} ± " in out["formats"]
+    above = [a - b for a, b in zip(ours, exact, strict=True)]
+    assert f"| int8 | 1.031 | {statistics.mean(above):+.4f} ± {statistics.stdev(above):.4f} | " in out["formats"]
     assert "| compensated8, 8bit_nearest states | 5.125 | " in out["formats, states"]
-    assert f"| float32 | 4 | 0 ({sum(exact) / 2:.4f} ± " in out["formats"]
+    assert (
+        f"| float32 | 4 | 0 ({statistics.mean(exact):.4f} ± {statistics.stdev(exact):.4f}) | 100% |" in out["formats"]
+    )
     assert "| float32 | 12 | 0 (" in out["formats, states"]
     assert "| 10 updates, lr 0.01 | float32 | 100.0% | 0.00 |" in out["long"]
