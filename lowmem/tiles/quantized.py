@@ -100,7 +100,7 @@ class QuantizedWeight(Tensor):
             except Exception as error:
                 Compiler.give_up(error)
             else:
-                return decoder(*(part.reshape(-1) for part in self.parts))[0].view(self.shape)
+                return decoder(*(part.reshape(-1).contiguous() for part in self.parts))[0].view(self.shape)
         matrix = self._as_matrix()
         plain = matrix.parts[0].new_empty(matrix.shape, dtype=self.dtype)
         for rows in _blocks(matrix):

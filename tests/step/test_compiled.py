@@ -130,9 +130,14 @@ def test_gradients_are_read_as_by_tiles(graphs, rule, reading):
     assert_as_by_tiles(rule, shapes, **READINGS[reading])
 
 
-@pytest.mark.parametrize("rounding", ["compensated8", "weight_in_groups"])
-@pytest.mark.parametrize("state_storage", ["bfloat16", "float16", "8bit", "8bit_64", "8bit_nearest"])
-@pytest.mark.parametrize("rule", ["adamw", "lion"])
+@pytest.mark.parametrize(
+    ("rule", "state_storage", "rounding"),
+    pairwise(
+        ("adamw", "lion"),
+        ("bfloat16", "float16", "8bit", "8bit_64", "8bit_nearest"),
+        ("compensated8", "weight_in_groups"),
+    ),
+)
 def test_states_are_stored_as_by_tiles(graphs, rule, state_storage, rounding, monkeypatch):
     """Also in groups, beside a weight in groups of another size. Of the last two, lines that are cut without groups
     would not consist of complete ones, and one has several tiles."""
