@@ -170,11 +170,10 @@ class Preference(Chat):
         """`loss`: of held-out pairs. `preferred`: the share of them whose right answer is more likely than the wrong
         one. `answers`: nats per token of right answers. `exact` and `old` as for chats.
         """
-        pairs, answers = compared(self)[:HELD_OUT], super().scores(model)
+        pairs, scores = compared(self)[:HELD_OUT], super().scores(model)
         preferred = preferences(model, pairs[:2], pairs[2:4])
         loss = -logsigmoid(self.beta * (preferred - pairs[4])).mean().item()
-        answers["answers"] = answers.pop("loss")
-        return {"loss": loss, "preferred": (preferred > 0).float().mean().item(), **answers}
+        return {**scores, "loss": loss, "preferred": (preferred > 0).float().mean().item(), "answers": scores["loss"]}
 
 
 @functools.cache

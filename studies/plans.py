@@ -23,6 +23,7 @@ from studies.training import Task, matrices
 
 MAIN = ("adamw", "adalomo", MOMENTUM_NAME)
 WHOLE = tuple(name for name, method in METHODS.items() if not method.adapters)
+MORE_RATES = {"adalomo": 1e-3, **{name: 2e-5 for name in WHOLE if "not relative" in name}}
 BETAS = tuple(name for name in WHOLE if f"{MOMENTUM_NAME}, β₂" in name)
 ROUNDINGS = ("stochastic", "nearest", "int12", "int10")
 EIGHT_BITS = "stochastic, 8bit states"
@@ -44,7 +45,7 @@ class Plan(NamedTuple):
         formats: of `MAIN` methods, bfloat16 at the usual and others at the best learning rate; and of `rates`.
         usual: learning rate of AdamW, and root mean square of the weights, from which usual rates follow.
         rates: learning rate by method, for tasks without searches.
-        seeds: of `rates`.
+        seeds: of `rates`, and of usual rates without searches.
     """
 
     task: Task
@@ -64,7 +65,7 @@ SCRATCH = replace(NEW, size="0.7M", updates=2000, length=64, pretrained=False)
 LONG = replace(NEW, updates=10_000, batch=1, looks=(0.1, 0.2, 0.5, 1.0))
 PLANS = {
     "search": Plan(Search(), 30, MAIN, (), (*ROUNDINGS[:2], EIGHT_BITS, "int12"), (2e-5, 0.058)),
-    "search, 3,000 updates": Plan(Search(updates=3000, batch=4), usual=(2e-5, 0.058), rates={"adalomo": 1e-3}, seeds=1),
+    "search, 3,000 updates": Plan(Search(updates=3000, batch=4), usual=(2e-5, 0.058), rates=MORE_RATES, seeds=2),
     "search, batch 32": Plan(Search(updates=100, batch=32), 30, MAIN[:2]),
     "docstrings": Plan(LLAMA, 1, MAIN, WHOLE, (*ROUNDINGS, EIGHT_BITS), (2e-5, 0.099)),
     "scratch": Plan(SCRATCH, coarse=(*MAIN, *BETAS)),
@@ -101,9 +102,9 @@ def runs(rows: Sequence[Run]) -> Iterator[Run]:
     for task, plan in plans.items():
         for name in plan.fine:
             yield from done.search(like(task, name), METHODS[name].lr / plan.lower, fine=True)
-        for name in plan.fine or MAIN:
-            yield from at(like(task, name), *usual(plan, name))
-    for (task, plan), seed in itertools.product(plans.items(), range(1, SEEDS)):
+    for (task, plan), seed in itertools.product(plans.items(), range(SEEDS)):
+        for name in plan.fine or MAIN if seed < (1 if plan.fine else plan.seeds) else ():
+            yield from at(like(task, name, seed=seed), *usual(plan, name))
         yield from (run for name in plan.fine if (run := done.best(like(task, name, seed=seed))))
     for task, plan in plans.items():
         for form, name in itertools.product(plan.formats, MAIN if plan.fine else ()):

@@ -24,7 +24,7 @@ def tables(report: Any) -> dict[str, str]:
     done = Done(report["runs"])
     rows = {
         **{task: _methods(done, task) for task, plan in PLANS.items() if plan.fine or plan.coarse},
-        **{task: _every(done, task) for task in ("search, 3,000 updates", "preferences")},
+        **{task: _every(done, task, plan.usual[0]) for task, plan in PLANS.items() if plan.usual and not plan.fine},
         "rates": _rates(done), "shares": _shares(done),
         "batch": _methods(done, "docstrings", *(task for task in PLANS if task.startswith("docstrings, batch"))),
         "sizes": _methods(done, "docstrings", *(task for task in PLANS if task.endswith("M"))),
@@ -62,12 +62,15 @@ def _seeds(done: Done, run: Run) -> pd.DataFrame:
     return done.rows[:0] if best is None else done.along("seed", best)
 
 
-def _every(done: Done, task: str) -> list[Row]:
-    """Each run of a task."""
-    rows = done.rows[done.rows.task == task].dropna(axis=1).sort_values(["method", "lr"], ascending=[False, True])
-    scores = [score for score in SCORES if score in rows]
-    named = [{score: f"{run[score]:.3f}" for score in scores} for _, run in rows.iterrows()]
-    return [{"method": name, "lr": f"{lr:.2g}", **of} for name, lr, of in zip(rows.method, rows.lr, named, strict=True)]
+def _every(done: Done, task: str, rate: float) -> list[Row]:
+    """Each method at each learning rate. The last column is of the differences to AdamW at `rate`."""
+    rows, last = done.rows[done.rows.task == task].dropna(axis=1), f"over AdamW at {rate:g}"
+    adamw = done.along("seed", like(task, "adamw", lr=rate)).loss
+    return [
+        {"method": name, "lr": f"{lr:.2g}", **{score: _mean(runs[score]) for score in SCORES if score in runs}}
+        | {last: "–" if (above := runs.loss - adamw).eq(0).all() else _mean(above.dropna(), "+")}
+        for name in METHODS for lr, runs in rows[rows.method == name].set_index("seed").groupby("lr")
+    ]  # fmt: skip
 
 
 def _mean(values: pd.Series, sign: str = "", digits: int = 3) -> str:
