@@ -40,9 +40,10 @@ if [ -z "${STACK:-}" ]; then
     ruff format --check .
     mypy
 fi
-# Two processes with one thread each, because more threads do not speed up small tensors.
+# Three processes with one thread each keep two cores busy: some tests wait for processes that they start, and more threads do
+# not speed up small tensors.
 OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 DS_ACCELERATOR=cpu \
-    python -m pytest --numprocesses "${TEST_PROCESSES:-2}" --durations=20 "$@" || failed=$?
+    python -m pytest --numprocesses "${TEST_PROCESSES:-3}" --durations=20 "$@" || failed=$?
 if [ -n "$record" ]; then python scripts/stacks.py "$STACK" "$record"; fi
 if [ "${STACK:-}" = newest ] && [ "${failed:-0}" = 1 ]; then
     echo "warning: some tests fail with the newest versions" >&2
