@@ -95,8 +95,8 @@ class LlamaTask(Task):
         return {"loss": losses.pop(self.trained), **losses}
 
     def weights(self) -> dict[str, Tensor]:
-        """Trained on code by torch's AdamW, rounded to bfloat16; from the folder if they are there."""
-        path = training.WORK / f"{self.size}-{self.vocab}.pt"
+        """Trained on code by torch's AdamW, rounded to bfloat16; from the folder if they are there for this code."""
+        path = training.WORK / f"{self.size}-{self.vocab}-{self.texts[0]['old'].sum()}.pt"
         return torch.load(training.once(path, lambda: torch.save(self._pretrained(), path)))
 
     def _pretrained(self) -> dict[str, Tensor]:

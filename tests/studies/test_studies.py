@@ -172,3 +172,12 @@ def test_formats_are_trained_and_compared(monkeypatch, small, tmp_path):
     )
     assert "| float32 | 12 | 0 (" in out["formats, states"]
     assert "| 10 updates, lr 0.01 | float32 | 100.0% | 0.00 |" in out["long"]
+
+
+def test_weights_pretrained_on_other_code_are_not_reused(monkeypatch):
+    pretrained = []
+    monkeypatch.setattr(llamas.LlamaTask, "_pretrained", lambda self: pretrained.append(self) or {})
+    for ids in ([1, 2], [1, 3], [1, 2]):
+        monkeypatch.setattr(llamas, "texts", lambda *_, ids=ids: ({"old": torch.tensor(ids)}, {}))
+        llamas.LlamaTask().weights()
+    assert len(pretrained) == 2
