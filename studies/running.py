@@ -80,7 +80,7 @@ def repeat(done: list[Run], values: Sequence[str]) -> None:
     here = (row for row in done if row["task"] in plans.PLANS)
     chosen = [row for row in here if all(key in KEYS and type(row[key])(value) == row[key] for key, value in pairs)]
     if not chosen:
-        raise ConfigError(f"no finished run has {' '.join(values)}. The keys are {', '.join(KEYS)}")
+        raise ConfigError(f"no run in data/studies or --out has {' '.join(values)}. The keys are {', '.join(KEYS)}")
     for row in chosen:
         again = trained({key: row[key] for key in KEYS})
         scores = (f"{name}: {row[name]} recorded, {again[name]} now" for name in tables.SCORES if name in again)

@@ -56,7 +56,7 @@ def test_runs_are_done_continued_and_repeated(monkeypatch, small, tmp_path, caps
     assert f"loss: {loss} recorded, {loss} now" in out and "int12" not in out
     with pytest.raises(SystemExit):
         run_studies(tmp_path, "--repeat", "method=sgd")
-    assert "no finished run has method=sgd" in capsys.readouterr().err
+    assert "no run in data/studies or --out has method=sgd" in capsys.readouterr().err
     monkeypatch.setattr(plans, "train", lambda *args: pytest.fail("a finished run was repeated"))
     assert run_studies(tmp_path) == runs
 
