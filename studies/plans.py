@@ -103,7 +103,7 @@ def runs(rows: Sequence[Run]) -> Iterator[Run]:
         for name in plan.fine:
             yield from done.search(like(task, name), METHODS[name].lr / plan.lower, fine=True)
     for (task, plan), seed in itertools.product(plans.items(), range(SEEDS)):
-        for name in plan.fine or MAIN if seed < (1 if plan.fine else plan.seeds) else ():
+        for name in (plan.fine or MAIN) if seed < (1 if plan.fine else plan.seeds) else ():
             yield from at(like(task, name, seed=seed), *usual(plan, name))
         yield from (run for name in plan.fine if (run := done.best(like(task, name, seed=seed))))
     for task, plan in plans.items():

@@ -68,7 +68,7 @@ def _every(done: Done, task: str, rate: float) -> list[Row]:
     adamw = done.along("seed", like(task, "adamw", lr=rate)).loss
     return [
         {"method": name, "lr": f"{lr:.2g}", **{score: _mean(runs[score]) for score in SCORES if score in runs}}
-        | {last: "–" if (above := runs.loss - adamw).eq(0).all() else _mean(above.dropna(), "+")}
+        | {last: "–" if (above := (runs.loss - adamw).dropna()).eq(0).all() else _mean(above, "+")}
         for name in METHODS for lr, runs in rows[rows.method == name].set_index("seed").groupby("lr")
     ]  # fmt: skip
 
