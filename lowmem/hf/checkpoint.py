@@ -115,8 +115,9 @@ def check_configuration(model: Any, folder: Path) -> None:
     """Raises `CheckpointError` if the configurations of a model and of a checkpoint differ."""
     if not (folder / CONFIG_NAME).exists() or not hasattr(model, "config"):
         return
-    now = model.config.to_diff_dict()
-    saved = type(model.config).from_dict(read_json(folder / CONFIG_NAME)).to_diff_dict()
+    # as JSON, which has lists for tuples
+    configs = (model.config, type(model.config).from_pretrained(folder))
+    now, saved = (json.loads(config.to_json_string()) for config in configs)
     for name in sorted((now.keys() | saved.keys()) - _VOLATILE):
         if now.get(name) != saved.get(name):
             raise CheckpointError(
