@@ -124,6 +124,7 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="a run folder, or a checkpoint in it")
     sub.add_argument("prompt", metavar="PROMPT", help="the user's message; a text to continue without a chat template")
     sub.add_argument("--system", metavar="TEXT", help="a system message before the prompt")
+    sub.add_argument("--image", metavar="FILE", type=Path, action="append", help="an image before the prompt")
     sub.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="maximum length of the answer (256)")
     sub.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (the default)")
     sub.add_argument("--seed", type=int, default=0, metavar="N", help="seed of sampling (0)")
@@ -285,7 +286,7 @@ def generate(command: argparse.Namespace, rest: Sequence[str]) -> None:
     _quiet()
     from lowmem.run import generation
 
-    options = {name: getattr(command, name) for name in ("system", "max_new_tokens", "temperature", "seed")}
+    options = {name: getattr(command, name) for name in ("system", "image", "max_new_tokens", "temperature", "seed")}
     generation.generate(command.run_dir, command.prompt, **options)
 
 

@@ -74,7 +74,8 @@ def embedding(model: Any, side: Literal["input", "output"]) -> Any:
 
 def positions(model: Any) -> int | None:
     """The number of tokens for which a model has learned positions; None if its positions are computed."""
-    for name, table in model.named_modules():
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model  # without a tower of images
+    for name, table in decoder.named_modules():
         if isinstance(table, nn.Embedding) and name.rpartition(".")[2] in _POSITIONS:
             padding = 0 if table.padding_idx is None else table.padding_idx + 1
             return int(table.num_embeddings - getattr(table, "offset", padding))

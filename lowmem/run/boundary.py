@@ -1,6 +1,7 @@
 """Where an error of a library becomes a message for the user: which input it is about, and the reason."""
 
 import errno
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -14,6 +15,9 @@ _OUT_OF_MEMORY = (
     "CUDA out of memory", "HIP out of memory", "HIP error: out of memory", "_ALLOC_FAILED", "std::bad_alloc",
     "Cannot allocate memory",
 )  # fmt: skip
+
+# Of transformers: a configuration for which an automatic class has no model.
+_UNKNOWN = r"Unrecognized configuration class <class '.*?(\w+)'> for this kind of AutoModel: (\w+)\..*"
 
 
 @contextmanager
@@ -32,6 +36,8 @@ def blaming(subject: str, kind: type[LowmemError] = ConfigError) -> Iterator[Non
 def reason(error: BaseException, longest: int = 600) -> str:
     """Returns the message of a library's error in one line."""
     text = " ".join(str(error).split()) or type(error).__name__
+    # in place of a list of all classes that transformers could load
+    text = re.sub(_UNKNOWN, r"\2 has no class for a \1. Use a language model of text, such as Llama", text)
     text = f"{text} is missing" if isinstance(error, KeyError) else text
     return text if len(text) <= longest else f"{text[: longest - 4]} ..."
 

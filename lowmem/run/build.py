@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import transformers
 import trl
 from accelerate.utils import purge_accelerate_environment
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import get_peft_config, get_quantization_config
 
 from lowmem.errors import ConfigError, DataError, LowmemError
@@ -67,6 +68,11 @@ def _by_row(prepare: Callable[[Any], Any], dataset: Any) -> Any:
         raise DataError(
             f"row {number + 1} of the data cannot be tokenized: {reason(cause)}. The row: {content}"
         ) from error
+
+
+def model_class(config: Any) -> Any:
+    """Returns the class that TRL loads, which a configuration names."""
+    return getattr(transformers, (config.architectures or [""])[0], AutoModelForCausalLM)
 
 
 @purge_accelerate_environment  # type: ignore[untyped-decorator]

@@ -1,21 +1,28 @@
 """The answer of a trained model to a prompt."""
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer, set_seed
+from transformers import AutoConfig, AutoProcessor, ProcessorMixin, TextStreamer, set_seed
+from transformers.image_utils import load_image
+from transformers.utils import ADAPTER_CONFIG_NAME
 
 from lowmem.errors import CheckpointError, ConfigError
+from lowmem.files import read_json
 from lowmem.hf import adapters, checkpoint
 from lowmem.rules import require
+from lowmem.run import build
 from lowmem.run.boundary import blaming
 from lowmem.run.terminal import warn
 
 
 def generate(
-    folder: Path, prompt: str, *, system: str | None, max_new_tokens: int, temperature: float, seed: int
-) -> None:
+    folder: Path, prompt: str, *, system: str | None, image: Sequence[Path] | None, max_new_tokens: int,
+    temperature: float, seed: int,
+) -> None:  # fmt: skip
     """Prints the answer of a checkpoint, or of the newest complete one in a run folder.
 
     Raises:
@@ -27,23 +34,36 @@ def generate(
     require.number(">= 0", f"< {2**32}", whole=True)("--seed", seed)
     folder = _model_folder(folder)
     with blaming(f"{folder}: its model or tokenizer cannot be loaded", CheckpointError):
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-        model = AutoModelForCausalLM.from_pretrained(  # adapters with the base model that they name
+        processor = AutoProcessor.from_pretrained(folder, trust_remote_code=False)
+        base = read_json(file)["base_model_name_or_path"] if (file := folder / ADAPTER_CONFIG_NAME).exists() else folder
+        kind = build.model_class(AutoConfig.from_pretrained(base, trust_remote_code=False))
+        model = kind.from_pretrained(  # adapters with the base model that they name
             folder, trust_remote_code=False, dtype="auto", use_safetensors=True
         )
+    if not model.can_generate():
+        raise CheckpointError(f"{folder}: its model, {type(model).__name__}, does not generate text")
+    sees, tokenizer = isinstance(processor, ProcessorMixin), getattr(processor, "tokenizer", processor)
+    if image and not (sees and processor.chat_template):
+        raise ConfigError(f"--image: the model of {folder} has no chat template with images. Omit --image")
     model.to("cuda" if torch.cuda.is_available() else "cpu")
+    with blaming("--image"):
+        images = [{"type": "image", "image": load_image(str(path))} for path in image or ()]
     roles = {"system": system, "user": prompt}
-    messages = [{"role": role, "content": text} for role, text in roles.items() if text is not None]
+    messages: list[Any] = [{"role": role, "content": text} for role, text in roles.items() if text is not None]
+    for message in messages if sees else ():
+        before = images if message["role"] == "user" else []
+        message["content"] = [*before, {"type": "text", "text": message["content"]}]
     names = " and the ".join(message["role"] for message in messages)
     with blaming(f"{folder}: its chat template does not accept the {names} message", CheckpointError):
-        if tokenizer.chat_template is None:
+        if processor.chat_template is None:
             if system is not None:
                 raise ConfigError(f"--system: the tokenizer of {folder} has no chat template. Omit --system")
-            inputs = tokenizer(prompt, return_tensors="pt")
+            inputs = processor(text=prompt, return_tensors="pt")
         else:
-            options = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
-            inputs = tokenizer.apply_chat_template(messages, **options)
-    tokens, context = inputs["input_ids"].shape[1], getattr(model.config, "max_position_embeddings", math.inf)
+            options = {"add_generation_prompt": True, "tokenize": True, "return_tensors": "pt", "return_dict": True}
+            inputs = processor.apply_chat_template(messages, **options)
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", math.inf)
+    tokens = inputs["input_ids"].shape[1]
     if not 0 < tokens < context:
         raise ConfigError(f"the prompt has {tokens:,} tokens, but the model accepts 1 to {context - 1:,}")
     if tokens + max_new_tokens > context:

@@ -14,6 +14,7 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import has_length
 
 from lowmem.errors import ConfigError, LowmemError
+from lowmem.hf.adapters import OTHERS_FILE
 from lowmem.placements import in_group
 from lowmem.run import build, data, plan, precheck, report, ways
 from lowmem.run.boundary import blaming, is_out_of_memory, reason
@@ -145,7 +146,8 @@ def _print_end(command: str, trainer: Any, run_dir: Path, *, stopped: bool) -> N
         return
     out.print("done", style="bold")
     topics = {"results": f"{run_dir}: model, config.yaml, metrics.jsonl, loss.png"}
-    if command != "reward":
+    code = getattr(trainer.model.config, "auto_map", None)  # which `generate` does not execute
+    if trainer.model.can_generate() and not (code or (run_dir / OTHERS_FILE).exists()):
         topics["try it"] = f"lowmem generate {shlex.quote(str(run_dir))} 'a prompt'"
     print_topics(topics)
 
