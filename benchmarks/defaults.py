@@ -1,4 +1,4 @@
-"""The time of a step of `FusedSFTTrainer` by default, and with computed gradients, relative to TRL's loss.
+"""The time of a step of `FusedSFTTrainer` by default, relative to TRL's loss.
 
     python -m benchmarks.defaults [--rounds 5]
 
@@ -29,7 +29,7 @@ from scripts.make_model import train_tokenizer
 # Layers, hidden size, vocabulary, tokens.
 SHAPES = ((6, 384, 4096, 512), (4, 256, 16384, 512), (2, 768, 32000, 128), (2, 768, 32000, 1024), (2, 576, 49152, 400))
 BASE = "all off (TRL's loss)"
-SETTINGS = {BASE: False, "default": "auto", "computed gradients": True}
+SETTINGS = {BASE: False, "default": "auto"}
 STEPS = 4  # per turn, of which the first is not counted
 
 

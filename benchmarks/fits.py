@@ -30,7 +30,7 @@ def needed(model: str, ranks: int, rule: str) -> dict[str, float]:
     """The bytes that each GPU needs, with the reserve, and the seconds that the plan took."""
     name, rate = RULES[rule]
     words = ["--config", CONFIG, "--model_name_or_path", f"configs/models/{model}", "--eval_strategy", "no"]
-    words += ["--layers.computed_gradients", "auto", "--fused.rule", name, "--learning_rate", rate]
+    words += ["--fused.rule", name, "--learning_rate", rate]
     words += ["--fsdp"] if ranks > 1 else []
     start = time.perf_counter()
     nbytes = plan(parse("sft", words, device="gpu"), ranks).needed

@@ -44,7 +44,6 @@ from benchmarks.gpu.device import (
 from benchmarks.gpu.report import Report
 from benchmarks.methods import Step, drop_gradients, fused, ordinary
 from benchmarks.pages import markdown
-from lowmem.layers.embedding import compute_gradient
 from lowmem.layers.head import linear_cross_entropy
 from lowmem.layers.head_tiles import MEMORY
 
@@ -101,8 +100,8 @@ def compiled_update(report: Report, small: bool) -> None:
     compare(report, "adamw, stochastic", 1e-3, size, rule="adamw", rounding="stochastic")
 
 
-def computed_gradients(report: Report, small: bool) -> None:
-    """Trains a head and an embedding whose gradients are computed as they are read, with batches of several lengths."""
+def tiled_head(report: Report, small: bool) -> None:
+    """Trains a head in tiles and an embedding with batches of several lengths."""
     vocabulary, hidden = (1024, 128) if small else (49_152, 576)
     for dtype in (torch.float32, torch.bfloat16):
 
@@ -110,7 +109,6 @@ def computed_gradients(report: Report, small: bool) -> None:
             torch.manual_seed(0)
             embedding = nn.Embedding(vocabulary, hidden, device=DEVICE, dtype=dtype)
             head = nn.Parameter(normal(vocabulary, hidden, dtype=dtype) * 0.1)
-            compute_gradient(embedding)
             opt = lowmem.FusedOptimizer(
                 [embedding.weight, head], rule="adamw", lr=1e-2, rounding="nearest", state_storage="float32",
                 compile=compile,
@@ -270,17 +268,11 @@ MODELS = {
 adalomo = partial(fused, rule="adalomo", rounding="stochastic")
 
 
-def llama(name: str, memory: int = MEMORY) -> Any:
-    """Random bfloat16 weights, activation checkpointing, and an embedding whose gradient is computed as it is read.
-
-    Args:
-        memory: bytes of temporaries for that gradient.
-    """
+def llama(name: str) -> Any:
+    """Random bfloat16 weights and activation checkpointing."""
     *size, heads = MODELS[name]
     options = {"num_attention_heads": heads, "num_key_value_heads": heads // 4, "attn_implementation": "sdpa"}
-    model = measurement.llama(*size, "bfloat16", DEVICE, **options)
-    compute_gradient(model.get_input_embeddings(), memory)
-    return model
+    return measurement.llama(*size, "bfloat16", DEVICE, **options)
 
 
 def cross_entropy(model: Any, ids: Tensor, memory: int) -> Tensor:
@@ -293,7 +285,7 @@ def steps(report: Report, name: str, rows: int, tokens: int, *, memory: int, **o
     """Measures training steps and their peaks above the weights: gradients dropped, lowmem's, and AdamW's.
 
     Args:
-        memory: bytes of temporaries for the loss and the gradients of head and embedding.
+        memory: bytes of temporaries for the loss and the gradient of the head.
         options: goal: of the time.  policies: whether to measure those that clip, too.
     """
     methods: dict[str, Callable[[Any], Step]] = {"gradients dropped": drop_gradients, "adalomo": adalomo}
@@ -305,7 +297,7 @@ def steps(report: Report, name: str, rows: int, tokens: int, *, memory: int, **o
         what = f"{name}, {rows} x {tokens} tokens, head_memory {memory >> 20} MiB, {method}"
         with report.trial(what):
             others = torch.cuda.memory_allocated() if GPU else 0
-            model = llama(name, memory)
+            model = llama(name)
             weights = sum(param.nbytes for param in model.parameters())
             ids = torch.randint(0, model.config.vocab_size, (rows, tokens), device=DEVICE)
             take = make(model)
@@ -390,7 +382,7 @@ def tables(report: dict[str, Any]) -> dict[str, str]:
 
 # Each part with the seconds that it needs at most, compilation included; most important first.
 PARTS: tuple[tuple[Callable[[Report, bool], None], float], ...] = (
-    (environment, 5), (compiled_update, 20), (computed_gradients, 40), (exactness, 100),
+    (environment, 5), (compiled_update, 20), (tiled_head, 40), (exactness, 100),
     (updates, 80), (offload, 10), (loading, 5), (small_steps, 40), (one_billion, 70),
     (eight_billion, 60), (streamed, 60), (dispatch, 10),
 )  # fmt: skip

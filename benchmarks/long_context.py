@@ -3,9 +3,8 @@
     python -m benchmarks.long_context [--tokens 131072]
 
 The peak is while the last layer or the head computes its gradients: all layers have added their weights, their states
-and their input. So it is affine in the number of layers. Where the head's gradient is computed as it is read, only
-weights and states have the size of the vocabulary, in which the peak is affine too. One layer and a part of the
-vocabulary are planned, and the rest is added; `CHECKED` is planned in full, too.
+and their input. So it is affine in the number of layers. One layer is planned, and the others are added; `CHECKED` is
+planned in full, too.
 """
 
 import itertools
@@ -56,7 +55,7 @@ CARDS = (24, 80)  # GiB, of which 1 is left for CUDA's context and what is not i
 TILES_OF, TILES_AT, TILES = "Llama-3.1-8B", 32768, (1024, 2048, 4096, 8192, 16384)  # sizes of tiles that are compared
 CHECKED = (("Llama-3.2-1B", 1024, OFF), ("Llama-3.1-8B", 2048, HOST), ("Qwen3-14B", 4096, TILED))
 
-# A vocabulary that is at least as long as any block of rows that a head or an embedding computes at a time.
+# Rows of a vocabulary that does not matter for a difference.
 SMALL_VOCABULARY = 8192
 
 
@@ -66,14 +65,14 @@ def planned(
     """Plans a step of AdaLomo on a GPU with one sequence, bfloat16 weights and activation checkpointing.
 
     Args:
-        layers: options of `LayersConfig`; `computed_gradients` is True if it is not given.
+        layers: options of `LayersConfig`.
         offload: checkpointed layers move their inputs to the host.
     """
     arguments = {
         "dtype": "bfloat16", "max_length": tokens, "learning_rate": 1e-4, "max_grad_norm": 0, "max_steps": 1,
         "per_device_train_batch_size": 1, "loss_type": "nll", "bf16": False, "report_to": "none",
         "fused.rule": "adalomo", "fused.rounding": "stochastic",
-        **{f"layers.{name}": value for name, value in {"computed_gradients": True, **(layers or {})}.items()},
+        **{f"layers.{name}": value for name, value in (layers or {}).items()},
         **({"activation_checkpointing_kwargs": {"offload": True}} if offload else {}),
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
@@ -90,14 +89,6 @@ def peak(model: Mapping[str, Any], tokens: int, setting: Mapping[str, Any], **ch
 
 
 @cache
-def bytes_per_row(name: str) -> int:
-    """Bytes that a row of the vocabulary adds to a peak, where gradients of head and embedding are computed."""
-    sizes = (SMALL_VOCABULARY, 2 * SMALL_VOCABULARY)
-    few, many = (peak(MODELS[name], SHORTEST, {}, num_hidden_layers=1, vocab_size=size) for size in sizes)
-    return (many - few) // SMALL_VOCABULARY
-
-
-@cache
 def bytes_per_layer(name: str, offload: bool) -> tuple[int, int]:
     """Bytes that a layer adds to any peak: weights and states, and per token its input, unless it is offloaded."""
 
@@ -111,13 +102,11 @@ def bytes_per_layer(name: str, offload: bool) -> tuple[int, int]:
 
 
 def extrapolated(name: str, tokens: int, setting: str) -> int:
-    """The peak of a model, from a plan of its first layer and of a part of its vocabulary."""
+    """The peak of a model, from a plan of its first layer."""
     model = MODELS[name]
-    rows = model["vocab_size"] if setting == OFF else SMALL_VOCABULARY
-    peak_of_one = peak(model, tokens, SETTINGS[setting], num_hidden_layers=1, vocab_size=rows)
+    peak_of_one = peak(model, tokens, SETTINGS[setting], num_hidden_layers=1)
     fixed, per_token = bytes_per_layer(name, SETTINGS[setting].get("offload", False))
-    layers = (model["num_hidden_layers"] - 1) * (fixed + per_token * tokens)
-    return peak_of_one + layers + (model["vocab_size"] - rows) * bytes_per_row(name)
+    return peak_of_one + (model["num_hidden_layers"] - 1) * (fixed + per_token * tokens)
 
 
 def fits(peaks: Mapping[int, int], memory: int) -> int:

@@ -11,7 +11,6 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lowmem
-from lowmem.layers.embedding import compute_gradient
 from lowmem.layers.head import linear_cross_entropy
 
 
@@ -36,8 +35,6 @@ def main() -> None:
     model.gradient_checkpointing_enable({"use_reentrant": False})
     model.train()
 
-    # The full gradients of the two vocabulary matrices are never materialized: the optimizer computes them in blocks.
-    compute_gradient(model.get_input_embeddings())
     opt = lowmem.FusedOptimizer(model.named_parameters(), model=model, rule="adalomo", lr=args.learning_rate)
     loader = DataLoader(blocks(args.text, tokenizer, args.length), batch_size=1, shuffle=True)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(opt, len(loader))

@@ -176,14 +176,13 @@ def plan(command: argparse.Namespace, rest: Sequence[str]) -> int:
     options, ranks = recipe.options, _count("--ranks", recipe.options.ranks, 1)
     memory = None if options.memory is None else parse_bytes(options.memory, "--memory")
     with stage("planning a run"):
-        recipe, planned = planning.plan_within(recipe, ranks, memory)
+        planned = planning.plan(recipe, ranks)
     print_topics(planned.summary)
     out.print()
     out.print(_step_table(planned.step))
     out.print()
     out.print(_phase_table(planned, ranks))
     figures = {"device": recipe.device, "ranks": ranks, **planned.figures(), "memory": memory, "ways": {}}
-    figures["computed_gradients"] = recipe.layers.computed_gradients
     fits = memory is None or planned.needed <= memory
     found: Recipe | None = recipe
     if memory is not None:

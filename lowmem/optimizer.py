@@ -2,7 +2,7 @@
 
 import copy
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any
@@ -23,7 +23,6 @@ from lowmem.step.parameters import Parameters, States
 from lowmem.step.record import AddedGroup, ParamRecord
 from lowmem.step.report import LastStep, Report
 from lowmem.step.updates import Updates
-from lowmem.tiles.gradients import Contribution
 from lowmem.tiles.graph import Compiler
 from lowmem.tiles.quantized import in_codes
 
@@ -247,9 +246,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         """
         return self._loop.backward(loss, last=not self._hooks.accumulating)
 
-    def _on_gradient(self, record: ParamRecord, offered: Sequence[Contribution]) -> None:
+    def _on_gradient(self, record: ParamRecord) -> None:
         """Called by the hook of a parameter when its gradient is complete."""
-        self._loop.arrived(record, offered)
+        self._loop.arrived(record)
         self._opt_called |= self._cycle.last  # LR schedulers ask whether an optimizer step came before theirs
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -224,16 +224,12 @@ class FusedConfig:
 
 @dataclass(frozen=True)
 class LayersConfig:
-    """Options that avoid materializing full gradients and activations.
+    """Options that avoid materializing full logits and activations.
 
     Attributes:
-        computed_gradients: "auto" computes the loss from tiles of logits. The gradients of the output head and the
-            embedding are tensors, which takes the least time. With True, the optimizer computes them, block by block,
-            as it reads them: on one device, for rules of lowmem, and for micro-batches of up to a quarter as many
-            tokens as the vocabulary has. Under ZeRO-3, they are computed and reduced block by block, so a rank has only
-            its shard of them. Otherwise they are tensors. The command line changes "auto" to True if the planned run
-            does not fit otherwise. False uses TRL's losses.
-        head_memory: additional memory for computing the loss and these gradients, such as "1GiB". More is faster. None
+        computed_gradients: "auto" computes the loss from tiles of logits. False uses TRL's losses. True raises:
+            gradients that are computed as they are read are no longer supported.
+        head_memory: additional memory for computing the loss and its gradients, such as "1GiB". More is faster. None
             is 128 MiB on a CPU and 512 MiB on a GPU. At least the logits of one token exist at a time.
         mlp_tile: number of tokens that an MLP computes at a time, and once more in backward. None computes all at once.
 
@@ -252,6 +248,12 @@ class LayersConfig:
 
     def __post_init__(self) -> None:
         require.flag_or_auto("computed_gradients", self.computed_gradients)
+        if self.computed_gradients is True:
+            raise ConfigError(
+                "computed_gradients: true is no longer supported: the gradients of the output head and the embedding "
+                "are tensors. Omit it. To save memory, train 12-bit weights (fused: {weight_format: int12}), or use a "
+                "smaller batch (per_device_train_batch_size)"
+            )
         _ = self.head_bytes  # raises if it is not an amount
         require.number(">= 1", whole=True, optional=True)("mlp_tile", self.mlp_tile)
 

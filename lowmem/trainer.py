@@ -63,7 +63,7 @@ class FusedTrainerMixin(_Base):
     Args:
         fused: options of the fused optimizer. If it has no rule, the optimizer is the one that the class creates or the
             arguments name, by default AdamW. Alternatively pass a `FusedOptimizer` in the trainer's `optimizers`.
-        layers: memory options of the head, the embedding, MLPs and activations. If None, uses `LayersConfig()`.
+        layers: memory options of the head and MLPs. If None, uses `LayersConfig()`.
 
     Raises:
         ConfigError: an argument contradicts `fused` or does not exist in the rule; the learning rate is the default for

@@ -243,22 +243,6 @@ def give_gradients():
 
 
 @pytest.fixture
-def offers(monkeypatch):
-    """By parameter, the kinds of contributions that optimizers were offered, and whether they accepted them."""
-    from lowmem.step.hooks import Hooks
-
-    offered, original = {}, Hooks._offer
-
-    def offer(self, record, contribution):
-        takes = original(self, record, contribution)
-        offered.setdefault(record.name, set()).add((type(contribution).__name__, takes))
-        return takes
-
-    monkeypatch.setattr(Hooks, "_offer", offer)
-    return offered
-
-
-@pytest.fixture
 def matrices(monkeypatch):
     """The shapes of logits whose matrix was computed."""
     from lowmem.layers.logits import Logits

@@ -1,4 +1,4 @@
-"""`LayersConfig`, applied to the models of a trainer: tiled MLPs, computed gradients, and losses without logits.
+"""`LayersConfig`, applied to the models of a trainer: tiled MLPs, and losses without logits.
 
 From TRL 1.15 on, trainers call a model with `fused_lm_head=True` and expect log-probabilities of labels. Before that,
 the loss "chunked_nll" expects sums over tokens. A new forward of the model returns both, computed by
@@ -20,11 +20,8 @@ from torch.nn import functional as F
 from transformers.utils import ModelOutput
 
 from lowmem.errors import ConfigError
-from lowmem.layers.embedding import compute_gradient
-from lowmem.layers.head import Head
 from lowmem.layers.logits import LazyHead, Logits
 from lowmem.layers.mlp import tile_mlps
-from lowmem.optimizer import FusedOptimizer
 from lowmem.options import LayersConfig
 from lowmem.placements.zero3 import gathered
 from lowmem.tiles.quantized import in_codes
@@ -46,21 +43,9 @@ _OTHERS = ("GRPOTrainer", "RLOOTrainer")
 
 
 def change(model: Any, layers: LayersConfig) -> None:
-    """Tiles the MLPs of a model, and may let the optimizer compute the gradient of its embedding as it reads it.
-
-    Called before the model is sharded.
-
-    Raises:
-        ConfigError: `head_memory` is not enough for one row.
-        UnsupportedError: the model has no MLP that can be tiled.
-    """
+    """Tiles the MLPs of a model, before it is sharded. Raises `UnsupportedError` if it has none that can be tiled."""
     if layers.mlp_tile is not None:
         tile_mlps(model, layers.mlp_tile)
-    table = embedding(model, "input")
-    if layers.computed_gradients is True and isinstance(table, nn.Embedding):
-        head = Head(memory=layers.head_bytes)
-        head.tile(1, table.num_embeddings, table.embedding_dim, table.weight.device)  # raises if that is too little
-        compute_gradient(table, head.memory)
 
 
 def embedding(model: Any, side: Literal["input", "output"]) -> Any:
@@ -80,19 +65,6 @@ def positions(model: Any) -> int | None:
             padding = 0 if table.padding_idx is None else table.padding_idx + 1
             return int(table.num_embeddings - getattr(table, "offset", padding))
     return None
-
-
-def described(model: Any, optimizer: FusedOptimizer, layers: LayersConfig) -> str:
-    """Describes the gradients of a model's head and input embedding: computed as they are read, or tensors, and why."""
-    outputs = (embedding(model, "output"), embedding(model, "input"))
-    weights = [layer.weight for layer in outputs if hasattr(layer, "weight") and layer.weight.requires_grad]
-    records = [optimizer._records[weight] for weight in weights if weight in optimizer._records]
-    if not records:
-        return "the head and the embedding are not trained"
-    if layers.computed_gradients == "auto":
-        return "head and embedding: ordinary tensors, which take least time (computed_gradients: auto)"
-    how = "never materialized" if all(record.computes for record in records) else "ordinary tensors"
-    return f"head and embedding: {how}"
 
 
 @dataclass
@@ -172,7 +144,7 @@ def _place(model: Any, layers: LayersConfig) -> list[Place]:
     if getattr(type(linear), "forward", None) is not nn.Linear.forward:
         return []
     parent, _, name = next(path for path, module in model.named_modules() if module is output).rpartition(".")
-    head = LazyHead(output, gathered, memory=layers.head_bytes, computed=layers.computed_gradients is True)
+    head = LazyHead(output, gathered, memory=layers.head_bytes)
     return [(model.get_submodule(parent), name, head)]
 
 
@@ -218,7 +190,7 @@ def _losses(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss and metrics of each token."""
     if isinstance(logits, Logits) and logits.pending:
-        losses, _, values = logits.source.losses(targets, metrics, smoothing, keeps=not logits.source.head.computed)
+        losses, _, values = logits.source.losses(targets, metrics, smoothing, keeps=True)
         return losses, values
     z = logits.float()
     losses = F.cross_entropy(z.flatten(0, -2), targets.flatten(), reduction="none", label_smoothing=smoothing)

@@ -2,7 +2,7 @@
 
 Logits are the product of hidden states [tokens, hidden] and a weight [vocabulary, hidden]. Forward takes some tokens at
 a time. It stores the log-sum-exp of each, and the gradient of its hidden state up to a factor. The gradient of rows of
-the weight depends only on those rows, the hidden states and the log-sum-exps. Backward or the optimizer computes it.
+the weight depends only on those rows, the hidden states and the log-sum-exps. Backward computes it from tiles, too.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,8 +16,6 @@ from torch import Tensor
 from lowmem.errors import ConfigError, UnsupportedError
 from lowmem.layers.autocast import autocast, autocast_dtype
 from lowmem.layers.head_tiles import Head, HeadGradient
-from lowmem.step import hooks
-from lowmem.tiles.gradients import ComputedGradient
 from lowmem.tiles.layout import block_starts
 from lowmem.tiles.quantized import rows_of
 
@@ -43,9 +41,6 @@ def linear_cross_entropy(
     **options: Any,
 ) -> Tensor:
     """Computes the cross-entropy of `hidden @ weight.T + bias` with `labels`, one tile of logits at a time.
-
-    If a `FusedOptimizer` updates `weight` on one device by a rule of lowmem, the full gradient of `weight` is never
-    materialized: the optimizer computes it as it reads it.
 
     Args:
         hidden: [..., size], float32 or 16-bit.
@@ -187,12 +182,13 @@ class _TokenLosses(torch.autograd.Function):
         elif ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
             del kept
             with gather():
-                full = weight.detach()
-                part = HeadGradient(hidden, full, bias, targets, log_sums, grad, of_targets, head, ctx.options.dtype)
-                if ctx.needs_input_grad[1] and not (head.computed and hooks.offer(weight, part)):
-                    grad_weight = ComputedGradient(full.shape, full.device, [part]).dense(full.dtype)
+                grads = HeadGradient(
+                    hidden, weight.detach(), bias, targets, log_sums, grad, of_targets, head, ctx.options.dtype
+                )
+                if ctx.needs_input_grad[1]:
+                    grad_weight = grads.of_weight()
                 if ctx.needs_input_grad[2]:
-                    grad_bias = part.of_bias().to(bias.dtype)
+                    grad_bias = grads.of_bias().to(bias.dtype)
         return grad_hidden, grad_weight, grad_bias, None, None
 
 

@@ -1,6 +1,6 @@
 """Tiles of an output head: the logits of some tokens with some rows of the vocabulary. One exists at a time.
 
-The gradient of the weight is computed from them block of rows by block of rows, as the optimizer reads it.
+The gradient of the weight is computed from them block of rows by block of rows.
 """
 
 import math
@@ -13,11 +13,10 @@ from torch import Tensor
 from lowmem.errors import ConfigError
 from lowmem.layers.autocast import autocast
 from lowmem.rules import require
-from lowmem.tiles.gradients import Contribution
 from lowmem.tiles.layout import block_starts
 from lowmem.tiles.quantized import QuantizedWeight, plain
 
-# Default memory for the temporaries of a head or an embedding, in bytes. With smaller tiles a GPU waits for the host:
+# Default memory for the temporaries of a head, in bytes. With smaller tiles a GPU waits for the host:
 # four times the memory halves the time of a step of 1B parameters on an H200.
 MEMORY, GPU_MEMORY = 128 << 20, 512 << 20
 
@@ -50,7 +49,6 @@ class Head:
 
     Attributes:
         memory: bytes of temporaries, which determine the size of tiles. None is 128 MiB on a CPU and 512 MiB on a GPU.
-        computed: the optimizer may compute the gradient of the weight as it reads it. False returns a tensor.
 
     Raises:
         ConfigError: a value is out of range.
@@ -61,7 +59,6 @@ class Head:
     temperature: float = 1.0
     label_smoothing: float = 0.0
     memory: int | None = None
-    computed: bool = True
 
     def __post_init__(self) -> None:
         for name, check in _CHECKS.items():
@@ -148,8 +145,8 @@ class Head:
         return max(1, (self.available(device) - kept) // (_TILE * vocabulary + _ROW * size))
 
     def tile(self, tokens: int, vocabulary: int, size: int, device: torch.device) -> tuple[int, int]:
-        """Returns the numbers of tokens and of rows of the vocabulary in a tile that takes half of the memory. Rows of
-        the gradient are stored in the other half. `size` is the size of a hidden state.
+        """Returns the numbers of tokens and of rows of the vocabulary in a tile that takes half of the memory, because
+        the gradient of the weight exists beside it. `size` is the size of a hidden state.
 
         Raises:
             ConfigError: `memory` is not enough for one of each.
@@ -191,8 +188,8 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 @dataclass(frozen=True, eq=False)
-class HeadGradient(Contribution):
-    """The gradient of the weight of a head, in one backward.
+class HeadGradient:
+    """The gradients of the weight and the bias of a head, in one backward.
 
     Attributes:
         hidden: [tokens, size].  weight: [vocabulary, size].  bias: [vocabulary].  targets: int64 [tokens].
@@ -213,32 +210,31 @@ class HeadGradient(Contribution):
     dtype: torch.dtype
 
     @property
-    def stored_bytes(self) -> int:
-        return self.head.available(self.hidden.device) // 2
-
-    @property
-    def block_rows(self) -> int:
-        return self._tile[1]
-
-    @property
     def _tile(self) -> tuple[int, int]:
         vocabulary, size = self.weight.shape
         return self.head.tile(len(self.hidden), vocabulary, size, self.hidden.device)
 
-    def add_to(self, rows: Tensor, start: int) -> None:
-        with autocast(rows.device, None):
-            for part in self.head.slices(self.weight[start : start + len(rows)], self.dtype):
-                block = rows[part]
-                for hidden, of_products in self._tiles(start + (part.start or 0), len(block)):
-                    add_product(block, of_products.t(), hidden)
+    def of_weight(self) -> Tensor:
+        """Returns the gradient of the weight, [vocabulary, size] in its dtype, rounded once."""
+        weight, step = self.weight, self._tile[1]
+        grad = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
+        with autocast(grad.device, None):
+            for start, into in zip(range(0, len(grad), step), grad.split(step), strict=True):
+                rows = torch.zeros(into.shape, dtype=torch.float32, device=grad.device)
+                for part in self.head.slices(weight[start : start + len(rows)], self.dtype):
+                    block = rows[part]
+                    for hidden, of_products in self._tiles(start + (part.start or 0), len(block)):
+                        add_product(block, of_products.t(), hidden)
+                into.copy_(rows)
+        return grad
 
     def of_bias(self) -> Tensor:
         """Returns the gradient of the bias, float32 [vocabulary]."""
-        grad = torch.zeros(len(self.weight), dtype=torch.float32, device=self.hidden.device)
+        grad, step = torch.zeros(len(self.weight), dtype=torch.float32, device=self.hidden.device), self._tile[1]
         with autocast(grad.device, None):
-            for start in range(0, len(grad), self.block_rows):
-                for _, of_products in self._tiles(start, self.block_rows):
-                    grad[start : start + self.block_rows] += of_products.sum(0)
+            for start in range(0, len(grad), step):
+                for _, of_products in self._tiles(start, step):
+                    grad[start : start + step] += of_products.sum(0)
         return grad
 
     def _tiles(self, start: int, count: int) -> Iterator[tuple[Tensor, Tensor]]:

@@ -16,7 +16,6 @@ from torch.nn.modules.module import register_module_module_registration_hook
 
 from lowmem.errors import UnsupportedError
 from lowmem.placements.ranks import Ranks, in_group
-from lowmem.tiles.gradients import Gradient
 from lowmem.tiles.layout import Layout, Span, View
 from lowmem.tiles.quantized import QuantizedWeight, plain, tensors_of
 
@@ -58,7 +57,7 @@ class Placed:
             return False
 
 
-Reduced = Iterator[tuple[Placed, Gradient]]
+Reduced = Iterator[tuple[Placed, Tensor]]
 
 
 class Shard:
@@ -154,21 +153,16 @@ class MicroBatch:
         wide: sums are float32 or wider.
     """
 
-    add: Callable[[Placed, Gradient], Gradient | None]
+    add: Callable[[Placed, Tensor], Tensor | None]
     last: bool = True
-    earlier: Mapping[str, Callable[[], Gradient]] = field(default_factory=dict)
+    earlier: Mapping[str, Callable[[], Tensor]] = field(default_factory=dict)
     wide: bool = False
 
 
 class Reducer:
     """Sums the gradients of micro-batches, and brings each one to the shard that it updates, in an order that suits its
     placement. Here there is nothing to reduce.
-
-    Attributes:
-        takes_computed: accepts gradients that are computed as they are read. Reducing one gives a tensor.
     """
-
-    takes_computed: ClassVar[bool] = True
 
     def take(self, param: Tensor) -> Tensor:
         """Removes the gradient from a parameter. Nothing else uses its elements, which the caller may change."""
@@ -185,7 +179,7 @@ class Reducer:
         """Called before each backward. `records` are all parameters that may get a gradient in it."""
         self._micro_batch = micro_batch
 
-    def reduce(self, record: Placed, grad: Gradient) -> Reduced:
+    def reduce(self, record: Placed, grad: Tensor) -> Reduced:
         """Takes a gradient. Yields gradients that are ready, this one or others: summed over micro-batches, averaged
         over ranks, and cut to this rank's shard.
         """

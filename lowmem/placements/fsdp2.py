@@ -59,8 +59,6 @@ class _Rows(FlatShard):
 class _Reduced(Reducer):
     """A reducer for gradients that FSDP2 has averaged and cut before their hook runs."""
 
-    takes_computed = False
-
     def take(self, param: Tensor) -> Tensor:
         grad = cast(DTensor, param.grad)
         param.grad = None

@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from lowmem.errors import StepError, UnsupportedError
 from lowmem.placements.agreement import refuse_different, refuse_other_settings
 from lowmem.placements.base import WRAPPED, MicroBatch, Placed, Placement, Reduced, Reducer, Shard
-from lowmem.tiles.gradients import Gradient
 from lowmem.tiles.quantized import tensors_of
 from lowmem.tiles.stored import flat
 from lowmem.tiles.transfers import Readback, to_device
@@ -76,8 +75,6 @@ class AllReduce(Reducer):
     checkpointing, where the graph does not show which gradients will arrive.
     """
 
-    takes_computed = False
-
     def __init__(self) -> None:
         self._turns: dict[Placed, _Turn] = {}  # in the order of the averages
         self._backwards = 0  # of these parameters
@@ -86,7 +83,7 @@ class AllReduce(Reducer):
         self.drop()
 
     def drop(self) -> None:
-        self._averages: Iterator[tuple[Placed, Gradient] | None] = iter(())  # of this backward
+        self._averages: Iterator[tuple[Placed, Tensor] | None] = iter(())  # of this backward
         self._arrivals = itertools.count(_ARRIVED + 1)
         for turn in self._turns.values():
             turn.tensor = None
@@ -105,12 +102,11 @@ class AllReduce(Reducer):
         if claimed and micro_batch.last:
             self._averages = self._average()
 
-    def reduce(self, record: Placed, grad: Gradient) -> Reduced:
+    def reduce(self, record: Placed, grad: Tensor) -> Reduced:
         total = self._micro_batch.add(record, grad)
         del grad
         if total is None:
             return
-        assert isinstance(total, Tensor)
         yield from self._proceed()
         turn = self._turns[record]
         if not turn.open:
@@ -144,7 +140,7 @@ class AllReduce(Reducer):
         """Begins or continues the averages of this backward until one waits for its gradient."""
         return iter(lambda: next(self._averages, None), None)
 
-    def _average(self) -> Iterator[tuple[Placed, Gradient] | None]:
+    def _average(self) -> Iterator[tuple[Placed, Tensor] | None]:
         """Launches the collectives of a backward. Yields averages, and None when the next gradient may still arrive."""
         for turn in self._turns.values():
             turn.reached = turn.record.reached
@@ -176,9 +172,8 @@ class AllReduce(Reducer):
         read_sum = self._micro_batch.earlier.get(turn.record.name)
         if read_sum is None:
             return torch.zeros_like(turn.record.param)
-        turn.state, total = next(self._arrivals), read_sum()
-        assert isinstance(total, Tensor)
-        return total
+        turn.state = next(self._arrivals)
+        return read_sum()
 
     def _wait(self, turn: _Turn, work: dist.Work, expected: "_Maxima") -> Reduced:
         """Waits for an all-reduce. Yields its average if it is certain that a gradient arrives on some rank."""

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from itertools import chain, pairwise
 from typing import Any, ClassVar
 
 import torch
@@ -16,12 +15,10 @@ from torch import Tensor, nn
 
 from lowmem.errors import StepError, UnsupportedError
 from lowmem.placements.base import Placed, Reduced, Reducer
-from lowmem.placements.ranks import Ranks
 from lowmem.placements.sharded import FlatShard, Sharded, span_of_rank
-from lowmem.tiles.gradients import ComputedGradient, Gradient
 from lowmem.tiles.layout import Span
 
-# Elements, over all ranks, that are computed or gathered together. The same on every rank, independent of its batch.
+# Elements, over all ranks, that are gathered together.
 _BLOCK = 1 << 22
 
 
@@ -104,7 +101,7 @@ class _ReduceScatter(Reducer):
     """Reduce-scatters the gradient of each micro-batch, and sums the shards.
 
     A reduce-scatter is launched when its gradient is complete, and waited for when the next one is, so that it overlaps
-    with the backward: two gradients exist at a time. One that is computed as it is read is reduced block by block.
+    with the backward: two gradients exist at a time.
     """
 
     def __init__(self, shard: FlatShard) -> None:
@@ -114,16 +111,12 @@ class _ReduceScatter(Reducer):
     def drop(self) -> None:
         self._in_flight: Reduced = iter(())
 
-    def reduce(self, record: Placed, grad: Gradient) -> Reduced:
+    def reduce(self, record: Placed, grad: Tensor) -> Reduced:
         ranks = self._shard.ranks_of(record.param)
-        if isinstance(grad, Tensor):
-            launched = ranks.reduce_scatter_mean(grad.contiguous().view(-1), record.span.size)
-            before, self._in_flight = self._in_flight, self._wait(record, launched)
-            del grad, launched
-            yield from before
-        else:
-            yield from self._in_flight
-            yield from super().reduce(record, self._reduce_blocks(record, grad, ranks))
+        launched = ranks.reduce_scatter_mean(grad.contiguous().view(-1), record.span.size)
+        before, self._in_flight = self._in_flight, self._wait(record, launched)
+        del grad, launched
+        yield from before
 
     def flush(self) -> Reduced:
         return self._in_flight
@@ -133,31 +126,6 @@ class _ReduceScatter(Reducer):
         summed = super().reduce(record, launched())
         del launched  # it holds the full gradient
         yield from summed
-
-    def _reduce_blocks(self, record: Placed, grad: ComputedGradient, ranks: Ranks) -> Tensor:
-        """Computes and reduces a gradient block by block, one block while the one before is in flight.
-
-            rank 0's slice    rank 1's slice
-            [1][2][3]         [1][2][3]         block n has the nth part of every slice
-
-        Returns:
-            This rank's slice of the mean, flat, in the dtype of the parameter.
-        """
-        span, dtype = record.span, record.param.dtype
-        shard = torch.empty(span.held, dtype=dtype, device=grad.device)
-        count = max(1, _BLOCK // ranks.world_size)
-
-        def launch(start: int) -> Callable[[], Tensor]:
-            size = min(count, span.size - start)
-            blocks = [grad.elements(rank * span.size + start, size).to(dtype) for rank in range(ranks.world_size)]
-            return ranks.reduce_scatter_mean(torch.cat(blocks), size)
-
-        starts = range(0, span.size, count)
-        for start, (wait, _) in zip(starts, pairwise(chain(map(launch, starts), (None,))), strict=True):
-            assert wait is not None
-            block = wait()
-            shard[start : start + len(block)] = block[: max(0, span.held - start)]
-        return shard
 
 
 class Zero3(Sharded):

@@ -72,7 +72,6 @@ class ForeignRule(UpdateRule):
     keeps = "the states of the class"
     exactness = "the class's own step(), bit for bit"
     elementwise = materializes = True  # other classes raise on shards
-    needs_dense_gradient = True
 
     def __init__(self, cls: type[torch.optim.Optimizer]) -> None:
         self.cls = cls

@@ -113,8 +113,6 @@ class UpdateRule(ABC):
         norm_before_clip_value: clip_norm measures gradients before clip_value clamps them.
         sums_squares: a parameter is left unchanged if the squares of its gradient, or their sum, overflow float32 (a
             norm of 9e18), because they would make its states useless.
-        needs_dense_gradient: it reads the gradient as one tensor, or after it has written the parameter. Other rules
-            can read gradients that are computed block by block in every pass.
     """
 
     name: ClassVar[str]
@@ -133,7 +131,6 @@ class UpdateRule(ABC):
     every_parameter: ClassVar[bool] = False
     norm_before_clip_value: ClassVar[bool] = False
     sums_squares: ClassVar[bool] = False
-    needs_dense_gradient: ClassVar[bool] = False
 
     def equals(self, other: "UpdateRule") -> bool:
         """Returns whether another rule of this name gives the same updates."""

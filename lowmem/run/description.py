@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from lowmem.hf import arguments, layers, sharding
+from lowmem.hf import arguments, sharding
 from lowmem.placements import in_group, shape_of, streaming_of
 from lowmem.step.record import states_in_words, weights_in_words
 
@@ -27,8 +27,6 @@ def describe(trainer: Any) -> dict[str, str]:
         topics["placement"] = f"{optimizer.placement}: each of {args.world_size} processes has {share}"
     if (streaming := streaming_of(model)) is not None:
         topics["placement"] = f"streamed: {sharding.in_words(streaming, model)}"
-    if trainer.layers.computed_gradients:
-        topics["gradients"] = layers.described(model, optimizer, trainer.layers)
     why = "" if optimizer.policy == "immediate" else f": {optimizer.policy_reason}"
     topics["updates"] = f"{_WHEN[optimizer.policy]} (policy {optimizer.policy}{why})"
     topics["activations"] = _activations(args, trainer.layers.mlp_tile)

@@ -190,20 +190,6 @@ def _largest_unit(model: Any, placement: str) -> int:
     return max(sizes.values(), default=0)
 
 
-def plan_within(recipe: Recipe, ranks: int, memory: int | None) -> tuple[Recipe, RunPlan]:
-    """Plans a run, with computed gradients if it leaves them to the plan and needs more than `memory` otherwise.
-
-    Returns:
-        The recipe of the plan, and the plan.
-    """
-    planned = plan(recipe, ranks)
-    if memory is None or planned.needed <= memory or recipe.layers.computed_gradients != "auto":
-        return recipe, planned
-    computed = recipe.having(**{"layers.computed_gradients": True})
-    smaller = plan(computed, ranks)
-    return (computed, smaller) if smaller.needed < planned.needed else (recipe, planned)
-
-
 def require_plannable(recipe: Recipe, ranks: int = 1) -> None:
     """Raises for a command, a device or an argument that a plan does not cover.
 

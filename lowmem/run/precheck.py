@@ -26,34 +26,25 @@ _SMALL = 256 << 20
 _OF_LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_", "ACCELERATE_", "TORCHELASTIC_")
 
 
-def fitted(recipe: Recipe) -> Recipe:
-    """Plans a run for the memory that is free on rank 0. Every rank calls it.
-
-    Returns:
-        The recipe, with computed gradients if it leaves them to the plan and the run does not fit otherwise.
-
-    Raises:
-        LowmemError: the run does not fit.
-    """
-    answer: list[Any] = [_answer(recipe) if rank() == 0 else None]
+def require_fit(recipe: Recipe) -> None:
+    """Raises `LowmemError` if a run does not fit into the memory that is free on rank 0. Every rank calls it."""
+    problems = [_problem(recipe) if rank() == 0 else None]
     if in_group():
-        distributed.broadcast_object_list(answer)
-    problem, values = answer[0]
-    if problem:
-        raise LowmemError(problem)
-    return recipe.having(**values) if values else recipe
+        distributed.broadcast_object_list(problems)
+    if problems[0]:
+        raise LowmemError(problems[0])
 
 
-def _answer(recipe: Recipe) -> tuple[str | None, dict[str, Any]]:
-    """The reason if the run does not fit, or None, and the arguments that the plan has chosen."""
+def _problem(recipe: Recipe) -> str | None:
+    """The reason if the run does not fit, or None."""
     model, args = Path(recipe.model.model_name_or_path or ""), recipe.training
     files = [file for file in model.glob("*") if file.suffix in (".safetensors", ".bin")] if model.is_dir() else []
     if files and sum(file.stat().st_size for file in files) < _SMALL:
-        return None, {}
+        return None
     try:
         model_config(recipe)
     except ConfigError:  # loading the model will say it
-        return None, {}
+        return None
     on_gpu = args.device.type != "cpu"
     on_host = psutil.virtual_memory().available // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     memory = torch.cuda.mem_get_info(args.device)[0] if on_gpu else on_host
@@ -61,7 +52,7 @@ def _answer(recipe: Recipe) -> tuple[str | None, dict[str, Any]]:
         planned, text = plan_elsewhere(recipe, memory)
     if planned is None:
         out.print(f"memory     not planned: {text}", soft_wrap=True)
-        return None, {}
+        return None
     if planned["needed"] > memory:  # what makes it fit
         out.print(text, soft_wrap=True)
     host, disk = (max(phase[where] for phase in planned["phases"].values()) for where in ("host", "disk"))
@@ -73,10 +64,9 @@ def _answer(recipe: Recipe) -> tuple[str | None, dict[str, Any]]:
     elif on_gpu and host > on_host:
         need, where, has = host, "on the host for each process", on_host
     else:
-        chosen = planned["computed_gradients"]
-        return None, {} if chosen == recipe.layers.computed_gradients else {"layers.computed_gradients": chosen}
+        return None
     problem = f"it needs {size(need)} {where}, which has {size(has)}"
-    return f"the run does not fit: {problem}. --force trains nevertheless", {}
+    return f"the run does not fit: {problem}. --force trains nevertheless"
 
 
 def plan_elsewhere(recipe: Recipe, memory: int | None = None) -> tuple[dict[str, Any] | None, str]:

@@ -37,7 +37,7 @@ def train(recipe: Recipe) -> int | None:
     with folder.opened(), _explained(recipe, folder):
         checkpoint = folder.start()
         if not recipe.options.force:
-            recipe = precheck.fitted(recipe)
+            precheck.require_fit(recipe)
         with stage("loading the data"):
             train, evaluation = data.load(recipe)
         with stage("loading the model and tokenizing"):

@@ -87,8 +87,6 @@ def _of_weights(recipe: Recipe) -> Iterator[Way]:
         return
     fused, args = recipe.optimizer, recipe.training
     groups = [fused.complete({k: v for k, v in group.items() if k != "match"}) for group in ({}, *fused.groups)]
-    if recipe.layers.computed_gradients is not True:
-        yield Way({"layers.computed_gradients": True}, "the head takes up to 2.2 times as long; equal results")
     nearest = any(rounding_of(rule, group, torch.bfloat16) == "nearest" for rule, group in groups)
     if recipe.dtype == torch.float32 and not nearest:
         yield Way({"dtype": "bfloat16"}, "faster; learns as float32 in our studies")

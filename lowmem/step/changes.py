@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from lowmem.step.record import ParamRecord
-from lowmem.tiles.gradients import Gradient
 from lowmem.tiles.layout import cut
 from lowmem.tiles.storage import Held
 
@@ -39,12 +38,12 @@ class Changes:
         self._counts = torch.zeros(2, dtype=torch.int64, device=device)  # in this step: changed, and counted
         self._counted = False
 
-    def before(self, records: Sequence[ParamRecord], weight: Held, grad: Gradient) -> Sample | None:
+    def before(self, records: Sequence[ParamRecord], weight: Held, grad: Tensor) -> Sample | None:
         """Samples a weight, or a stack of weights, before its update. Returns None if it is not in the sample."""
         if not self._sampled:
             trained = [record for record in self._records.values() if record.trained]
             self._sampled.update(trained[:: -(-len(trained) // PARAMETERS) or 1])
-        if self._sampled.isdisjoint(records) or not isinstance(grad, Tensor):
+        if self._sampled.isdisjoint(records):
             return None
         where = _where(weight.parts[0].shape, weight.storage.is_quantized)
         return Sample(where, _sampled(weight, where).clone(), grad[where] != 0)

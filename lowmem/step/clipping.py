@@ -16,7 +16,6 @@ from lowmem.rules import GroupClip, GroupNorms
 from lowmem.step.loss_scaler import LossScaler
 from lowmem.step.parameters import Parameters
 from lowmem.step.record import AddedGroup, ParamRecord
-from lowmem.tiles.gradients import Gradient
 from lowmem.tiles.norms import REDUCED, norm_over, summable
 from lowmem.tiles.stored import tiles
 from lowmem.tiles.sweep import Reading
@@ -103,15 +102,15 @@ class Clipping:
         """Returns the factor that unscales gradients, and the limit of `clip_value`: float32 scalars, or None."""
         return self.scaler.inverse(device), None if self._limit is None else self._limit.to(device)
 
-    def changes(self, grad: Gradient) -> bool:
+    def changes(self, grad: Tensor) -> bool:
         """Returns whether `measure` changes the gradient in place."""
         return _is_float32(grad) and (self.scaler.value is not None or self.value is not None)
 
-    def measure(self, record: ParamRecord, grad: Gradient) -> Tensor:
+    def measure(self, record: ParamRecord, grad: Tensor) -> Tensor:
         """Returns the `Norms` of a gradient, or of this rank's shard of it, float64 [4].
 
         A float32 gradient is unscaled and clamped in place, as by PyTorch. A 16-bit gradient is read tile by tile and
-        does not change. A computed gradient is read block by block.
+        does not change.
         """
         if 0 in grad.shape:  # the shard is empty
             return torch.zeros(4, dtype=torch.float64, device=grad.device)
@@ -256,7 +255,7 @@ class Clipping:
             )
         return results
 
-    def reading(self, records: Sequence[ParamRecord], grad: Gradient, decision: Decision | None) -> Reading:
+    def reading(self, records: Sequence[ParamRecord], grad: Tensor, decision: Decision | None) -> Reading:
         """Returns how a rule reads the gradient of a parameter, or of a stack of parameters of one group."""
         device, first = grad.device, records[0]
         inverse_scale, limit = self._factors(device)
@@ -314,13 +313,11 @@ def _norms(values: Tensor, norm_type: float) -> Norms:
     return Norms(norm, norm, of_type, norm_in_tiles)
 
 
-def _is_float32(grad: Gradient) -> bool:
-    """Returns whether a gradient is a float32 tensor. Such gradients are unscaled and clamped in place."""
-    return isinstance(grad, Tensor) and grad.dtype == torch.float32
+def _is_float32(grad: Tensor) -> bool:
+    """Returns whether a gradient is float32. Such gradients are unscaled and clamped in place."""
+    return grad.dtype == torch.float32
 
 
-def _float32_parts(grad: Gradient) -> Iterable[Tensor]:
-    """Returns the gradient itself if it is a float32 tensor, or else its tiles or computed blocks in float32."""
-    if not isinstance(grad, Tensor):
-        return (block for _, block in grad.blocks())
+def _float32_parts(grad: Tensor) -> Iterable[Tensor]:
+    """Returns the gradient itself if it is float32, or else its tiles in float32."""
     return [grad] if _is_float32(grad) else (tile.float() for tile in tiles(grad))

@@ -44,7 +44,7 @@ def run_compiled(program: Program, tiles: StoredTiles, states: Mapping[str, Tens
     if not _fits(program, tiles, held.values()):
         return None
     args = _arguments(program, tiles, states)
-    is_one = len(places) == 1 and program.ranks is None and isinstance(tiles.grad, Tensor)
+    is_one = len(places) == 1 and program.ranks is None
     forms = tuple(dict.fromkeys(map(form_of, places)))
     # everything that may differ between updates of one program; all else in a kind is the program's
     varying = tiles.grad.dtype, forms, is_one, tiles.scalars.names, tiles.reading.form

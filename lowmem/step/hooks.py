@@ -1,7 +1,4 @@
-"""Hooks on parameters, which autograd calls when a gradient is complete. Each parameter has at most one optimizer.
-
-Layers may offer contributions to a gradient during backward, to be computed as they are read.
-"""
+"""Hooks on parameters, which autograd calls when a gradient is complete. Each parameter has at most one optimizer."""
 
 import functools
 import gc
@@ -9,7 +6,7 @@ import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -21,9 +18,6 @@ from torch.utils.hooks import RemovableHandle
 from lowmem.errors import StepError
 from lowmem.step.cycle import StepCycle
 from lowmem.step.record import ParamRecord
-from lowmem.tiles.gradients import Contribution, saves_memory
-
-Offered = Sequence[Contribution]
 
 # The hooks of all optimizers that exist and were not removed.
 _LIVE: "weakref.WeakSet[Hooks]" = weakref.WeakSet()
@@ -35,54 +29,6 @@ _TWO_OPTIMIZERS = (
 )
 
 
-class _Running(dict[Tensor, list[Contribution]]):
-    """The contributions of one backward, by parameter.
-
-    Attributes:
-        task: the graph task of the backward. Its thread may hold the contributions for a moment after it has failed.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.task = torch._C._current_graph_task_id()
-
-    def __call__(self) -> None: ...
-
-
-class Offers:
-    """The contributions that one optimizer has accepted in the running backward.
-
-    Only autograd refers to them, by a callback at the end of the backward: a failed one leaves none, a nested one adds.
-    """
-
-    def __init__(self, cycle: StepCycle) -> None:
-        self._cycle = cycle
-        self._weak: Callable[[], _Running | None] = lambda: None
-
-    def add(self, param: Tensor, contribution: Contribution) -> None:
-        """Accepts a contribution to the gradient of a parameter."""
-        if (running := self._running()) is None:
-            running = _Running()
-            self._weak = weakref.ref(running)
-            torch.autograd.Variable._execution_engine.queue_callback(running)  # type: ignore[attr-defined]
-        running.setdefault(param, []).append(contribution.copy())
-
-    def take(self, param: Tensor) -> Offered:
-        """Returns the contributions to the gradient of a parameter, and forgets them."""
-        running = self._running()
-        return [] if running is None else running.pop(param, [])
-
-    def drop(self) -> None:
-        """Forgets the contributions of a failed backward."""
-        self._weak = lambda: None
-
-    def _running(self) -> _Running | None:
-        """The contributions of the running backward or of one around it, but not of a plain one that has failed."""
-        running = self._weak()
-        failed = running is not None and running.task != torch._C._current_graph_task_id() and self._cycle.idle
-        return None if failed else running
-
-
 class Hooks:
     """The hooks of one optimizer on its parameters, including frozen ones, which may be unfrozen later.
 
@@ -92,11 +38,9 @@ class Hooks:
     Args:
         records: of all parameters of the optimizer.
         cycle: the life cycle of the step.
-        update: the method of the optimizer that takes complete gradients: the record of a parameter, and contributions
-            that are computed as they are read. The rest of the gradient is in `.grad`.
+        update: the method of the optimizer that takes complete gradients, from `.grad` of the parameter of a record.
 
     Attributes:
-        offers: contributions of layers in the running backward.
         paused: whether gradients are freed without an update.
         in_accumulate: whether the training loop is inside `FusedOptimizer.accumulate`.
         prepared: whether Accelerate has prepared the optimizer.
@@ -104,13 +48,12 @@ class Hooks:
     """
 
     def __init__(
-        self, records: Mapping[Tensor, ParamRecord], cycle: StepCycle, update: Callable[[ParamRecord, Offered], None]
+        self, records: Mapping[Tensor, ParamRecord], cycle: StepCycle, update: Callable[[ParamRecord], None]
     ) -> None:
         self._records, self._cycle, self._update = records, cycle, weakref.WeakMethod(update)
         self._handles: dict[Tensor, RemovableHandle] = {}
         self._lock = threading.RLock()
         self._backward: int | None = None  # the graph task of the last backward() of this optimizer
-        self.offers = Offers(cycle)
         self.paused = self.in_accumulate = self.prepared = self.removed = False
         _LIVE.add(self)
         weakref.finalize(update.__self__, self._abandon).atexit = False  # type: ignore[attr-defined]
@@ -150,18 +93,6 @@ class Hooks:
             self._handles[param] = param.register_post_accumulate_grad_hook(functools.partial(self._fire, record))
         finally:
             param.requires_grad_(requires_grad)
-
-    def _offer(self, record: ParamRecord, contribution: Contribution) -> bool:
-        """See `offer`."""
-        span, param = record.span, record.param
-        sharded = span.held < span.numel  # all ranks decide alike, whatever their batches are
-        saves = sharded or saves_memory(contribution.inputs.values(), span.numel * param.element_size())
-        if not (record.computes and saves and record.reached) or has_other_hooks(param):
-            return False
-        with self._lock:
-            if not self.paused:
-                self.offers.add(param, contribution)
-        return True
 
     def claim(self, record: ParamRecord) -> None:
         """Makes this optimizer the only one that updates a parameter. Raises `StepError` if another one does."""
@@ -203,7 +134,7 @@ class Hooks:
             if self.paused:
                 param.grad = None
             else:
-                update(record, self.offers.take(param))
+                update(record)
 
     def alone(self, loss: Tensor) -> AbstractContextManager[Any]:
         """Returns a context in which the backward of `loss` raises `StepError` before the first update if it reaches
@@ -236,7 +167,7 @@ class Hooks:
 
 
 def has_other_hooks(param: Tensor) -> bool:
-    """Returns whether the gradient of a parameter has hooks besides the hook of its optimizer. They take tensors."""
+    """Returns whether the gradient of a parameter has hooks besides the hook of its optimizer."""
     return bool(param._backward_hooks) or len(param._post_accumulate_grad_hooks) > 1  # type: ignore[attr-defined]
 
 
@@ -253,18 +184,6 @@ def name_of(param: Any) -> str | None:
     """Returns the name of a parameter in the optimizer that updates it, or None."""
     hooks = _owner(param)
     return None if hooks is None else hooks._records[param].name
-
-
-def offer(param: Tensor, contribution: Contribution) -> bool:
-    """Offers a contribution to the gradient of a parameter to the optimizer that updates it. Called during backward.
-
-    Returns:
-        Whether the optimizer has taken it. Otherwise the caller has to return the gradient to autograd as a tensor. An
-        optimizer takes a contribution if its rule and placement read gradients block by block, if this saves memory,
-        and if the backward ends in the hook of the parameter.
-    """
-    hooks = _owner(param)
-    return hooks is not None and hooks._offer(hooks._records[param], contribution)
 
 
 def reached() -> Iterator[tuple[Hooks, ParamRecord]]:

@@ -12,13 +12,12 @@ from torch import Tensor
 from lowmem.errors import ConfigError, StepError, UnsupportedError
 from lowmem.placements.base import Reduced
 from lowmem.step import habits
-from lowmem.step.hooks import Hooks, Offered
+from lowmem.step.hooks import Hooks
 from lowmem.step.parameters import Parameters
 from lowmem.step.policies import POLICIES, Needs, Policy, choose
 from lowmem.step.record import ParamRecord
 from lowmem.step.report import Report
-from lowmem.step.updates import SMALL, Updates
-from lowmem.tiles.gradients import ComputedGradient, Gradient
+from lowmem.step.updates import Updates
 from lowmem.tiles.graph import Compiler
 
 logger = logging.getLogger(__name__)
@@ -148,34 +147,26 @@ class StepLoop:
     def _begin_pass(self) -> None:
         self.placement.reducer.begin(self.records.values(), self.policy.begin())
 
-    def arrived(self, record: ParamRecord, offered: Offered) -> None:
+    def arrived(self, record: ParamRecord) -> None:
         """Called when the gradient of a parameter is complete."""
         if torch.is_grad_enabled():  # autograd creates a graph. Entering no_grad for each small parameter takes long
             with torch.no_grad():
-                self.arrived(record, offered)
+                self.arrived(record)
             return
-        if record.param.grad is None and not offered:  # its autograd function returned none
+        if record.param.grad is None:  # its autograd function returned none
             if not self.cycle.idle:
                 self._use(self.placement.reducer.skip(record))
             return
         if self.cycle.idle:
             self._begin_plain(record)
         self.cycle.fired(record.name, in_parts=self.policy.accumulates)
-        self._use(self.placement.reducer.reduce(record, self._take(record, offered)))
+        self._use(self.placement.reducer.reduce(record, self._take(record)))
 
-    def _take(self, record: ParamRecord, offered: Offered) -> Gradient:
-        """Returns the gradient: the sum of `.grad` and the contributions that are computed as they are read."""
-        like = record.span.shape, record.param.device, offered, record.param.dtype
-        computed = ComputedGradient(*like) if offered else None
-        if computed is not None and record.param.grad is None:
-            return computed
+    def _take(self, record: ParamRecord) -> Tensor:
         grad = self.placement.reducer.take(record.param)
         if self.updates.observer is not None:
             self.updates.observer.gradient(grad)
-        if computed is None:
-            return grad.detach() if grad.requires_grad else grad
-        computed.add_to(grad)
-        return grad
+        return grad.detach() if grad.requires_grad else grad
 
     def _use(self, reduced: Reduced) -> None:
         """Passes gradients to the policy as soon as they are reduced."""
@@ -215,7 +206,6 @@ class StepLoop:
         waiting = self.cycle.waiting
         if not self.cycle.idle:
             self.cycle.fail(f"its backward ended with {type(error).__name__}")
-        self.hooks.offers.drop()
         self.drop()
         if self.cycle.torn is not None:
             note = f"{self.cycle.torn}. The optimizer cannot continue until a checkpoint is loaded"
@@ -260,9 +250,6 @@ def claim(record: ParamRecord, parameters: Parameters, hooks: Hooks) -> None:
     if has_states:
         record.refuse_misfits(state[record.param], shard)
     record.choose_program(shard, has_states)
-    matrix = len(record.span.shape) == 2 and record.span.numel > SMALL and record.param.is_contiguous()
-    reads_blocks = shard.sharded or not record.rule.needs_dense_gradient  # a reduced shard is a tensor
-    record.computes = matrix and parameters.placement.reducer.takes_computed and reads_blocks
     hooks.claim(record)
     record.form = form
 

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from lowmem.placements.base import Placed
 from lowmem.step.record import ParamRecord
-from lowmem.tiles.gradients import Gradient
 from lowmem.tiles.stored import flat
 
 # Makes the current stream, and the stream that launched a copy, wait for its end; the host continues.
@@ -29,8 +28,7 @@ class Offloaded(NamedTuple):
 
 
 class GradientStore:
-    """Stores one gradient per parameter until its step is decided, on the device or on the host. Gradients that are
-    computed as they are read are stored unchanged.
+    """Stores one gradient per parameter until its step is decided, on the device or on the host.
 
     Separate streams copy gradients to the host, and back again, while the device computes. With `host`, at most two
     gradients are on the device besides the one that backward computes: the next one is fetched while the previous one
@@ -44,10 +42,10 @@ class GradientStore:
     def __init__(self, *, host: bool) -> None:
         self.host = host
         self._room: dict[str, Sequence[Tensor]] = {}  # memory on the host, reused in the next step
-        self._stored: dict[str, Gradient | Offloaded] = {}
+        self._stored: dict[str, Tensor | Offloaded] = {}
         self._streams: dict[tuple[torch.device, bool], Any] = {}
         self._leaving: tuple[Tensor, Wait] | None = None  # the gradient whose copy may be in flight
-        self._coming: tuple[str, Gradient, Wait] | None = None  # prefetched, as it came next in the last backward
+        self._coming: tuple[str, Tensor, Wait] | None = None  # prefetched, as it came next in the last backward
         self._following: dict[str, Placed] = {}  # by name, the parameter whose gradient came next
         self._latest = ""
         self._least = 0
@@ -70,7 +68,7 @@ class GradientStore:
         self._wait()
         self._latest, self._least = "", least
 
-    def get(self, record: Placed) -> Gradient | None:
+    def get(self, record: Placed) -> Tensor | None:
         """Returns the stored gradient on the parameter's device, or None. In-place changes have to be stored again."""
         if record.name not in self._stored:
             return None
@@ -81,11 +79,11 @@ class GradientStore:
         wait()
         return grad
 
-    def keep(self, record: Placed, grad: Gradient) -> None:
+    def keep(self, record: Placed, grad: Tensor) -> None:
         """Stores a gradient in place of an earlier one. The caller must not use it afterwards."""
         if self._stored.get(record.name) is grad:
             return
-        if not self.host or not isinstance(grad, Tensor) or not grad.numel():
+        if not self.host or not grad.numel():
             self._stored[record.name] = grad
             return
         pieces = self._pieces(record.name, grad)
@@ -102,7 +100,7 @@ class GradientStore:
         if following is not None and following.name in self._stored:
             self._coming = following.name, *self._fetch(following)
 
-    def drain(self, records: Iterable[ParamRecord]) -> Iterator[tuple[ParamRecord, Gradient]]:
+    def drain(self, records: Iterable[ParamRecord]) -> Iterator[tuple[ParamRecord, Tensor]]:
         """Yields the stored gradients in the order of `records`, and removes each from the store."""
         self._wait()
         waiting = [record for record in records if record.name in self._stored]
@@ -133,10 +131,10 @@ class GradientStore:
             self._coming[2]()
         self._leaving = self._coming = None
 
-    def _fetch(self, record: Placed) -> tuple[Gradient, Wait]:
+    def _fetch(self, record: Placed) -> tuple[Tensor, Wait]:
         stored, device = self._stored[record.name], record.param.device
         if not isinstance(stored, Offloaded):
-            return stored.to(device) if isinstance(stored, Tensor) else stored, lambda: None
+            return stored.to(device), lambda: None
         stored.written()  # perhaps launched by another stream
         grad = torch.empty_strided(stored.shape, stored.stride, dtype=stored.dtype, device=device)
         parts = ((part, piece) for piece, part in _parts(grad, stored.pieces))

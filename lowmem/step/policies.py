@@ -17,7 +17,6 @@ from lowmem.step.offload import GradientStore
 from lowmem.step.parameters import Parameters
 from lowmem.step.record import ParamRecord
 from lowmem.step.updates import Updates
-from lowmem.tiles.gradients import Gradient, dense
 from lowmem.tiles.stored import add
 from lowmem.tiles.transfers import to_device
 
@@ -80,7 +79,7 @@ class Policy:
         """Called before each backward. Returns how its gradients are summed over micro-batches."""
         return MicroBatch(add=lambda record, grad: grad)
 
-    def ready(self, record: ParamRecord, grad: Gradient) -> None:
+    def ready(self, record: ParamRecord, grad: Tensor) -> None:
         """Takes a gradient that is summed over micro-batches, averaged over ranks, and cut to this rank's shard."""
         self.updates.put(record, grad, self._decision)
 
@@ -134,7 +133,7 @@ class TwoPass(Policy):
                 "are not the same computation. Use policy='deferred'"
             )
 
-    def ready(self, record: ParamRecord, grad: Gradient) -> None:
+    def ready(self, record: ParamRecord, grad: Tensor) -> None:
         if self._decision is None:
             self._measured[record.name] = self.clipping.measure(record, grad)
             return
@@ -201,13 +200,13 @@ class Deferred(Policy):
         missed = self.cycle.missed()
         return [record for record in self.records.values() if record.name in missed]
 
-    def _sum_of(self, record: ParamRecord) -> Gradient:
+    def _sum_of(self, record: ParamRecord) -> Tensor:
         """Returns the sum of earlier micro-batches for a parameter that gets no gradient in the last one."""
         total = self._store.get(record)
         assert total is not None
         return total
 
-    def _add(self, record: Placed, grad: Gradient) -> Gradient | None:
+    def _add(self, record: Placed, grad: Tensor) -> Tensor | None:
         before = self._store.get(record)
         if before is not None:
             if record.name in self._measured and self.clipping.changes(before):
@@ -215,21 +214,15 @@ class Deferred(Policy):
                     f"parameter {record.name!r} got its gradient in two parts within one backward, and the first part "
                     "has already been unscaled or clamped. Use checkpoint(..., use_reentrant=False)"
                 )
-            total = self._dense(record, before)
-            total = total.to(torch.promote_types(total.dtype, torch.float32)) if self._wide else total
+            total = before.to(torch.promote_types(before.dtype, torch.float32)) if self._wide else before
             add(total, grad)
             grad = total
         if self.cycle.last:
             return grad
-        # the inputs of a computed gradient may change between two backwards
-        self._store.keep(record, self._dense(record, grad))
+        self._store.keep(record, grad)
         return None
 
-    def _dense(self, record: Placed, grad: Gradient) -> Tensor:
-        """Returns a gradient as a tensor: itself, or computed in the dtype of sums."""
-        return dense(grad, torch.float32 if self._wide else record.param.dtype)
-
-    def ready(self, record: ParamRecord, grad: Gradient) -> None:
+    def ready(self, record: ParamRecord, grad: Tensor) -> None:
         self._measured[record.name] = self.clipping.measure(record, grad)
         self._store.keep(record, grad)
 

@@ -60,7 +60,6 @@ class ParamRecord(Placed):
         program: how the parameter is updated. It is set when the parameter is claimed.
         form: the result of `Shard.form` when the program was chosen; None if it is chosen again before the next step.
         extra: the other tensors of the weight's storage; () before its first update, and if it is quantized.
-        computes: the gradient does not have to be a tensor; it may be computed block by block.
         square_sum: sum of squares of its last gradient, a float64 scalar.
         size: the result of `rule.update`: the weight of this gradient's norm in the statistics of the rule, or None.
     """
@@ -69,7 +68,6 @@ class ParamRecord(Placed):
     program: Program = field(init=False, repr=False)
     form: tuple[Any, ...] | None = field(default=None, init=False)
     extra: tuple[Tensor, ...] = field(default=(), init=False)
-    computes: bool = field(default=False, init=False)
     square_sum: Tensor = field(init=False, repr=False)
     size: Tensor | None = field(default=None, init=False)
 

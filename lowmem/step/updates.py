@@ -17,7 +17,6 @@ from lowmem.step.cycle import StepCycle
 from lowmem.step.parameters import Parameters
 from lowmem.step.program import Program, Result
 from lowmem.step.record import AddedGroup, ParamRecord
-from lowmem.tiles.gradients import Gradient
 from lowmem.tiles.graph import Compiler
 from lowmem.tiles.quantized import QuantizedWeight, tensors_of
 from lowmem.tiles.rounding import noise_key
@@ -129,7 +128,7 @@ class Updates:
         reading, held = self.clipping.reading([record], grad, None), Held(Float(grad.dtype), (grad,))
         return Sweep(StoredTiles(record.program.layout, held, grad, reading)).square_sums.view(())
 
-    def put(self, record: ParamRecord, grad: Gradient, decision: Decision | None) -> None:
+    def put(self, record: ParamRecord, grad: Tensor, decision: Decision | None) -> None:
         """Updates a parameter, or stores its gradient until a stack is full, or until shards are measured.
 
         An elementwise rule has no sums over ranks, but all ranks must know whether a gradient is finite before the
@@ -138,7 +137,6 @@ class Updates:
         program = record.program
         large_shard = program.ranks is not None and program.span.numel > SMALL
         if large_shard and program.rule.elementwise and decision is None:
-            assert isinstance(grad, Tensor)  # a reduced gradient is never computed as it is read
             self._shards.append((record, grad))
             spans = [each.span for each, _ in self._shards]
             if sum(span.size for span in spans) >= min(SHARDS, max(span.numel for span in spans)):  # on every rank
@@ -147,14 +145,13 @@ class Updates:
         else:
             self._update(record, grad, decision)
 
-    def _update(self, record: ParamRecord, grad: Gradient, decision: Decision | None) -> None:
+    def _update(self, record: ParamRecord, grad: Tensor, decision: Decision | None) -> None:
         """Updates a parameter alone, or puts it into a stack and updates the stack if it is full."""
         program = record.program
         stack = self._stack_of(program, grad.dtype)
         if stack is None:
             self._update_one(record, grad, decision)
             return
-        assert isinstance(grad, Tensor)  # no gradient of a small parameter is computed as it is read
         stack.records.append(record)
         # a gradient of FSDP2 is a view of its module's gradients, which would stay in memory while it waits
         stack.grads.append(grad.clone() if grad.untyped_storage().nbytes() > grad.nbytes else grad)
@@ -206,7 +203,7 @@ class Updates:
             record.extra = extra
         state.update(new)
 
-    def _update_one(self, record: ParamRecord, grad: Gradient, decision: Decision | None) -> None:
+    def _update_one(self, record: ParamRecord, grad: Tensor, decision: Decision | None) -> None:
         self.begin_state(record)
         param, extra = record.param, dict(enumerate(record.extra))
         shard = self._shard.read(param)
@@ -254,7 +251,7 @@ class Updates:
         program: Program,
         records: Sequence[ParamRecord],
         weight: tuple[Tensor, ...],
-        grad: Gradient,
+        grad: Tensor,
         state: dict[str, Any],
         decision: Decision | None,
     ) -> None:
@@ -268,7 +265,7 @@ class Updates:
         planned = compiles and weight[0].device.type == "meta"  # a GPU's compiled code has no temporaries of a tile
 
         tiles = StoredTiles(
-            program.layout if isinstance(grad, Tensor) else grad.layout(program.spec.view),
+            program.layout,
             held,
             grad,
             reading,

@@ -196,7 +196,7 @@ class CompiledUpdate:
     def _of_tile(self, tiles: StoredTiles, size: tuple[int, int, int], held: Mapping[str, Held]) -> Arguments:
         """The tensors of a parameter that is one tile of this size [b, r, c]."""
         args: Arguments = {}
-        parts = {GRAD: (tiles.complete_grad(),), "param": tiles.weight.parts}
+        parts = {GRAD: (tiles.grad,), "param": tiles.weight.parts}
         for name, storage in self._kind.storages:
             for n, part in enumerate(storage.parts):
                 tensor = (parts.get(name) or held[name].parts)[n]

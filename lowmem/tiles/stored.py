@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
-from lowmem.errors import UnsupportedError
-from lowmem.tiles.gradients import ComputedGradient, Gradient
 from lowmem.tiles.layout import Layout, Place, cut
 from lowmem.tiles.rounding import mix
 from lowmem.tiles.storage import Held, Storage, Uniform
@@ -51,7 +49,7 @@ class StoredTiles(Tiles):
     Attributes:
         layout: of the local shard of the parameter.
         weight: the local shard of the parameter, and the other tensors of its storage.
-        grad: the local shard of the gradient, in any dtype; or one computed as it is read, with its `layout`.
+        grad: the local shard of the gradient, in any dtype.
         reading: the processing of the gradient as it is read.
         scalars: the numbers of the rule.
         members: number of parameters that are stacked.
@@ -63,7 +61,7 @@ class StoredTiles(Tiles):
 
     layout: Layout
     weight: Held
-    grad: Gradient
+    grad: Tensor
     reading: Reading = NO_READING
     scalars: Scalars = NO_SCALARS
     _: KW_ONLY
@@ -75,7 +73,7 @@ class StoredTiles(Tiles):
 
     def __post_init__(self) -> None:
         self.shape, self.device = self.layout.shape, self.weight.parts[0].device
-        self._passes, self._written = 0, False
+        self._passes = 0
 
     @functools.cached_property
     def places(self) -> list[Place]:
@@ -88,10 +86,9 @@ class StoredTiles(Tiles):
     @functools.cached_property
     def _rectangles(self) -> tuple[Sequence[Tensor], list[list[Tensor]]]:
         """Views of the gradient and of the weight, one per rectangle."""
-        return self.layout.views(self.grad) if isinstance(self.grad, Tensor) else (), self._views(self.weight)
+        return self.layout.views(self.grad), self._views(self.weight)
 
     def complete_grad(self) -> Tensor:
-        assert isinstance(self.grad, Tensor)  # rules that need it have needs_dense_gradient
         return self.grad
 
     def reduce(self, body: Callable[[RawTile], Sums], full: States, vectors: Vectors) -> Sums:
@@ -109,7 +106,6 @@ class StoredTiles(Tiles):
         places = self.places if usual else self.layout.places(written_tile(self.device))
         for _, raw in self.over(places, full, vectors):
             body(raw)
-        self._written = True
 
     def noise_keys(self) -> Tensor | int:
         if self.members == 1:
@@ -118,17 +114,12 @@ class StoredTiles(Tiles):
 
     def over(self, places: Sequence[Place], full: States, vectors: Vectors) -> Iterator[tuple[Place, RawTile]]:
         """Yields the tiles. Every second pass goes backwards, so that it begins with tiles that are in the cache."""
-        if self._written and isinstance(self.grad, ComputedGradient):
-            raise UnsupportedError(
-                "this rule reads the gradient once more after it has written the weight, from which the gradient is "
-                "computed. Set needs_dense_gradient = True in its class"
-            )
         order = places if self._passes % 2 == 0 else places[::-1]
         self._passes += 1
         grads, weight = self._rectangles
         views = {name: self._views(held) for name, held in full.items()}
         for place in order:
-            grad = cut(grads[place.rectangle] if grads else self._computed(place), place.inner)
+            grad = cut(grads[place.rectangle], place.inner)
             states = {name: _at(place, held.storage, views[name]) for name, held in full.items()}
             here = {key: self._part(key[0], value, place) for key, value in vectors.items()}
             yield place, self._raw(grad, _at(place, self.weight.storage, weight), states, here)
@@ -149,11 +140,6 @@ class StoredTiles(Tiles):
     def _views(self, held: Held) -> list[list[Tensor]]:
         """Returns views of each tensor of a storage, one per rectangle [b, r, c / group]."""
         return [self.layout.views(each, part.group) for each, part in zip(held.parts, held.storage.parts, strict=True)]
-
-    def _computed(self, place: Place) -> Tensor:
-        """Returns the gradient of a tile's rectangle, float32 [b, r, c]."""
-        assert isinstance(self.grad, ComputedGradient)
-        return self.grad.view(self.layout.rectangles[place.rectangle])
 
 
 def _at(place: Place, storage: Storage, views: Sequence[Sequence[Tensor]]) -> Held:
@@ -218,14 +204,11 @@ def tiles(tensor: Tensor) -> tuple[Tensor, ...]:
     return flat(tensor).split(CPU_TILE if tensor.device.type == "cpu" else GPU_TILE)
 
 
-def add(total: Tensor, grad: Gradient) -> None:
+def add(total: Tensor, grad: Tensor) -> None:
     """Adds a gradient to a sum of the same memory order, whose dtype may be wider.
 
     torch would copy the whole gradient in the dtype of the sum, and take four times as long on a CPU.
     """
-    if isinstance(grad, ComputedGradient):
-        grad.add_to(total)
-        return
     if grad.dtype == total.dtype or grad.stride() != total.stride():
         total.add_(grad)
         return

@@ -226,7 +226,7 @@ class Sweep:
         """Writes the values that `fn` returns for each tile: `param`, and states by their name in `full`."""
         full, vectors = _split(given)
         draws = any(each.storage.draws for each in (self._tiles.weight, *full.values()))
-        self._measure()  # before the weight changes, from which a gradient may be computed
+        self._measure()  # before the pass that writes, which is the last one of a trace
         vectors |= self._tiles.finite_and_noise(self.finite, draws=draws)
         self._tiles.each(functools.partial(apply_tile, fn), full, vectors)
 

@@ -168,7 +168,7 @@ def _compared(seed: int, folder: Path) -> str:
              "test_split_size": 0.25, "optim": "adamw_torch"}  # fmt: skip
     config = runs.arguments(folder, command, **{**usual, **drawn})
     path = folder / f"{command}.yaml"
-    path.write_text(yaml.safe_dump({**config, "layers": {"computed_gradients": own_head}}))
+    path.write_text(yaml.safe_dump({**config, "layers": {"computed_gradients": "auto" if own_head else False}}))
     with _trained() as trainers:
         ended = runs.train(folder, command, "--config", path)  # which looks at the message and at what is left
     if ended.status == 2:

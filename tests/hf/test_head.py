@@ -15,7 +15,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import lowmem
 from lowmem.errors import ConfigError, UnsupportedError
-from lowmem.hf.layers import described
 from lowmem.options import LayersConfig
 from lowmem.trainer import FusedSFTTrainer, FusedTrainer
 from scripts.make_model import train_tokenizer
@@ -24,7 +23,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:Expected a tensor")
 
 
 add_fused_lm_head = getattr(trl.trainer.utils, "add_fused_lm_head", None)
-COMPUTED = LayersConfig(computed_gradients=True)
 needs_trls_head = pytest.mark.skipif(add_fused_lm_head is None, reason="this TRL has no fused head")
 
 # --- In TRL's trainer ---------------------------------------------------------------------------------------------
@@ -56,7 +54,7 @@ ACCUMULATED = {"max_grad_norm": 0.5, "gradient_accumulation_steps": 2, "per_devi
 
 
 @pytest.mark.parametrize("arguments", [{}, ACCUMULATED], ids=["one", "more"])
-def test_a_tied_head_may_have_a_bias(arguments, make, offers):
+def test_a_tied_head_may_have_a_bias(arguments, make):
     """As Phi's, which is updated before the weight that its gradient was computed with."""
     runs = []
     for cls in (FusedSFTTrainer, FusedTrainer):
@@ -68,10 +66,9 @@ def test_a_tied_head_may_have_a_bias(arguments, make, offers):
         net = AutoModelForCausalLM.from_config(config)
         torch.nn.init.normal_(net.lm_head.bias)
         fused = lowmem.FusedConfig(rule="lomo", lr=1.0, batching=False)
-        trainer = make(cls, net, fused, COMPUTED, learning_rate=1.0, **arguments)
+        trainer = make(cls, net, fused, learning_rate=1.0, **arguments)
         trainer.train()
         runs.append(weights(trainer.model))
-    assert ("HeadGradient", True) in offers["model.embed_tokens.weight"]
     torch.testing.assert_close(*runs, rtol=1e-5, atol=1e-6)
 
 
@@ -103,8 +100,6 @@ KINDS = {
     "xlstm": {"num_heads": 4, "num_blocks": 1},
     "falcon": {},
 }
-# Of these kinds, only some gradients can be computed: of a head or an embedding that is not recognized, none.
-IN_PART = {"opt", "modernbert-decoder", "bert", "electra", "recurrent_gemma", "xlstm", "falcon"}
 CONVOLVES = {"recurrent_gemma": pytest.mark.cpu_only("the simulated GPU has no depthwise convolution")}
 
 
@@ -129,12 +124,12 @@ class Doubled(torch.nn.Linear):
 
 
 @pytest.mark.parametrize("kind", [pytest.param(kind, marks=CONVOLVES.get(kind, ())) for kind in KINDS])
-def test_models_train_the_same_with_computed_logits(kind, make, matrices, offers):
+def test_models_train_the_same_with_computed_logits(kind, make, matrices):
     """Whatever it does before and after the matrix: by SGD, in which a weight differs by as much as its gradient."""
     trainers = []
-    kinds = (FusedTrainer, LayersConfig(computed_gradients=False)), (FusedSFTTrainer, None), (FusedSFTTrainer, COMPUTED)
+    kinds = (FusedTrainer, LayersConfig(computed_gradients=False)), (FusedSFTTrainer, None)
     for cls, layers in kinds:
-        assert not offers and (not matrices or add_fused_lm_head is None)
+        assert not matrices or add_fused_lm_head is None
         net = small(kind)
         if kind == "falcon":
             net.lm_head.__class__ = Doubled
@@ -146,14 +141,10 @@ def test_models_train_the_same_with_computed_logits(kind, make, matrices, offers
                 raise
             pytest.skip(f"this transformers cannot train or save a {kind}: {error}")
         trainers.append(trainer)
-    ordinary, usual, computed = trainers
-    for trainer in (usual, computed):
-        assert losses(trainer) == pytest.approx(losses(ordinary), rel=1e-4)
-        torch.testing.assert_close(weights(trainer.model), weights(ordinary.model), rtol=1e-4, atol=1e-5)
+    ordinary, tiled = trainers
+    assert losses(tiled) == pytest.approx(losses(ordinary), rel=1e-4)
+    torch.testing.assert_close(weights(tiled.model), weights(ordinary.model), rtol=1e-4, atol=1e-5)
     assert not matrices or add_fused_lm_head is None  # for the entropy
-    if kind not in IN_PART:
-        assert set().union(*offers.values()) == {("HeadGradient", True), ("EmbeddingGradient", True)}
-        assert described(computed.model, computed.optimizer, COMPUTED).endswith(": never materialized")
 
 
 LORA = {"target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}
@@ -236,9 +227,8 @@ class Rows(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("computed", ["auto", True])
 @pytest.mark.parametrize("case", TRAINERS)
-def test_a_trainer_logs_and_learns_as_without_the_mixin(case, computed, tokenizer, tmp_path):
+def test_a_trainer_logs_and_learns_as_without_the_mixin(case, tokenizer, tmp_path):
     name, options = TRAINERS[case]
     try:
         cls, config = getattr(trl, f"{name}Trainer"), getattr(trl, f"{name}Config")
@@ -254,7 +244,7 @@ def test_a_trainer_logs_and_learns_as_without_the_mixin(case, computed, tokenize
     rows = []
 
     def make(mixin):
-        parts = {"layers": LayersConfig(computed, head_memory="64KiB")} if mixin else {}
+        parts = {"layers": LayersConfig(head_memory="64KiB")} if mixin else {}
         if name != "SFT" and peft_config is None:
             parts["ref_model"] = small(kind, **tied)
         make_trainer = fused(cls) if mixin else cls
@@ -312,23 +302,6 @@ def test_smoothed_labels_equal_the_full_logits(make):
     assert scores[0] == pytest.approx(scores[1], rel=1e-5)
     torch.testing.assert_close(weights(computed.model), weights(tensors.model), rtol=1e-5, atol=1e-6)
     assert not torch.allclose(plain.model.lm_head.weight, computed.model.lm_head.weight, rtol=1e-3, atol=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("rule", "vocabulary", "layers", "words"),
-    [
-        ("torch.optim.SGD", VOCABULARY, COMPUTED, ": ordinary tensors"),
-        ("lomo", 300, COMPUTED, ": ordinary tensors"),
-        ("lomo", VOCABULARY, COMPUTED, ": never materialized"),
-        ("lomo", VOCABULARY, LayersConfig(), ": ordinary tensors, which take least time (computed_gradients: auto)"),
-    ],
-)
-def test_a_run_reports_which_gradients_are_tensors(rule, vocabulary, layers, words, make):
-    net = small("llama", vocab_size=vocabulary)
-    trainer = make(FusedTrainer, net, lowmem.FusedConfig(rule=rule), layers)
-    assert described(net, trainer.create_optimizer(), layers).endswith(words)
-    net.requires_grad_(False)
-    assert described(net, trainer.optimizer, layers) == "the head and the embedding are not trained"
 
 
 @needs_trls_head

@@ -31,7 +31,7 @@ def test_a_run_that_does_not_fit_is_refused(config, tmp_path, monkeypatch):
 
 def test_a_run_is_forced(config, monkeypatch):
     """It fails where it reads the model, whose files do not exist."""
-    monkeypatch.setattr(precheck, "fitted", lambda recipe: pytest.fail("the run was planned"))
+    monkeypatch.setattr(precheck, "require_fit", lambda recipe: pytest.fail("the run was planned"))
     ended = runs.lowmem("sft", "--config", config, "--force")
     assert ended.status == 2 and "loading the model" in ended.out and "does not fit" not in ended.err
 

@@ -150,6 +150,7 @@ MISTAKES = {
     "rule: lomo": "unknown key 'rule'. Did you mean 'rule' of the section 'fused'?",
     "layers: {mlp_til: 3}": "unknown key 'layers.mlp_til'. Did you mean 'mlp_tile'?",
     "seed: 1\nlayers:\n  mlp_tile: 0": "c.yaml, line 3: layers: mlp_tile=0",
+    "layers:\n  computed_gradients: true": "c.yaml, line 2: layers: computed_gradients: true is no longer supported",
     "fused:\n  rule: lomo\n  rounding: up": "c.yaml, line 3: fused: rounding 'up' is unknown",
     "fused: {rule: adaloom, clip_threshold: 1}": "line 1: fused: rule 'adaloom' is unknown. Did you mean 'adalomo'?",
     "fused: {rule: 3}": "line 1: fused: rule 3",

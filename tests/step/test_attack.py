@@ -15,7 +15,7 @@ from support.attack import DYNAMIC, HYPER, Settings
 from support.compiled import compiles
 from support.products import FULL
 
-from lowmem.step import clipping, hooks, policies
+from lowmem.step import clipping, policies
 from lowmem.tiles import quantized
 
 # The choices of each setting that has more than two; the first is the simplest, and one that occurs twice is twice as
@@ -60,10 +60,10 @@ FITTING = (
     # have no elementwise state
     (lambda s: s.rule in ("lomo", "adalomo"), {"state_storage": "float32"}),
     # the sign of a sum that all but cancels depends on its last bits
-    (lambda s: s.rule == "lion", {"computed": False}),
+    (lambda s: s.rule == "lion", {"tiled": False}),
     (lambda s: s.rule == "lion" and s.codes, {"autocast": None}),
-    # gradients that are computed as they are read are computed in bfloat16 in another order
-    (lambda s: s.autocast, {"computed": False}),
+    # tiles are computed in bfloat16 in another order
+    (lambda s: s.autocast, {"tiled": False}),
     # knows nothing of groups that join
     (lambda s: s.late and s.scheduler == "one cycle", {"scheduler": None}),
     # AdaLomo measures before it clamps, others after
@@ -125,11 +125,6 @@ def test_compiled_loops_train_as_in_plain_pytorch(event):
     attack.compare(replace(PLAIN, compile=True, events=((1, event),)))
 
 
-def lose_what_is_offered(monkeypatch):
-    original = hooks.Offers.take
-    monkeypatch.setattr(hooks.Offers, "take", lambda self, param: original(self, param)[:0])
-
-
 def clip_by_a_per_mille_more(monkeypatch):
     original = clipping.Clipping.decide
 
@@ -153,7 +148,6 @@ def read_codes_a_per_mille_larger(monkeypatch):
 @pytest.mark.parametrize(
     ("plant", "reaches"),
     [
-        (lose_what_is_offered, {"computed": True}),
         (read_codes_a_per_mille_larger, {"codes": "int8", "hidden": 96}),
         (clip_by_a_per_mille_more, {"clip_norm": 0.5, "rule": "lomo"}),
         (forget_a_micro_batch, {"accumulation": 2}),

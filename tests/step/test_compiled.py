@@ -14,8 +14,6 @@ from torch._inductor import config, metrics
 from torch.profiler import ProfilerActivity, profile
 
 import lowmem
-from lowmem.layers.embedding import compute_gradient
-from lowmem.layers.head import linear_cross_entropy
 from lowmem.rules.rule import TABLE, ParamSpec, UpdateRule
 from lowmem.step import compiled, updates
 from lowmem.step.compiled import has_compiler
@@ -227,77 +225,7 @@ def test_code_is_cached_by_the_hyperparameters_it_reads(graphs):
     assert len(graphs) == 2  # with weight decay, and without
 
 
-LENGTHS = (60, 57, 8, 90, 4, 31, 57)  # tokens of a batch: blocks of other sizes each, and as many of them for some
-
-
-def trained_head(rule, compile, dtype=torch.float32, rows=2203, lengths=LENGTHS, **options):
-    """The weights of a layer, an embedding and a head whose gradients are computed as they are read, after batches of
-    several lengths.
-    """
-    source = torch.Generator().manual_seed(0)
-    weight, embedding = (torch.randn(rows, 64, generator=source) / 8 for _ in range(2))
-    layer = torch.nn.Parameter((torch.randn(64, 64, generator=source) / 8).to(dtype))
-    head, tokens = torch.nn.Parameter(weight.to(dtype)), torch.nn.Embedding(rows, 64, _weight=embedding.to(dtype))
-    assert compute_gradient(tokens, memory=3 * 4 * 64 * 700)
-    named = {"layer": layer, "head": head, "tokens": tokens.weight}
-    opt = lowmem.FusedOptimizer(list(named.items()), rule, **{"lr": 1e-2, "compile": compile, **options})
-    for length in lengths:
-        ids, labels = torch.randint(rows, (2, length), generator=source)
-        opt.backward(linear_cross_entropy(tokens(ids) @ layer, head, labels, memory=1_000_000))
-    return [param.detach().clone() for param in named.values()], opt
-
-
-@pytest.fixture
-def cut_runs(monkeypatch):
-    """The layouts over which compiled code was run, tile by tile."""
-    layouts, run = [], stages.CompiledUpdate.run
-
-    def noted(self, tiles, *args):
-        if self._kind.form is None:
-            layouts.append(tiles.layout)
-        return run(self, tiles, *args)
-
-    monkeypatch.setattr(stages.CompiledUpdate, "run", noted)
-    return layouts
-
-
-def assert_heads_agree(got, want, exact):
-    for ours, its in zip(got, want, strict=True):
-        if exact:
-            assert torch.equal(ours, its)
-        else:  # sums in another order move a float32 weight by some ulps, and some 16-bit weights by one spacing
-            torch.testing.assert_close(ours, its, rtol=0 if ours.dtype == torch.float32 else 2**-7, atol=1e-5)
-            assert ours.dtype == torch.float32 or (ours != its).float().mean() < 0.01
-
-
-OPTIONS_OF_HEADS = [{"clip_norm": 0.1}, {"loss_scale": 64.0}, {"state_storage": "8bit"}]
-
-
-@pytest.mark.parametrize(
-    ("rule", "dtype", "options"),
-    [
-        *itertools.product(RULES, (torch.float32, torch.bfloat16, torch.float16), [{}]),
-        *(("adamw", torch.bfloat16, options) for options in OPTIONS_OF_HEADS),
-    ],
-    ids=str,
-)
-def test_gradients_of_several_lengths(graphs, cut_runs, rule, dtype, options):
-    got, want = (trained_head(rule, compile, dtype, **options)[0] for compile in (True, False))
-    sizes = {tuple(rectangle.rect.size for rectangle in layout.rectangles) for layout in cut_runs}
-    assert len(cut_runs) == 2 * len(LENGTHS)  # head and embedding, in each step
-    assert len(sizes) > len({len(each) for each in sizes}) > 1
-    assert_heads_agree(got, want, rule in ELEMENTWISE)
-
-
 needs_compiler = pytest.mark.skipif(not has_compiler("cpu"), reason="no C++ compiler")
-
-
-@needs_compiler
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_gradients_of_several_lengths_compiled(cut_runs, dtype):
-    got, want = (trained_head("adalomo", compile, dtype)[0] for compile in (True, False))
-    assert len(cut_runs) == 2 * len(LENGTHS)
-    assert_heads_agree(got, want, exact=False)
 
 
 def test_foreign_classes_are_not_traced(graphs, monkeypatch, caplog):

@@ -21,11 +21,9 @@ from torch.optim.lr_scheduler import ExponentialLR, OneCycleLR
 from torch.utils.checkpoint import checkpoint
 
 import lowmem
-from lowmem.layers.embedding import compute_gradient
 from lowmem.layers.head import linear_cross_entropy
 from lowmem.tiles.quantized import QuantizedWeight, plain
 
-SMALL = 1 << 14  # elements of a parameter whose gradient is never computed as it is read
 GUARD = 7.0  # the value of the memory next to a parameter
 
 # Hyperparameters of each rule. Steps are large next to float32's roundings, but a scale does not come near zero, and
@@ -58,7 +56,7 @@ class Settings:
     hidden: int = 8
     blocks: int = 1
     more_words: int = 1
-    computed: bool = False  # gradients of head and embedding, as they are read
+    tiled: bool = False  # the loss is computed from tiles of logits
     tied: bool = False
     twice: bool = False  # the first block and the embedding are used twice
     heads: int = 1  # uses of the head's weight, each with its own bias
@@ -106,11 +104,11 @@ class Settings:
 
     @property
     def vocabulary(self) -> int:
-        return (SMALL // self.hidden if self.computed else 10) + self.more_words
+        return (2000 if self.tiled else 10) + self.more_words
 
     @property
     def tokens(self) -> int:
-        return max(2, min(12, self.vocabulary // 40))  # few enough for gradients to be computed
+        return 12 if self.tiled else 2
 
     @property
     def hyper(self) -> dict[str, Any]:
@@ -135,19 +133,19 @@ class Settings:
 
     @property
     def rounds_gradients(self) -> bool:
-        """Plain PyTorch rounds 16-bit gradients where lowmem does not: computed, summed, unscaled or clipped ones, and
-        the gradient of a weight that autocast has cast once for several uses, unless the weight is quantized.
+        """Plain PyTorch rounds 16-bit gradients where lowmem does not: those of a tiled head, summed, unscaled or
+        clipped ones, and the gradient of a weight that autocast has cast once for several uses, unless it is quantized.
         """
         several = self.twice or self.heads > 1 or (self.autocast == "step" and self.accumulation > 1)
         changed = any(each is not None for each in (self.clip_norm, self.clip_value, self.loss_scale))
         in_parts = self.checkpoint == "reentrant"
-        in_16_bits = self.sixteen_bits and (self.computed or self.sums_float32 or changed or in_parts)
+        in_16_bits = self.sixteen_bits and (self.tiled or self.sums_float32 or changed or in_parts)
         return in_16_bits or bool(self.codes and self.autocast and several)
 
     @property
     def exact(self) -> bool:
-        """Whether bits have to agree. Computed gradients and compiled code add in another order."""
-        return not (self.computed or self.compile or self.rounds_gradients)
+        """Whether bits have to agree. A head in tiles and compiled code add in another order."""
+        return not (self.tiled or self.compile or self.rounds_gradients)
 
 
 # -- the model ---------------------------------------------------------------------------------------------------------
@@ -168,11 +166,11 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """A language model whose gradients arrive in unusual ways; `computed`: with head and embedding of lowmem."""
+    """A language model whose gradients arrive in unusual ways; `tiled`: with the head of lowmem."""
 
-    def __init__(self, s: Settings, computed: bool) -> None:
+    def __init__(self, s: Settings, tiled: bool) -> None:
         super().__init__()
-        self.settings, self.computed = s, computed
+        self.settings, self.tiled = s, tiled
         self.embed = nn.Embedding(s.vocabulary, s.hidden, padding_idx=0)
         self.gain = nn.Parameter(torch.tensor(1.5))
         self.blocks = nn.ModuleList(Block(s.hidden, s) for _ in range(s.blocks))
@@ -182,8 +180,6 @@ class Net(nn.Module):
         with torch.no_grad():
             self.output.weight.mul_(2 * s.hidden**-0.5)
         self.biases = nn.ParameterList(torch.randn(s.vocabulary) / 5 for _ in range(s.heads if s.bias else 0))
-        if computed:
-            compute_gradient(self.embed, 100_000)  # bytes: some blocks
 
     def forward(self, ids: Tensor, labels: Tensor, seldom: bool) -> Tensor:
         s, hidden = self.settings, self.embed(ids) * self.gain
@@ -206,8 +202,8 @@ class Net(nn.Module):
 
     def loss(self, hidden: Tensor, labels: Tensor, bias: Tensor | None) -> Tensor:
         head = self.output.weight
-        if self.computed:
-            return linear_cross_entropy(hidden, head, labels, bias=bias, memory=100_000)
+        if self.tiled:
+            return linear_cross_entropy(hidden, head, labels, bias=bias, memory=100_000)  # bytes: some tiles
         logits = F.linear(hidden.float(), head.float())
         logits = logits if bias is None else logits + bias.float()
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
@@ -261,10 +257,10 @@ class Loop:
     `quantize` the model, `make` the optimizer, run `backward` of a micro-batch, and `finish` a step.
     """
 
-    def __init__(self, s: Settings, computed: bool) -> None:
+    def __init__(self, s: Settings, tiled: bool) -> None:
         torch.manual_seed(0)
         self.settings, self.joined = s, False
-        self.net = Net(s, computed).to(s.dtype)
+        self.net = Net(s, tiled).to(s.dtype)
         self.quantize()
         last = self.net.blocks[-1].named_parameters(f"blocks.{s.blocks - 1}")
         self.late = dict(last) if s.late and s.blocks > 1 else {}
@@ -355,7 +351,7 @@ class Ordinary(Loop):
         self.shadows: dict[Tensor, Tensor] = {}
         self.codes: dict[str, QuantizedWeight] = {}
         self.sums: dict[Tensor, Tensor] = {}
-        super().__init__(s, computed=False)
+        super().__init__(s, tiled=False)
         scale, interval = (512.0, 2) if s.loss_scale is DYNAMIC else (s.loss_scale, 1 << 30)
         self.scaler = torch.amp.GradScaler("cpu", scale or 1.0, growth_interval=interval, enabled=scale is not None)
 
@@ -422,7 +418,7 @@ class Fused(Loop):
     """The loop as users of lowmem write it."""
 
     def __init__(self, s: Settings) -> None:
-        super().__init__(s, s.computed)
+        super().__init__(s, s.tiled)
 
     def quantize(self) -> None:
         if self.settings.codes:

@@ -97,9 +97,7 @@ CASES = {
     "accumulated": ({"policy": "deferred"}, {"max_grad_norm": 0.1, "gradient_accumulation_steps": 2}),
     "AdamW in bfloat16": ({"rule": "adamw"}, {"dtype": "bfloat16", "learning_rate": 1e-3}),
     "autocast": ({}, {"bf16": True, "use_cpu": not torch.cuda.is_available()}),
-    "computed gradients and tiled MLPs": (
-        {}, {"keywords": {"layers": LayersConfig(computed_gradients=True, mlp_tile=8)}}
-    ),
+    "tiled MLPs": ({}, {"keywords": {"layers": LayersConfig(mlp_tile=8)}}),
     "dropout in a model of another dtype": ({}, {"dtype": "bfloat16", "packing": True, "max_length": 16}),
 }  # fmt: skip
 
