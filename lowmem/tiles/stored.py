@@ -103,6 +103,7 @@ class StoredTiles(Tiles):
 
     def each(self, body: Callable[[RawTile], Sums | None], full: States, vectors: Vectors) -> None:
         usual = self.tile is not None or self.pieces is not None or is_fake(self.weight.parts[0])
+        usual = usual or len(self.places) == len(self.layout.rectangles)  # tiles cannot be larger
         places = self.places if usual else self.layout.places(written_tile(self.device))
         for _, raw in self.over(places, full, vectors):
             body(raw)

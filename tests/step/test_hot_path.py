@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 
 import lowmem
 from lowmem.step.offload import GradientStore
+from lowmem.tiles import stored
 
 ROUNDINGS = ("nearest", "stochastic", "compensated", "master")
 RULES = [row.name for row in lowmem.rules.table()]
@@ -108,6 +109,19 @@ def test_a_step_waits_only_for_the_previous_step(case):
         take_steps(case, "cuda", count=3)
     assert [event.kind for event in events] == ["wait"] * 2, simgpu.summary(events)
     assert all("transfers.py" in event.where for event in events)
+
+
+@on_simgpu
+def test_only_parameters_of_several_tiles_ask_for_free_memory(monkeypatch):
+    """Which decides how large the tiles of a pass that only writes are."""
+    asked = []
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: asked.append(device) or (1 << 30, 1 << 34))
+    monkeypatch.setattr(stored, "GPU_TILE", 2048)
+    sizes = {"large": (64, 64), **{f"small{n}": (32, 64 - n) for n in range(8)}}
+    params = {name: torch.nn.Parameter(torch.randn(size, device="cuda")) for name, size in sizes.items()}
+    opt = lowmem.FusedOptimizer(params.items(), "adamw", compile=False, batching=False)
+    opt.backward(torch.stack([param.square().sum() for param in params.values()]).sum())
+    assert len(asked) == 1
 
 
 ELEMENTS = 10_240
