@@ -95,6 +95,7 @@ class ForeignRule(UpdateRule):
             a.name: a.default for a in arguments if a.kind not in (a.VAR_KEYWORD, a.VAR_POSITIONAL)
         }
         self._full: set[str] = set()  # states of the parameter's shape
+        self._on_host: set[str] = set()  # states on the CPU of parameters that are not
         self._shape: tuple[int, ...] = (64, 64)  # of a parameter for which it can be constructed
         self._counts = False  # whether the class has numbers that change
         self._instances: dict[int, Instance] = {}  # by the id of our group
@@ -214,15 +215,18 @@ class ForeignRule(UpdateRule):
                     states[n] = self._step(instance, param, states[n], group)
             changed.update(instance.changes or ())
         for param, state in zip(params, states, strict=True):
-            self._full |= {key for key, value in state.items() if getattr(value, "shape", None) == param.shape}
+            tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
+            self._full |= {key for key, value in tensors.items() if value.shape == param.shape}
+            self._on_host |= {key for key, value in tensors.items() if value.is_cpu and not param.is_cpu}
         self._counts |= bool(changed)
         return params, {key: group[COUNTS].get(key, group.get(key)) for key in changed}, states
 
     # -- updates ---------------------------------------------------------------------------------------------------
 
     def unspecified_state(self, state: str, hyper: Hyper) -> Literal["full", "device", "host"]:
-        # torch.optim keeps its step counts on the host unless they take part in a kernel
-        if state.rpartition(".")[2] == "step" and not (hyper.get("capturable") or hyper.get("fused")):
+        # torch.optim keeps its step counts on the host unless a kernel reads them, and so does NAdam's mu_product
+        counts = state.rpartition(".")[2] == "step" or state in self._on_host
+        if counts and not (hyper.get("capturable") or hyper.get("fused")):
             return "host"
         return "full" if state in self._full else "device"
 

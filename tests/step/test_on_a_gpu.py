@@ -61,6 +61,20 @@ SETTINGS = {
 }
 
 
+def test_states_that_a_class_keeps_on_the_host_are_there_after_resuming():
+    """The product of NAdam is read in every update, which would wait for the device."""
+    param = torch.nn.Parameter(torch.randn(8, 8, device="cuda"))
+    with torch.device("cpu"):  # the default device, on which NAdam creates the product
+        opt = lowmem.FusedOptimizer([param], torch.optim.NAdam)
+        opt.backward(param.square().sum())
+        saved = opt.state_dict()
+        opt.remove()
+        resumed = lowmem.FusedOptimizer([param], torch.optim.NAdam)
+        resumed.load_state_dict(saved)
+    devices = {name: value.device.type for name, value in resumed.state[param].items()}
+    assert devices == {"step": "cpu", "mu_product": "cpu", "exp_avg": "cuda", "exp_avg_sq": "cuda"}
+
+
 @contextmanager
 def on_another_stream():
     side = torch.cuda.Stream()
