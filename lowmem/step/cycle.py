@@ -67,17 +67,9 @@ class StepCycle:
             nests: whether it will run other backwards inside.
 
         Raises:
-            StepError: the previous step is torn or still open, or this backward would have to accumulate.
+            StepError: see `refuse_begin`; or this backward would run inside another, or run others inside.
         """
-        self._refuse_torn("train on")
-        if self._running is not None:
-            raise StepError("a backward started inside the step of another backward. Let the first one finish")
-        if self.loop_steps and self._steps and not self.waiting:
-            raise StepError(
-                "a second backward before step(), or a gradient in .grad: the first backward has already updated the "
-                "weights. To accumulate gradients, run every backward of a step except the last inside `with "
-                "opt.accumulate():`."
-            )
+        self.refuse_begin()
         if nests or (not explicit and _inside_custom_backward()):
             raise StepError(_NESTED)
         self._running, self.last = _EXPLICIT if explicit else torch._C._current_graph_task_id(), last
@@ -87,6 +79,18 @@ class StepCycle:
             self.moved = False
             self._steps += 1
             self.step += 1
+
+    def refuse_begin(self) -> None:
+        """Raises `StepError` if the last step is torn or open, or the next backward would have to accumulate."""
+        self._refuse_torn("train on")
+        if self._running is not None:
+            raise StepError("a backward started inside the step of another backward. Let the first one finish")
+        if self.loop_steps and self._steps and not self.waiting:
+            raise StepError(
+                "a second backward before step(), or a gradient in .grad: the first backward has already updated the "
+                "weights. To accumulate gradients, run every backward of a step except the last inside `with "
+                "opt.accumulate():`."
+            )
 
     def fired(self, name: str, *, in_parts: bool) -> None:
         """Notes a complete gradient. Raises `StepError` for a second one of this parameter, unless `in_parts`."""

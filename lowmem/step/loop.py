@@ -77,9 +77,11 @@ class StepLoop:
         if self.hooks.removed or self.hooks.paused:
             state = "was removed by remove()" if self.hooks.removed else "is inside its paused()"
             raise StepError(f"backward() of an optimizer that {state}: nothing would be updated")
-        self._begin()
-        value = loss if isinstance(loss, Tensor) else loss()
+        self.drop_failed()
+        self.cycle.refuse_begin()
+        value = loss if isinstance(loss, Tensor) else loss()  # launched before the host waits for the last step
         _refuse_loss(value)
+        self._begin()
         if self.policy.name == "two_pass":  # it does not support every graph
             self.choose_policy(value)
         self.claim()

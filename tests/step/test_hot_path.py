@@ -112,6 +112,24 @@ def test_a_step_waits_only_for_the_previous_step(case):
 
 
 @on_simgpu
+def test_a_callable_is_launched_before_the_host_waits_for_the_last_step():
+    param, waits = torch.nn.Parameter(torch.randn(8, device="cuda")), []
+    first = len(simgpu.events)
+
+    def count():
+        return sum(event.kind in ("sync", "wait") for event in simgpu.events[first:])
+
+    def loss():
+        waits.append(count())
+        return param.square().sum()
+
+    opt = lowmem.FusedOptimizer([param])
+    for _ in range(3):
+        opt.backward(loss)
+    assert (waits, count()) == ([0, 0, 1], 2)
+
+
+@on_simgpu
 def test_only_parameters_of_several_tiles_ask_for_free_memory(monkeypatch):
     """Which decides how large the tiles of a pass that only writes are."""
     asked = []

@@ -185,6 +185,8 @@ def test_a_second_backward_before_step(net, opt):
             backward(opt, net(), plain)
         assert not any(moved(net, before))
         net.zero_grad()
+    with pytest.raises(StepError, match="a second backward before step"):
+        opt.backward(lambda: pytest.fail("the forward was computed"))
     opt.step()
     opt.backward(net())
     assert opt.last_step.step == 5
