@@ -16,9 +16,6 @@ from lowmem.run import secrets
 # The sections of a configuration that are lowmem's, and their classes.
 SECTIONS: dict[str, Any] = {"fused": FusedConfig, "layers": LayersConfig}
 
-# The characters that a YAML file may have after its aliases are expanded.
-_LONGEST = 100_000
-
 
 class Setting(NamedTuple):
     """An argument that is set: its name, its value, and where: file and line, or "--". As a string, place and name."""
@@ -34,19 +31,9 @@ class Setting(NamedTuple):
 
 
 class Loader(yaml.SafeLoader):
-    """Reads `1e-3` as a number, as YAML 1.2 does. Raises an error with the line for a key that is repeated, for a value
-    that does not match its tag, and for a text that aliases make enormous.
+    """Reads `1e-3` as a number, as YAML 1.2 does. Raises an error with the line for a key that is repeated, and for a
+    value that does not match its tag.
     """
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        node: Any = super().compose_node(parent, index)
-        parts = () if isinstance(node, yaml.ScalarNode) else node.value
-        parts = [part for item in parts for part in (item if isinstance(item, tuple) else (item,))]
-        node.length = sum(getattr(part, "length", 0) for part in parts) if parts else 1 + len(node.value)
-        if node.length > _LONGEST:
-            problem = f"it has more than {_LONGEST:,} characters after its aliases are expanded"
-            raise yaml.composer.ComposerError(None, None, problem, node.start_mark)
-        return node
 
     def construct_object(self, node: Any, deep: bool = False) -> Any:
         try:

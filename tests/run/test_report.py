@@ -6,7 +6,6 @@ import json
 import math
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -229,14 +228,6 @@ def test_the_peak_excludes_memory_allocated_before(run_dir, tiny_llama):
     train(InOrder(tiny_llama(), args=TrainingArguments(run_dir, **arguments), train_dataset=Rows()), run_dir)
     for line in metrics(run_dir):
         assert line["peak_memory"] - before["memory"] < size / 2
-
-
-def test_the_peak_of_a_process_on_windows(monkeypatch):
-    used = SimpleNamespace(rss=3, peak_wset=5)
-    monkeypatch.setattr(report, "sys", SimpleNamespace(platform="win32"))
-    monkeypatch.setattr(report.psutil, "Process", lambda: SimpleNamespace(memory_info=lambda: used))
-    monkeypatch.setitem(sys.modules, "resource", None)
-    assert report._memory(torch.device("cpu")) == {"memory": 3, "peak_memory": 5}
 
 
 def test_non_finite_metrics_are_valid_json(trainer, run_dir):

@@ -1,11 +1,9 @@
 """A checkpoint is on the disk before it gets its name, is equal for equal runs, and continues as if not interrupted."""
 
 import errno
-import fcntl
 import os
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -68,26 +66,6 @@ def test_a_file_is_flushed_before_it_has_its_name(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "flush", lambda path: flushed.append((path.name, (tmp_path / "a").exists())))
     files.write_file(tmp_path / "a", b"text")
     assert flushed == [(".a.tmp", False), (tmp_path.name, True)]
-
-
-def test_files_are_flushed_as_windows_can(make, tmp_path, monkeypatch):
-    """There directories cannot be opened, and files that are open for reading cannot be flushed."""
-
-    def opened(path, flags, *rest, open=os.open):
-        if Path(path).is_dir():
-            raise PermissionError(errno.EACCES, "Permission denied")
-        return open(path, flags, *rest)
-
-    def fsync(descriptor, fsync=os.fsync):
-        if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
-            raise OSError(errno.EBADF, "Bad file descriptor")
-        fsync(descriptor)
-
-    monkeypatch.setattr(files, "sys", SimpleNamespace(platform="win32"))
-    monkeypatch.setattr(files, "os", SimpleNamespace(**{**vars(os), "open": opened, "fsync": fsync}))
-    make(**SAVES, max_steps=1).train()
-    files.write_file(tmp_path / "file", b"text")
-    assert checkpoint.find_last(tmp_path / "run") == (tmp_path / "run" / "checkpoint-1", [])
 
 
 def full_disk(*_):
