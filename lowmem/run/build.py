@@ -36,11 +36,21 @@ def trainer_class(name: str) -> Any:
 
 
 class _OfRun:
-    """Names the row that TRL cannot prepare."""
+    """Names the row that TRL cannot prepare. `whole` has the data of `sft` before `max_length` cuts off rows."""
 
-    def _prepare_dataset(self, dataset: Any, *options: Any) -> Any:
+    def __init__(self, *args: Any, **options: Any) -> None:
+        self.whole: dict[str, Any] = {}  # by their names: "train" and "eval"
+        super().__init__(*args, **options)
+
+    def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, *options: Any) -> Any:
         prepare = super()._prepare_dataset  # type: ignore[misc]
-        return _by_row(lambda rows: prepare(rows, *options), dataset)
+        if len(options) == 3 and isinstance(dataset, datasets.Dataset):  # packing, formatting_func, name: of `sft`
+            uncut, (_, *others) = copy.copy(args), options
+            uncut.max_length, uncut.shuffle_dataset = None, False
+            rows = _by_row(lambda rows: prepare(rows, processing_class, uncut, False, *others), dataset)
+            self.whole[others[-1]] = rows
+            return prepare(rows, processing_class, args, *options) if len(rows) else rows
+        return _by_row(lambda rows: prepare(rows, processing_class, args, *options), dataset)
 
 
 def _by_row(prepare: Callable[[Any], Any], dataset: Any) -> Any:

@@ -3,7 +3,7 @@
 import contextlib
 import json
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, groupby, islice
 from pathlib import Path
@@ -13,6 +13,7 @@ import datasets
 import numpy as np
 import pyarrow.compute as pc
 from transformers import AutoProcessor, LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, set_seed
+from transformers.generation import GenerationConfig
 from trl import get_dataset
 
 from lowmem.errors import ConfigError, DataError
@@ -144,11 +145,16 @@ def stand_in(recipe: Recipe, train: Any) -> Any:
     with blaming("model_name_or_path"):
         tokenizer = AutoProcessor.from_pretrained(recipe.model.model_name_or_path, **recipe.source)
     size = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
-    config = LlamaConfig(vocab_size=len(getattr(tokenizer, "tokenizer", tokenizer)), num_labels=1, **size)
+    words = len(getattr(tokenizer, "tokenizer", tokenizer))
+    config = LlamaConfig(vocab_size=words, num_labels=1, eos_token_id=None, **size)
     model = (LlamaForSequenceClassification if recipe.command == "reward" else LlamaForCausalLM)(config)
     with tempfile.TemporaryDirectory() as folder:  # a trainer creates its output folder, and loads a reference model
         model.config._name_or_path = folder
         model.save_pretrained(folder)
+        for file in ("config.json", "generation_config.json"):  # where generation ends; a model may have only the first
+            with contextlib.suppress(OSError):
+                name, revision = recipe.model.model_name_or_path, recipe.model.model_revision
+                model.generation_config = GenerationConfig.from_pretrained(name, file, revision=revision)
         return build.trainer(recipe.alone(folder), train, None, model, processing_class=tokenizer)
 
 
@@ -164,26 +170,27 @@ def check(trainer: Any, loaded: Any, evaluation: Any = None) -> str:
         ConfigError: a token is outside the model's embedding, or a row is longer than its positions.
         DataError: no token contributes to the loss, or the rows do not fill a batch.
     """
-    counts = _counts(trainer, trainer.train_dataset, loaded, trainer.args.train_batch_size)
-    if evaluation is None:
-        return counts
-    size, of = trainer.args.eval_batch_size, " of the evaluation data"
-    return f"{counts}; evaluation: {_counts(trainer, trainer.eval_dataset, evaluation, size, of)}"
+    counts = _counts(trainer, loaded, "train")
+    return counts if evaluation is None else f"{counts}; evaluation: {_counts(trainer, evaluation, 'eval')}"
 
 
-def _counts(trainer: Any, tokenized: Any, loaded: Any, batch_size: int, of: str = "") -> str:
+def _counts(trainer: Any, loaded: Any, name: str) -> str:
+    args, tokenized = trainer.args, getattr(trainer, f"{name}_dataset")
     if not isinstance(tokenized, datasets.Dataset):
         return f"streamed; columns {', '.join(next(iter(tokenized)))}"
-    args, limit = trainer.args, getattr(trainer.args, "max_length", None)
+    limit, of = getattr(args, "max_length", None), " of the evaluation data" if name == "eval" else ""
     rows, has_labels = f"{len(loaded):,} rows", "labels" in tokenized.column_names
     if len(tokenized) == 0:
         raise DataError(f"max_length={limit} leaves none of {rows}{of}. Increase it, or check the format of the rows")
-    if args.dataloader_drop_last and len(tokenized) < (batch_size := batch_size * args.world_size):
+    batch_size = getattr(args, f"{name}_batch_size") * args.world_size
+    if args.dataloader_drop_last and len(tokenized) < batch_size:
         raise DataError(f"{rows}{of} do not fill a batch of {batch_size:,}; omit dataloader_drop_last, or add rows")
-    packing = getattr(args, "packing", False)
-    packed = packing and len(tokenized) != len(loaded)
-    counts = _measured(tokenized, None if packing else limit)
+    packed = getattr(args, "eval_packing", None) if name == "eval" else None
+    packed = getattr(args, "packing", False) if packed is None else packed
     tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
+    special = [token for token, added in tokenizer.added_tokens_decoder.items() if added.special]
+    longest = None if packed and args.packing_strategy != "bfd" else limit
+    whole, counts = _measured(trainer.whole.pop(name, tokenized), longest, special), _measured(tokenized)
     highest = max(counts.highest, tokenizer.pad_token_id or 0)
     _require_places(trainer.model, tokenizer, highest, min(counts.longest, limit or counts.longest))
     if has_labels and counts.trained == 0:
@@ -191,16 +198,21 @@ def _counts(trainer: Any, tokenized: Any, loaded: Any, batch_size: int, of: str 
             f"none of the {counts.tokens:,} tokens in {rows}{of} contributes to the loss. Increase max_length, or "
             "check the rows with `lowmem inspect`"
         )
+    if name == "train":
+        _warn_of_answers_without_end(trainer.model, tokenizer, whole.endings)
     dropped = 0 if packed else len(loaded) - len(tokenized)
+    strategies = type(args).__dataclass_fields__["packing_strategy"].metadata["help"] if packed else ""
+    kept = " or ".join(name for name in ("bfd_split", "wrapped") if name in strategies)  # early TRL has one of them
+    advice = f"; packing_strategy: {kept} keeps them" if kept else ""
     parts = [
         f"{rows} packed into {len(tokenized):,}" if packed else rows,
-        f"{dropped:,} dropped, because max_length={limit} leaves no token to train on" if dropped > 0 else "",
+        f"{dropped:,} dropped by max_length={limit}" if dropped > 0 else "",
+        f"{whole.cut:,} longer than max_length={limit} ({whole.over:,} tokens cut off{advice})" if whole.cut else "",
     ]
     if not has_labels:
         return f"{', '.join(filter(None, parts))}; columns {', '.join(tokenized.column_names)}"
     parts += [
         f"{counts.empty:,} without a token to train on" if counts.empty else "",
-        f"{counts.full:,} cut off at max_length={limit} or as long" if counts.full else "",
         f"{counts.tokens:,} tokens",
         f"loss on {counts.trained:,} ({counts.trained / counts.tokens:.0%})",
     ]
@@ -208,27 +220,33 @@ def _counts(trainer: Any, tokenized: Any, loaded: Any, batch_size: int, of: str 
 
 
 class _Counts(NamedTuple):
-    """Counts of a tokenized data set, for SFT: its tokens, and how many contribute to the loss."""
+    """Counts of a tokenized data set: its lengths and, for SFT, its tokens and how many contribute to the loss."""
 
     tokens: int
     trained: int  # tokens that contribute to the loss
     empty: int  # rows without such a token
-    full: int  # rows of `max_length` tokens, where rows are not packed
+    cut: int  # rows longer than `max_length`
+    over: int  # tokens of these rows beyond `max_length`
     highest: int  # the highest token
     longest: int  # the length of the longest row, with its prompt
+    endings: set[int]  # special tokens that are the last trained token of a row, or the one before; -1 for other rows
 
 
-def _measured(tokenized: datasets.Dataset, limit: int | None) -> _Counts:
+def _measured(tokenized: datasets.Dataset, limit: int | None = None, special: Sequence[int] = ()) -> _Counts:
     columns = [column for column in _IDS if column in tokenized.column_names]
-    tokens = trained = empty = full = highest = longest = 0
+    tokens = trained = empty = cut = over = highest = longest = 0
+    endings: set[int] = set()
     for batch in tokenized.with_format("arrow").iter(batch_size=1000) if columns else ():
         lengths = {column: pc.list_value_length(batch[column]).to_numpy() for column in columns}
         highest = max(highest, *(pc.max(pc.list_flatten(batch[column])).as_py() or 0 for column in columns))
         prompts = lengths.pop("prompt_ids", 0)
-        longest = max([longest, *(int(np.max(prompts + length)) for length in lengths.values())])
+        with_prompts = np.array([prompts + length for length in lengths.values()] or [prompts])
+        longest = max(longest, int(with_prompts.max()))
+        if limit is not None:
+            beyond = np.maximum(with_prompts - limit, 0)
+            cut, over = cut + int(beyond.any(0).sum()), over + int(beyond.sum())
         if "input_ids" not in columns:
             continue
-        full += int(np.sum(lengths["input_ids"] == limit))
         ends = np.append(0, np.cumsum(lengths["input_ids"]))  # of rows, in the tokens of the batch
         tokens += int(ends[-1])
         if "labels" not in batch.column_names:
@@ -241,7 +259,23 @@ def _measured(tokenized: datasets.Dataset, limit: int | None) -> _Counts:
         by_row = np.diff(np.append(0, np.cumsum(contributes))[ends])
         trained += int(by_row.sum())
         empty += int(np.sum(by_row == 0))
-    return _Counts(tokens, trained, empty, full, highest, longest)
+        learned = np.append([-1, -1], pc.list_flatten(batch["labels"]).to_numpy()[contributes[:-1]])
+        last = np.cumsum(by_row)[by_row > 0] + 1
+        before = np.where(by_row[by_row > 0] > 1, learned[last - 1], -1)  # a template may end rows with a newline
+        found = [np.where(np.isin(ids, special), ids, -1) for ids in (learned[last], before)]
+        endings.update(np.where(found[0] >= 0, *found).tolist())
+    return _Counts(tokens, trained, empty, cut, over, highest, longest, endings)
+
+
+def _warn_of_answers_without_end(model: Any, tokenizer: Any, endings: set[int]) -> None:
+    """Warns if all rows end with one special token, and generation with the trained model ends at others."""
+    ends: Any = getattr(getattr(model, "generation_config", None), "eos_token_id", None)  # a list, too
+    if len(endings) == 1 and not endings & {-1, tokenizer.eos_token_id, *np.atleast_1d(ends)}:
+        (token,) = tokenizer.convert_ids_to_tokens([*endings])
+        warn(
+            f"every row ends with the token {token!r}, but generation ends at {tokenizer.eos_token!r}, which is not "
+            f'trained, so answers would not end. Set eos_token: "{token}"'
+        )
 
 
 def _require_places(model: Any, tokenizer: Any, token: int, length: int) -> None:

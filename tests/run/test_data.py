@@ -131,15 +131,20 @@ def test_rows_truncated_to_nothing_are_counted(place, arguments):
     parsed = arguments(rows, max_length=16, assistant_only_loss=True)
     train, _ = data.load(parsed)
     counts = data.check(build.trainer(parsed, train, None), train)
-    assert counts.startswith("111 rows, 1 dropped, because max_length=16 leaves no token to train on, ")
+    assert counts.startswith("111 rows, 1 dropped by max_length=16, 1 longer than max_length=16 (")
 
 
 def test_rows_cut_off_by_max_length_are_counted(summary):
     rows = [{"text": "the old cat sat " * 10}] * 3
     tokens = int(summary(rows).split(", ")[1].split()[0])
-    assert summary(rows, max_length=8) == ("3 rows, 3 cut off at max_length=8 or as long, 24 tokens, loss on 21 (88%)")
-    packed = summary(rows, max_length=8, packing=True, packing_strategy="wrapped")
-    assert packed.startswith(f"3 rows packed into {-(-tokens // 8)}, {tokens} tokens, loss on ")
+    lost = f"3 longer than max_length=8 ({tokens - 24} tokens cut off"
+    assert summary(rows, max_length=8) == f"3 rows, {lost}), 24 tokens, loss on 21 (88%)"
+    packed = summary(rows, max_length=8, packing=True)
+    keeps = "packing_strategy: bfd_split or wrapped keeps them"
+    assert packed == f"3 rows packed into 3, {lost}; {keeps}), 24 tokens, loss on 21 (88%)"
+    for strategy in ("bfd_split", "wrapped"):
+        packed = summary(rows, max_length=8, packing=True, packing_strategy=strategy)
+        assert packed.startswith(f"3 rows packed into {-(-tokens // 8)}, {tokens} tokens, loss on ")
     mixed = summary([{"input_ids": [5, 6]}, {"input_ids": [5]}])
     assert mixed.startswith("2 rows, 1 without a token to train on, ")
 
@@ -148,7 +153,9 @@ def test_rows_cut_off_by_max_length_are_counted(summary):
 def test_pairs_that_are_too_long_are_counted(command, summary):
     usual = runs.FILES["kto.jsonl" if command == "kto" else "preferences.jsonl"]
     long = {**usual[0], "prompt": runs.user("the " * 40)}
-    assert summary([long, *usual], command, max_length=20).startswith("17 rows, 1 dropped, because max_length=20 ")
+    assert summary([long, *usual], command, max_length=20).startswith("17 rows, 1 dropped by max_length=20; ")
+    if command != "reward":
+        assert "16 longer than max_length=8 (" in summary(usual, command, max_length=8)
     with pytest.raises(DataError, match="max_length=20 leaves none of 2 rows"):
         summary([long] * 2, command, max_length=20)
 
@@ -177,6 +184,9 @@ def test_evaluation_data_are_inspected_too(arguments, tmp_path):
     assert (len(train), len(evaluation)) == (8, 2)
     counts = data.check(build.trainer(parsed, train, evaluation), train, evaluation)
     assert "; evaluation: 2 rows, 1 dropped" in counts
+    packed = arguments(datasets=[{"path": "json", "data_files": names}], **usual, packing=True, eval_packing=False)
+    counts = data.check(build.trainer(packed, train, evaluation), train, evaluation)
+    assert counts.startswith("8 rows packed into ") and "; evaluation: 2 rows, 1 dropped" in counts
     runs.write_rows(tmp_path / "test.jsonl", [LATE] * 2)
     train, evaluation = data.load(parsed)
     with pytest.raises(DataError, match="max_length=16 leaves none of 2 rows of the evaluation data"):
@@ -278,6 +288,25 @@ def test_a_chat_template_without_answer_marks_raises(arguments, tmp_path):
     assert "generation" in str(error.value) and "\n" not in str(error.value)
 
 
+ENDS = "{% for m in messages %}{% generation %}{{ m.content }}<|user|>\n{% endgeneration %}{% endfor %}"
+
+
+def test_rows_whose_last_token_does_not_end_answers_are_warned_about(arguments, summary, tmp_path, capsys):
+    (tmp_path / "ends.jinja").write_text(ENDS)
+    changes = {"chat_template_path": str(tmp_path / "ends.jinja")}
+    summary(**changes, max_length=8, packing=True)
+    assert 'Set eos_token: "<|user|>"' in capsys.readouterr().err
+    parsed = arguments(**changes)
+    train, _ = data.load(parsed)
+    trainer = build.trainer(parsed, train, None)
+    ids = trainer.processing_class.convert_tokens_to_ids(["<|end|>", "<|user|>"])
+    trainer.model.generation_config.eos_token_id = ids
+    data.check(trainer, train)
+    summary()
+    summary(**changes, eos_token="<|user|>")
+    assert "every row ends" not in capsys.readouterr().err
+
+
 # --- What `inspect` shows ---------------------------------------------------------------------------------------------
 
 
@@ -315,5 +344,5 @@ def test_segments_of_a_row():
 
 
 def test_data_with_prompts_alone_is_counted():
-    counts = data._measured(Dataset.from_dict({"prompt_ids": [[1, 2], [3]]}), None)
-    assert (counts.highest, counts.longest) == (3, 0)
+    counts = data._measured(Dataset.from_dict({"prompt_ids": [[1, 2], [3]]}))
+    assert (counts.highest, counts.longest) == (3, 2)
