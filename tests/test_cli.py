@@ -5,6 +5,7 @@ import importlib
 import io
 import json
 import os
+import pkgutil
 import re
 import shlex
 import shutil
@@ -352,6 +353,11 @@ def no_pad_token(folder, monkeypatch):
         (folder / "model" / name).write_text(json.dumps(settings))
 
 
+def no_template(folder, monkeypatch):
+    shutil.copytree(assets() / "model", folder / "model")
+    (folder / "model" / "chat_template.jinja").unlink()
+
+
 ZERO = {"deepspeed": {"zero_optimization": {"stage": 3}}}
 BEST = {"metric_for_best_model": "foo", "eval_strategy": "steps", "eval_steps": 1, "test_split_size": 0.25}
 
@@ -369,12 +375,12 @@ MISTAKES = {
     "no such model": ("sft", {"model_name_or_path": "no/such"}, "", "error: model_name_or_path 'no/such': there is no"),
     "no reward": ("grpo", {"reward_model_name_or_path": None}, "", "no reward: set reward_funcs"),
     "unknown reward": ("grpo", {"reward_funcs": ["no_module.f"]}, "", "reward_funcs: 'no_module.f' is not a reward"),
-    "a logger that is not there": ("sft", {"report_to": "clearml"}, "", "clearml"),
     "a schedule without its arguments": ("sft", {"lr_scheduler_type": "warmup_stable_decay"}, "", "'num_decay_steps'"),
     "a schedule with others' arguments": ("sft", {"lr_scheduler_kwargs": {"foo": 1}}, "", "SFTConfig: get_linear"),
     "a schedule's rate": ("sft", {"lr_scheduler_type": "cosine_with_min_lr"}, "", "min_lr or min_lr_rate"),
     "workers that are not there": ("sft", {"dataloader_persistent_workers": True}, "", "needs num_workers > 0"),
-    "Liger is not installed": ("sft", {"use_liger_kernel": True}, "", "liger-kernel", missing("liger_kernel")),
+    "no chat template": ("sft", {"model_name_or_path": "model"}, "", "Set chat_template_path to a .jinja", no_template),
+    "no chat template for prompts": ("grpo", {"model_name_or_path": "model"}, "", "has no chat template", no_template),
     "an unknown metric": ("sft", BEST, "", "metric_for_best_model 'foo' is unknown. An evaluation has loss, "),
     "a model to resume from": ("sft", {}, "--resume_from_checkpoint {model}", "does not contain optimizer.safetensors"),
     "no model for a plan": ("plan sft", {"model_name_or_path": None}, "", "no model: set model_name_or_path"),
@@ -392,6 +398,37 @@ def test_mistakes_exit_with_one_message_and_leave_no_files(case, tmp_path, monke
     assert ended.status == 2, ended
     assert message in ended.err and "Traceback" not in ended.err
     assert ended.err.count("\n") == 1, ended.err
+
+
+HUB = "huggingface_hub.constants.HF_HUB_OFFLINE"
+TRACKERS = "lowmem.hf.arguments.get_reporting_integration_callbacks"
+LOG_IN = [failing(RuntimeError("No API key"))]
+
+# Arguments, the message, and attributes that are changed.
+REFUSED = {
+    "Liger": (
+        {"use_liger_kernel": True},
+        "pip install liger",
+        {"lowmem.hf.arguments.is_liger_kernel_available": False},
+    ),
+    "a tracker": ({"report_to": "clearml"}, "report_to=['clearml']: ClearMLCallback requires", {}),
+    "a login": ({"report_to": "wandb"}, "report_to=['wandb']: No API key", {TRACKERS: LOG_IN}),
+    "a token": ({"push_to_hub": True}, "Run: hf auth login", {HUB: False, "huggingface_hub.get_token": None}),
+    "a network": ({"push_to_hub": True}, "HF_HUB_OFFLINE is set", {HUB: True}),
+    "several GPUs": ({}, "one process sees 2 GPUs", {"transformers.TrainingArguments.n_gpu": 2}),
+    "a contradiction": ({"weight_decay": 0.1, "fused.weight_decay": 0.2}, "contradicts weight_decay=0.1", {}),
+}
+
+
+@pytest.mark.parametrize(("arguments", "message", "changes"), REFUSED.values(), ids=REFUSED)
+def test_arguments_that_cannot_work_end_a_run_before_it_loads_anything(
+    arguments, message, changes, tmp_path, monkeypatch
+):
+    for name, value in changes.items():
+        monkeypatch.setattr(name, (lambda *_, value=value: value) if callable(pkgutil.resolve_name(name)) else value)
+    words = [f"--{name}={value}" for name, value in arguments.items()]
+    ended = train(tmp_path, "sft", "--config", write(tmp_path, fused=None), *words)
+    assert ended.status == 2 and message in ended.err and "loading" not in ended.out
 
 
 @pytest.mark.parametrize(

@@ -3,14 +3,18 @@
 import inspect
 import logging
 import os
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+import huggingface_hub
 from torch import nn
 from transformers import TrainingArguments
+from transformers.integrations import get_reporting_integration_callbacks
 from transformers.trainer_utils import has_length
+from transformers.utils import is_liger_kernel_available
 
 from lowmem.errors import ConfigError, UnsupportedError
 from lowmem.hf import optim, sharding
@@ -97,12 +101,17 @@ class Inputs:
         """True if lowmem clips in a custom training loop."""
         return self.optimizer is not None or (self.fused is not None and self.fused.clip_norm is not None)
 
-    def prepare(self) -> None:
-        """Checks the arguments, and prepares this process for a constructor that loads the model by its name."""
+    def check_arguments(self) -> None:
+        """Checks the arguments, before any data are tokenized and any model is loaded."""
         check_devices(self.model, self.args)
         check_activations(self.args)
-        if self.optimizer is None:  # before the data is tokenized and a reference model has run
+        check_services(self.args)
+        if self.optimizer is None:
             optim.with_learning_rate(self.args, self.options(self.args), self.model)
+
+    def prepare(self) -> None:
+        """Checks the arguments, and prepares this process for a constructor that loads the model by its name."""
+        self.check_arguments()
         quantizes = self.fused is not None and self.fused.weight_format is not None
         sharding.prepare(self.sharding, self.model, self.args, quantizes=quantizes)
 
@@ -189,6 +198,24 @@ def check_devices(model: Any, args: TrainingArguments) -> None:
             f"process per GPU (torchrun --nproc_per_node {args.n_gpu} ...), or make only one visible "
             "(CUDA_VISIBLE_DEVICES=0)"
         )
+
+
+def check_services(args: TrainingArguments) -> None:
+    """Raises `ConfigError` if a package or a token that the arguments need is missing."""
+    if args.use_liger_kernel and not is_liger_kernel_available():
+        raise ConfigError("use_liger_kernel=True: liger-kernel is not installed. Run: pip install liger-kernel")
+    try:
+        for tracker in get_reporting_integration_callbacks(args.report_to):
+            tracker()
+        if "wandb" in args.report_to and args.process_index == 0:
+            sys.modules["wandb"].login()
+    except Exception as error:  # each tracker raises its own types
+        raise ConfigError(f"report_to={args.report_to}: {error}") from error
+    if args.push_to_hub and args.process_index == 0:
+        if huggingface_hub.constants.HF_HUB_OFFLINE:
+            raise ConfigError("push_to_hub=True, but the environment variable HF_HUB_OFFLINE is set. Unset one of them")
+        if (args.hub_token or huggingface_hub.get_token()) is None:
+            raise ConfigError("push_to_hub=True, but there is no token. Run: hf auth login. Or set HF_TOKEN")
 
 
 def check_windows(args: TrainingArguments, dataset: Any) -> None:

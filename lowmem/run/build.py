@@ -14,7 +14,7 @@ import transformers
 import trl
 from accelerate.utils import purge_accelerate_environment
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from trl import get_peft_config, get_quantization_config
+from trl import get_peft_config, get_quantization_config, is_conversational
 
 from lowmem.errors import ConfigError, DataError, LowmemError
 from lowmem.run.boundary import blaming, reason
@@ -41,9 +41,11 @@ class _OfRun:
     def __init__(self, *args: Any, **options: Any) -> None:
         self.whole: dict[str, Any] = {}  # by their names: "train" and "eval"
         super().__init__(*args, **options)
+        _require_template(self.train_dataset, self.processing_class, self.args)  # type: ignore[attr-defined]
 
     def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, *options: Any) -> Any:
         prepare = super()._prepare_dataset  # type: ignore[misc]
+        _require_template(dataset, processing_class, args)
         if len(options) == 3 and isinstance(dataset, datasets.Dataset):  # packing, formatting_func, name: of `sft`
             uncut, (_, *others) = copy.copy(args), options
             uncut.max_length, uncut.shuffle_dataset = None, False
@@ -51,6 +53,16 @@ class _OfRun:
             self.whole[others[-1]] = rows
             return prepare(rows, processing_class, args, *options) if len(rows) else rows
         return _by_row(lambda rows: prepare(rows, processing_class, args, *options), dataset)
+
+
+def _require_template(dataset: Any, processing_class: Any, args: Any) -> None:
+    """Raises `ConfigError` for conversations, if a tokenizer has no chat template."""
+    row: Any = next(iter(dataset), {})
+    if processing_class.chat_template is None and (is_conversational(row) or "conversations" in row):
+        advice = "Set chat_template_path to a .jinja file, or to a model with one"
+        if not hasattr(args, "chat_template_path"):
+            advice = "Write one into chat_template.jinja in the model's directory"
+        raise ConfigError(f"the rows are conversations, but the model's tokenizer has no chat template. {advice}")
 
 
 def _by_row(prepare: Callable[[Any], Any], dataset: Any) -> Any:

@@ -12,14 +12,19 @@ from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
 import trl
 from trl import TrlParser
+from trl.scripts.utils import DatasetConfig
 
 from lowmem.errors import ConfigError, did_you_mean
 from lowmem.rules import resolve
 from lowmem.run.boundary import reason
 from lowmem.run.yaml_file import SECTIONS, Setting, yaml_value
 
-# Arguments of earlier versions that no similar name replaces, and what to write today; None if nothing replaces them.
+# Arguments of earlier versions and of other programs that no similar name replaces, and what to write instead; None if
+# nothing replaces them.
 FORMER = {
+    "dataset_probs": "datasets: [{path: A, fraction: 0.7}, {path: B, fraction: 0.3}]"
+    if hasattr(DatasetConfig, "fraction")  # TRL 1.0 has no shares
+    else None,
     "group_by_length": "train_sampling_strategy: group_by_length",
     "include_tokens_per_second": None,
     "max_prompt_length": "max_length",
@@ -152,7 +157,9 @@ class Parser(TrlParser):
                 hint = f" The rule {self.rule.name} takes {', '.join(self.rule.defaults)}."
         elif name in FORMER:
             now = FORMER[name]
-            hint = f" It belongs to an earlier version: {f'write {now} instead' if now else 'omit it'}."
+            hint = (
+                f" It belongs to an earlier version or another program: {f'write {now} instead' if now else 'omit it'}."
+            )
         elif name in _OF_LAUNCHERS:
             launch = f"accelerate launch OPTIONS -m {self.prog} ..."
             hint = f" Write the options of the launcher before the command: {launch}"

@@ -15,6 +15,7 @@ from transformers.trainer_utils import has_length
 
 from lowmem.errors import ConfigError, LowmemError
 from lowmem.hf.adapters import OTHERS_FILE
+from lowmem.hf.arguments import Inputs
 from lowmem.placements import in_group
 from lowmem.run import build, data, plan, precheck, report, ways
 from lowmem.run.boundary import blaming, is_out_of_memory, reason
@@ -33,6 +34,7 @@ def train(recipe: Recipe) -> int | None:
     Raises:
         LowmemError: the arguments, the data, the run folder or a checkpoint are wrong, or memory is exhausted.
     """
+    Inputs(None, recipe.training, None, recipe.fused).check_arguments()
     folder = RunFolder(Path(recipe.training.output_dir), recipe.training.resume_from_checkpoint, rank())
     with folder.opened(), _explained(recipe, folder):
         checkpoint = folder.start()

@@ -181,12 +181,13 @@ MISTAKES = {
     "model_init_kwargs: " + "[" * 100_000: "c.yaml: it is nested too deeply",
     "model_init_kwargs: '[1]'": "line 1: model_init_kwargs: expected a mapping",
     "dataset_name: a\ndatasets: [json]": "line 1: dataset_name has no effect together with datasets",
-    "torch_dtype: bfloat16": "line 1: unknown key 'torch_dtype'. It belongs to an earlier version: write dtype instead",
+    "torch_dtype: bfloat16": "It belongs to an earlier version or another program: write dtype instead",
     "group_by_length: true": "write train_sampling_strategy: group_by_length instead",
     "use_flash_attn: true": "write attn_implementation: flash_attention_2 instead",
     "no_cuda: true": "write use_cpu instead",
+    "dataset_probs: [0.7, 0.3]": "write datasets: [{path: A, fraction: 0.7}, {path: B, fraction: 0.3}] instead",
     "warmup_ratio: 0.1": "write warmup_steps: SHARE",
-    "overwrite_output_dir: true": "It belongs to an earlier version: omit it",
+    "overwrite_output_dir: true": "It belongs to an earlier version or another program: omit it",
     "num_train_epochs: .nan": "line 1: num_train_epochs=nan is out of range; allowed: a number",
 }  # fmt: skip
 
@@ -219,7 +220,10 @@ def test_mistakes_in_a_file(text, error_message):
         ('--model_init_kwargs {"token":"abc"}', "--model_init_kwargs contains a password or token"),
         ("--model_init_kwargs " + '{"a":' * 20_000, "is not YAML: it is nested too deeply"),
         (f"--fused.betas {'[' * 900}", "is not YAML: it is nested too deeply"),
-        ("--torch_dtype x", "unknown argument 'torch_dtype'. It belongs to an earlier version: write dtype instead"),
+        (
+            "--torch_dtype x",
+            "unknown argument 'torch_dtype'. It belongs to an earlier version or another program: write dtype",
+        ),
         ("--save_steps 0", "--save_steps=0.0 is out of range; allowed: a number > 0"),
     ],
 )
