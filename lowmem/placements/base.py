@@ -84,6 +84,10 @@ class Shard:
         """Returns the properties that decide its update, and that `model.to(...)` or `param.data = ...` may change."""
         return param.dtype, param.device, param.shape, param.stride()
 
+    def version(self, param: Tensor) -> tuple[Any, ...]:
+        """Returns a value that changes when the weight is edited in place or replaced, except in place by `.data`."""
+        return param._version, param.untyped_storage()._cdata
+
     def quantized(self, param: Tensor) -> QuantizedWeight | None:
         """Returns the shard of a quantized parameter; None if it is not quantized."""
         return param if isinstance(param, QuantizedWeight) else None

@@ -46,6 +46,9 @@ class _Rows(FlatShard):
         rows = -(-shape[0] // ranks.world_size)
         return span_of_rank(ranks.rank, shape, rows * torch.Size(shape[1:]).numel())
 
+    def version(self, param: Any) -> tuple[Any, ...]:
+        return param._version, param._local_tensor._version
+
     def quantized(self, param: Any) -> QuantizedWeight | None:
         return super().quantized(self.read(param))
 

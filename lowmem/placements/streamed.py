@@ -273,6 +273,9 @@ class _Home(Shard):
         streaming, unit = _where(param)
         return param if unit is None else streaming.home(unit, param)
 
+    def version(self, param: Tensor) -> tuple[Any, ...]:
+        return (param._version,)  # each fetch puts it elsewhere
+
     def quantized(self, param: Tensor) -> QuantizedWeight | None:
         if not isinstance(param, QuantizedWeight):
             return None

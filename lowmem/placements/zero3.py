@@ -60,6 +60,9 @@ class _Partition(FlatShard):
     def span(self, param: Any) -> Span:
         return span_of_rank(self.ranks_of(param).rank, tuple(param.ds_shape), param.ds_tensor.ds_numel)
 
+    def version(self, param: Any) -> tuple[Any, ...]:
+        return (param.ds_tensor._version,)
+
     def stored(self, param: Any) -> Tensor:
         return param.ds_tensor  # type: ignore[no-any-return]
 

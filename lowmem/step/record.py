@@ -60,6 +60,7 @@ class ParamRecord(Placed):
         program: how the parameter is updated. It is set when the parameter is claimed.
         form: the result of `Shard.form` when the program was chosen; None if it is chosen again before the next step.
         extra: the other tensors of the weight's storage; () before its first update, and if it is quantized.
+        version: the result of `Shard.version` for the weight that `extra` belongs to; None if `extra` was loaded.
         square_sum: sum of squares of its last gradient, a float64 scalar.
         size: the result of `rule.update`: the weight of this gradient's norm in the statistics of the rule, or None.
     """
@@ -68,6 +69,7 @@ class ParamRecord(Placed):
     program: Program = field(init=False, repr=False)
     form: tuple[Any, ...] | None = field(default=None, init=False)
     extra: tuple[Tensor, ...] = field(default=(), init=False)
+    version: tuple[Any, ...] | None = field(default=None, init=False)
     square_sum: Tensor = field(init=False, repr=False)
     size: Tensor | None = field(default=None, init=False)
 
@@ -95,7 +97,7 @@ class ParamRecord(Placed):
     def put_extra(self, tensors: tuple[Tensor, ...], shard: Shard) -> None:
         """Takes the saved tensors of the weight's storage."""
         if (quantized := shard.quantized(self.param)) is None:
-            self.extra = tensors
+            self.extra, self.version = tensors, None
         else:
             for part, saved in zip(quantized.parts, tensors, strict=True):
                 part.copy_(saved)

@@ -20,7 +20,7 @@ from lowmem.step.record import AddedGroup, ParamRecord
 from lowmem.tiles.graph import Compiler
 from lowmem.tiles.quantized import QuantizedWeight, tensors_of
 from lowmem.tiles.rounding import noise_key
-from lowmem.tiles.storage import Float, Held
+from lowmem.tiles.storage import Float, Held, Shown
 from lowmem.tiles.stored import StoredTiles, begin_storage
 from lowmem.tiles.sweep import Scalars, Sweep
 
@@ -193,14 +193,17 @@ class Updates:
             stack.empty()
 
     def begin_state(self, record: ParamRecord) -> None:
-        """Creates the missing states of a parameter, before its first update or after a reset."""
+        """Creates the missing states of a parameter, before its first update, after a reset, or after an edit of it."""
         program, state = record.program, self._states[record.param]
+        if record.extra and record.version not in (None, self._shard.version(record.param)):
+            if not isinstance(program.weight, Shown):  # which follows edits by itself. A residual is of one weight
+                record.extra = ()
         there = {*state, *(program.extra_names if record.extra else ())}
         if not (missing := [name for name in program.created if name not in there]):
             return
         new = self._shard.keep(record.param, initial_tensors(program, missing, self._shard.read(record.param)))
         if extra := tuple(new.pop(name) for name in program.extra_names if name in missing):
-            record.extra = extra
+            record.extra, record.version = extra, self._shard.version(record.param)
         state.update(new)
 
     def _update_one(self, record: ParamRecord, grad: Tensor, decision: Decision | None) -> None:
@@ -210,6 +213,7 @@ class Updates:
         with self._shard.lend(param, self._states[param]) as state, self._shard.lend(param, extra) as extra:
             self._run(record.program, [record], (*tensors_of(shard), *extra.values()), grad, state, decision)
         self._shard.write(param, shard)
+        record.version = self._shard.version(param) if record.extra else None
 
     def _update_shards(self) -> None:
         """Measures the waiting shards in one collective, and updates their parameters."""
@@ -245,6 +249,8 @@ class Updates:
             torch._foreach_copy_(column, changed.unbind())
         for param, shard in () if in_place else zip(params, shards, strict=True):
             self._shard.write(param, shard)
+        for record in records if records[0].extra else ():
+            record.version = self._shard.version(record.param)
 
     def _run(
         self,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lowmem.errors import ConfigError
 from lowmem.tiles.graph import realized
-from lowmem.tiles.rounding import fraction, narrow_stochastically, raised, split, split8, widen, widen8
+from lowmem.tiles.rounding import fraction, narrow_stochastically, nearest, raised, split, split8, widen, widen8
 
 ROUNDED_DTYPES = (torch.bfloat16, torch.float16)
 STORED_DTYPES = (torch.float32, *ROUNDED_DTYPES)
@@ -272,7 +272,9 @@ class Integer(Storage):
 
 @dataclass(frozen=True)
 class Shown(Storage):
-    """A weight that is stored in `held`. The parameter is a copy of it, rounded to the parameter's dtype."""
+    """A weight that is stored in `held`. The parameter is a copy of it, rounded to the parameter's dtype. Where the
+    parameter differs from that, something else has changed it since, and the stored weight follows.
+    """
 
     dtype: torch.dtype
     held: Storage
@@ -287,7 +289,8 @@ class Shown(Storage):
         return self.held.draws
 
     def decode(self, stored: tuple[Tensor, ...]) -> Tensor:
-        return self.held.decode(stored[1:])
+        value, param = self.held.decode(stored[1:]), stored[0].float()
+        return torch.where(nearest(value, self.dtype) == param, value, param)
 
     def encode(self, value: Tensor, uniform: Uniform) -> tuple[Tensor, ...]:
         return self._shown(self.held.encode(value, uniform))
