@@ -195,9 +195,9 @@ class Updates:
     def begin_state(self, record: ParamRecord) -> None:
         """Creates the missing states of a parameter, before its first update, after a reset, or after an edit of it."""
         program, state = record.program, self._states[record.param]
-        if record.extra and record.version not in (None, self._shard.version(record.param)):
-            if not isinstance(program.weight, Shown):  # which follows edits by itself. A residual is of one weight
-                record.extra = ()
+        edited = record.extra and record.version not in (None, self._shard.version(record.param))
+        if edited and not isinstance(program.weight, Shown):  # which follows edits. A residual belongs to one weight
+            record.extra = ()
         there = {*state, *(program.extra_names if record.extra else ())}
         if not (missing := [name for name in program.created if name not in there]):
             return

@@ -35,10 +35,10 @@ def whole(value: Tensor) -> Tensor:
 
 def widen(stored: Tensor, high: Tensor, low: Tensor) -> Tensor:
     """Undoes `split`."""
-    residual, wide = high.float() * 256 + low.float(), stored.float()
-    if stored.dtype == torch.bfloat16:  # a weight that was set to zero still has a residual, which would make it NaN
-        return torch.where(wide == 0, wide, number(bits(wide) + whole(residual)))
-    return wide + residual * (spacing(wide, stored.dtype) * 2.0**-15)
+    residual = high.float() * 256 + low.float()
+    if stored.dtype == torch.bfloat16:
+        return number(bits(stored.float()) + whole(residual))
+    return stored.float() + residual * (spacing(stored.float(), stored.dtype) * 2.0**-15)
 
 
 def split(value: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -46,7 +46,7 @@ def split(value: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     numbers, int8 and uint8, because compiled CPU code has no vector instructions for 16-bit integers.
 
     bfloat16: the weight is rounded to nearest (ties away from zero), and the residual is the low 16 bits of the float32
-    number, so `widen` restores every bit from 2⁻¹³⁴ on. float16: the residual is in multiples of 2⁻¹⁵ of the weight's spacing, exact
+    number, so `widen` restores every bit. float16: the residual is in multiples of 2⁻¹⁵ of the weight's spacing, exact
     for normal float16 and within 2⁻⁴⁰ below 2⁻¹⁴. Values that are not finite have a zero residual.
     """
     if dtype == torch.bfloat16:

@@ -125,7 +125,8 @@ FLOAT32 = Float(torch.float32)
 @dataclass(frozen=True)
 class Compensated(Storage):
     """Kahan summation: the residual of rounding to nearest is stored too, in 16 bits, or in 8 bits that are rounded
-    stochastically, which with bfloat16 gives about 16 bits of precision.
+    stochastically, which with bfloat16 gives about 16 bits of precision. A stored zero is zero: smaller numbers than
+    the dtype's are not added up.
     """
 
     dtype: torch.dtype
@@ -141,7 +142,9 @@ class Compensated(Storage):
         return self.bits == 8
 
     def decode(self, stored: tuple[Tensor, ...]) -> Tensor:
-        return widen(*stored) if self.bits == 16 else widen8(stored[0], stored[1])
+        value = widen(*stored) if self.bits == 16 else widen8(stored[0], stored[1])
+        # a zero may be of a mask, and have the residual of the weight before it
+        return torch.where(stored[0] == 0, 0.0, value)
 
     def encode(self, value: Tensor, uniform: Uniform) -> tuple[Tensor, ...]:
         return split(value, self.dtype) if self.bits == 16 else split8(value, self.dtype, uniform())
