@@ -159,6 +159,32 @@ def test_weights_and_states_have_the_bits_of_one_device(two, place, case):
             assert_same(one, other)
 
 
+def edited(rank, place, rounding):
+    """The loop changes a weight between two steps."""
+    net, opt = placed(rank, place, {"rule": "adamw", "lr": 1e-2, "rounding": rounding})
+    for n in range(3):
+        steps(net, opt, [n])
+        if place and "zero3" in place:
+            import deepspeed
+
+            with deepspeed.zero.GatheredParameters(net.two.weight, modifier_rank=0):
+                if rank == 0:
+                    net.two.weight.detach().mul_(-0.7)
+        else:
+            with torch.no_grad():
+                net.two.weight.mul_(-0.7)
+    return full_weights(net), states(opt)
+
+
+@pytest.mark.parametrize("rounding", ["compensated", "compensated8", "master"])
+@pytest.mark.parametrize("place", ["replicated", "fsdp2", "zero3, nothing kept"])
+def test_an_edited_weight_continues_as_on_one_device(two, place, rounding):
+    expected = edited(0, None, rounding)
+    for results in two.run(edited, place, rounding):
+        for one, other in zip(results, expected, strict=True):
+            assert_same(one, other)
+
+
 def test_dtypes_of_stored_tensors_on_one_device():
     """The cases differ from one another in the dtypes of states and weights, and all of them train."""
     dtypes = {case: {name: value.dtype for name, value in alone(case)[1].items()} for case in ("adamw", "int10")}
