@@ -41,7 +41,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         params: parameters, (name, parameter) pairs, or groups (dicts) of either, as `torch.optim` takes them. A group
             may set "rule", "rounding", "state_storage" and hyperparameters. Hyperparameters that a group with a "rule"
             does not set, including `lr`, have the defaults of that rule. Frozen parameters cost nothing. A parameter
-            that is unfrozen later is updated from the next `backward` on.
+            that is unfrozen later is updated from the next `backward` on. Pass parameters that the model gets later to
+            `add_param_group`.
         rule: a name (`lowmem.rules.table()`), an `UpdateRule`, a `torch.optim.Optimizer` class, or its import path.
         model: the module that owns the parameters; required under FSDP2. With it, norms over all gradients are summed
             in the order of `model.parameters()`, as by `clip_grad_norm_`.

@@ -180,6 +180,11 @@ def _owner(param: Tensor) -> Hooks | None:
     return None
 
 
+def is_hooked(param: Tensor) -> bool:
+    """Returns whether an optimizer has the parameter, which it updates while it is not frozen."""
+    return any(param in hooks._handles for hooks in list(_LIVE))
+
+
 def name_of(param: Any) -> str | None:
     """Returns the name of a parameter in the optimizer that updates it, or None."""
     hooks = _owner(param)

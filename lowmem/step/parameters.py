@@ -1,5 +1,6 @@
 """The parameters of one optimizer, with their groups, placement and states: shared by all parts of a step."""
 
+import logging
 from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +13,10 @@ from lowmem.options import FusedConfig
 from lowmem.placements import Placement
 from lowmem.placements.base import Shard
 from lowmem.rules import UpdateRule
+from lowmem.step.hooks import is_hooked
 from lowmem.step.record import AddedGroup, Group, ParamRecord
+
+logger = logging.getLogger(__name__)
 
 
 class States(defaultdict[Tensor, dict[str, Any]]):
@@ -36,7 +40,7 @@ class Parameters:
         groups: the groups as they were added.
         records: a record per parameter. Norms are summed in this order.
         states: the optimizer states of each parameter, created before its first update.
-        frozen: parameters of the model that did not require a gradient when the optimizer was created.
+        frozen: parameters of the model that have been frozen since the optimizer was created.
     """
 
     config: FusedConfig
@@ -150,15 +154,24 @@ class Parameters:
         return next((option for option in options if option is not None), None)
 
     def refuse_unfrozen(self) -> None:
-        """Raises `StepError` if clipping by norm would leave out a parameter of the model that was unfrozen."""
-        option = self.norm_option if self.frozen else None
-        for param, name in self.frozen.items() if option is not None else ():
-            if param.requires_grad and param not in self.records:
-                raise StepError(
-                    f"parameter {name!r} was frozen when the optimizer was created without it, and is trained now, so "
-                    f"the norm for {option} would not include its gradient. Pass frozen parameters to the optimizer "
-                    f"too, or write opt.add_param_group({{'params': [({name!r}, model.get_parameter({name!r}))]}})"
-                )
+        """Raises `StepError` if clipping by norm would leave out a parameter of the model that was unfrozen. Otherwise
+        it warns once of such parameters, which an optimizer of torch may update.
+        """
+        unfrozen = {param: name for param, name in self.frozen.items() if param.requires_grad}
+        if missing := [name for param, name in unfrozen.items() if not is_hooked(param)]:
+            name, option = missing[0], self.norm_option
+            effect = f"the norm for {option} would not include its gradient" if option else "it is not updated"
+            more = f", and so on for {len(missing) - 1} more" if len(missing) > 1 else ""
+            message = (
+                f"parameter {name!r} was frozen when the optimizer was created without it, and is trained now, so "
+                f"{effect}. Pass frozen parameters to the optimizer too, or write "
+                f"opt.add_param_group({{'params': [({name!r}, model.get_parameter({name!r}))]}}){more}"
+            )
+            if option is not None:
+                raise StepError(message)
+            logger.warning("%s. If another optimizer updates it, ignore this", message)
+        for param in unfrozen:
+            del self.frozen[param]
 
     def settings(self) -> dict[str, Any]:
         """The settings on which all ranks have to agree."""

@@ -4,6 +4,7 @@ import copy
 import gc
 import math
 import pickle
+import re
 import threading
 import warnings
 from collections import defaultdict
@@ -105,6 +106,40 @@ def test_everything_frozen_at_first():
     loss_of(net).backward()
     assert opt.last_step.step == 1
     assert same(weights(net), ordinary(make_net(), [[0]]))
+
+
+def unfrozen_later(**options):
+    """A model whose first layer was not passed, and is trained now."""
+    net = nn.Sequential(nn.Linear(3, 3).requires_grad_(False), nn.Linear(3, 3))
+    opt = lowmem.FusedOptimizer(net[1].parameters(), "lomo", lr=0.1, model=net, **options)
+    opt.backward(net(torch.ones(3)).sum())
+    net[0].requires_grad_(True)
+    return net, opt
+
+
+def test_a_parameter_unfrozen_later_that_was_not_passed(caplog):
+    """The warning has the line that adds it."""
+    net, opt = unfrozen_later()
+    for _ in range(2):
+        opt.backward(net(torch.ones(3)).sum())
+    (text,) = caplog.messages
+    line = re.fullmatch(r"parameter '0\.weight' was frozen .* not updated\. .* write (.*), and so on for 1 .*", text)
+    before = net[0].weight.clone()
+    net.zero_grad()
+    eval(line[1], {"opt": opt, "model": net})
+    opt.backward(net(torch.ones(3)).sum())
+    assert not torch.equal(net[0].weight, before)
+    assert len(caplog.messages) == 1
+
+
+@pytest.mark.parametrize("options", [{}, {"clip_norm": 1.0}], ids=["", "clipped"])
+def test_a_parameter_unfrozen_later_that_another_optimizer_has(options, caplog):
+    """As in a GAN, also if the other one has not been stepped since."""
+    net, opt = unfrozen_later(**options)
+    other = lomo(net[0])
+    with other.paused():
+        opt.backward(net(torch.ones(3)).sum())
+    assert not caplog.messages
 
 
 # -- several optimizers ------------------------------------------------------------------------------------------------
@@ -500,10 +535,10 @@ def test_hooks_on_several_threads(monkeypatch):
     opt = lomo(net, clip_norm=0.5, policy="deferred", rule="adamw")
     update, active, together, ready = opt._hooks._update(), [], [], threading.Barrier(4)
 
-    def watched(record, offered):
+    def watched(record):
         active.append(record.name)
         together.append(len(active))
-        update(record, offered)
+        update(record)
         active.remove(record.name)
 
     def backward_of(layers):
