@@ -304,7 +304,7 @@ class FusedTrainerMixin(_Base):
             adapters.check(self.model, self.args, sharded=self._inputs.sharded, saves=saves)
         folder = checkpoint.to_resume(resume_from_checkpoint, Path(self.args.output_dir))
         self._run = resuming.Run(folder)
-        arguments.check_callbacks(self.callback_handler.callbacks)
+        arguments.check_callbacks(self.callback_handler.callbacks, resumed=folder is not None)
         if resume_from_checkpoint or args:  # a class may have a `train` without arguments
             args = None if folder is None else str(folder), *args
         return super().train(*args, **kwargs)
