@@ -1,6 +1,5 @@
 """The options of a fused optimizer and of layers, declared once for `FusedOptimizer`, trainers and YAML files."""
 
-import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
@@ -65,7 +64,6 @@ class FusedConfig:
             results for these options. It may change when `accumulate` is first used (see `policy_reason`).
         clip_norm: the maximum norm over all gradients, as in `torch.nn.utils.clip_grad_norm_`, with the same bits in
             float32 on a CPU. It raises under "immediate".
-        norm_type: norm type for `clip_norm`: 2.0, or inf for the largest element.
         clip_value: gradients are clamped to [-clip_value, clip_value].
         loss_scale: `backward` multiplies the loss by this scale, and gradients are divided by it: a number, "dynamic",
             or a `DynamicScale`. After an overflow, "two_pass" and "deferred" skip the whole step, like
@@ -116,7 +114,6 @@ class FusedConfig:
     groups: tuple[dict[str, Any], ...] = ()
     policy: Policy = "auto"
     clip_norm: float | None = None
-    norm_type: float = 2.0
     clip_value: float | None = None
     loss_scale: float | Literal["dynamic"] | DynamicScale | None = None
     max_nonfinite_steps: int | None = 20
@@ -297,7 +294,6 @@ _CHECKS = {
     "groups": require.check(lambda value: isinstance(value, list | tuple), "a list: [{match: norm, rule: lomo}, ...]"),
     "policy": require.one_of(*get_args(Policy)),
     "clip_norm": require.number("> 0", optional=True),
-    "norm_type": require.check(lambda value: value in (2, math.inf), "2 or inf"),
     "clip_value": require.number("> 0", optional=True),
     "loss_scale": require.check(_is_loss_scale, "a number >= 0 (0: none), 'dynamic', a DynamicScale, or None"),
     "max_nonfinite_steps": require.number(">= 1", whole=True, optional=True),

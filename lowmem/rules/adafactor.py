@@ -62,7 +62,6 @@ class Adafactor(UpdateRule):
     relative = (0.9, 1.3)
     decay = "weight_decay_rate"
     norm_option = "global_norm_clip_threshold"
-    sums_squares = True
     defaults, checks = require.hyperparameters(
         lr=(1e-3, require.number(">= 0")),
         factored=(True, require.flag),

@@ -93,7 +93,6 @@ class AdafactorT2T(UpdateRule):
     exactness = "trajectories recorded from its source, weights to 2e-5"
     usual_lr = (1e-3, "measured: docs/how-to/choosing.md")
     relative = (0.9, 1.3)
-    sums_squares = True
     defaults, checks = require.hyperparameters(
         lr=(None, require.number(">= 0", optional=True)),
         multiply_by_parameter_scale=(True, require.flag),

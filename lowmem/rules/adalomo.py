@@ -29,7 +29,6 @@ class AdaLomo(UpdateRule):
     usual_lr = (1e-3, "measured: docs/how-to/choosing.md")
     relative = (0.9, 1.3)
     norm_before_clip_value = True
-    sums_squares = True
     defaults, checks = require.hyperparameters(
         lr=(1e-3, require.number(">= 0")),
         eps=(

@@ -11,7 +11,6 @@ from lowmem.rules import require
 from lowmem.rules.moments import averages, correction, moment_states, next_count
 from lowmem.rules.rule import Hyper, ParamSpec, State, UpdateRule, numbers, register
 from lowmem.tiles.layout import View
-from lowmem.tiles.norms import REDUCED, exact
 from lowmem.tiles.sweep import Sweep
 from lowmem.tiles.tile import Sums, Tile
 
@@ -20,8 +19,8 @@ _MAGNIFIED = 2.0**64
 
 
 def norms(t: Tile) -> Sums:
-    """Sums of squares: of the gradient, of it magnified and reduced, of the weight and of the weight in its dtype."""
-    grads = {"grad": t.grad_square, "magnified": (t.grad * _MAGNIFIED).square(), "reduced": (t.grad * REDUCED).square()}
+    """Sums of squares: of the gradient, of it magnified, of the weight and of the weight in its dtype."""
+    grads = {"grad": t.grad_square, "magnified": (t.grad * _MAGNIFIED).square()}
     return Sums(scalar={**grads, "weight": t.param.square(), "stored": t.stored(t.param).square()})
 
 
@@ -164,7 +163,7 @@ class Lans(UpdateRule):
 def inverse_norm(sums: dict[str, Tensor], sign: Tensor) -> Tensor:
     """The multiplier that makes the gradient a unit vector, times `sign`; 0 for a gradient of zeros."""
     tiny = sums["magnified"].sqrt() / _MAGNIFIED
-    norm = torch.where(sums["magnified"].isfinite(), tiny, exact(sums["grad"], sums["reduced"]).sqrt().float())
+    norm = torch.where(sums["magnified"].isfinite(), tiny, sums["grad"].double().sqrt().float())
     return torch.where(norm > 0, sign / norm, 0.0)
 
 

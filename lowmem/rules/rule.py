@@ -111,8 +111,6 @@ class UpdateRule(ABC):
             update, so the host has to know before it whether the step is skipped.
         every_parameter: a parameter without gradient is updated as if its gradient were zero.
         norm_before_clip_value: clip_norm measures gradients before clip_value clamps them.
-        sums_squares: a parameter is left unchanged if the squares of its gradient, or their sum, overflow float32 (a
-            norm of 9e18), because they would make its states useless.
     """
 
     name: ClassVar[str]
@@ -130,7 +128,6 @@ class UpdateRule(ABC):
     materializes: ClassVar[bool] = False
     every_parameter: ClassVar[bool] = False
     norm_before_clip_value: ClassVar[bool] = False
-    sums_squares: ClassVar[bool] = False
 
     def equals(self, other: "UpdateRule") -> bool:
         """Returns whether another rule of this name gives the same updates."""

@@ -61,7 +61,6 @@ class ScaledAdam(UpdateRule):
     relative = (0.9, 1.3)
     norm_option = "clipping_scale"
     every_parameter = True
-    sums_squares = True
     defaults, checks = require.hyperparameters(
         lr=(3e-2, require.number(">= 0")),
         clipping_scale=(None, require.number("> 0", optional=True)),

@@ -5,7 +5,7 @@ unscaled, clamped by value, and multiplied by one clip coefficient, which is com
 """
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -16,17 +16,16 @@ from lowmem.rules import GroupClip, GroupNorms
 from lowmem.step.loss_scaler import LossScaler
 from lowmem.step.parameters import Parameters
 from lowmem.step.record import AddedGroup, ParamRecord
-from lowmem.tiles.norms import REDUCED, norm_over, summable
 from lowmem.tiles.stored import tiles
 from lowmem.tiles.sweep import Reading
 from lowmem.tiles.transfers import to_device
 
 
 class Norms(NamedTuple):
-    """Norms of gradients, float64. They are Inf or NaN only if an element is.
+    """2-norms of gradients, float64. They are summed in float32, so a norm above 1.8e19 is Inf.
 
-    unscaled: 2-norm without the loss scale.  clamped: 2-norm after `clip_value`.  clipped: the norm that `clip_norm`
-    limits.  tiled: as `unscaled`, summed in tiles. On a CPU, PyTorch's norm of a large float32 tensor may be 1 % off.
+    unscaled: without the loss scale.  clamped: after `clip_value`.  clipped: the one that `clip_norm` limits.
+    tiled: as `unscaled`, summed in tiles. On a CPU, PyTorch's norm of a large float32 tensor may be 1 % off.
     """
 
     unscaled: Tensor
@@ -51,8 +50,8 @@ class Decision:
     """Everything known about the gradients of a step: before its first update, or in "immediate" after the last one.
 
     names: the parameters that got a gradient, in parameter order.
-    norms: 2-norm of each unscaled gradient, float64 [parameters]. Inf or NaN only if an element is.
-    updated: boolean [parameters]. False if the step is skipped, or a rule cannot sum the squares of the gradient.
+    norms: 2-norm of each unscaled gradient, float64 [parameters].
+    updated: boolean [parameters]. False if the step is skipped, or in "immediate" if the norm is Inf or NaN.
     finite: boolean scalar. False skips all updates.
     tiled: see `Norms`.
     clip_coef: the factor of `clip_norm`, a float32 scalar, or None.
@@ -95,7 +94,7 @@ class Clipping:
         config, device = parameters.config, self.device
         self.scaler = LossScaler(config.loss_scale, device)
         self._ranks = next(map(parameters.shard.ranks_of, self.records), None)
-        self.norm, self.norm_type, self.value = config.clip_norm, float(config.norm_type), config.clip_value
+        self.norm, self.value = config.clip_norm, config.clip_value
         self._limit = None if self.value is None else torch.full((), self.value, dtype=torch.float32, device=device)
 
     def _factors(self, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
@@ -119,18 +118,11 @@ class Clipping:
         for part in _float32_parts(grad):
             if inverse_scale is not None:
                 part.mul_(inverse_scale)
-            norms = _norms(part, self.norm_type)
-            if limit is not None:
-                part.clamp_(-limit, limit)
-                after = _norms(part, self.norm_type)
-                clipped = (norms if record.rule.norm_before_clip_value else after).clipped
-                norms = norms._replace(clamped=after.clamped, clipped=clipped)
-            parts.append(torch.stack(norms))
-        if len(parts) == 1:
-            return parts[0]
-        orders = 2.0, 2.0, self.norm_type, 2.0
-        norms_of_parts = torch.stack(parts, 1).unbind()
-        return torch.stack([norm_over(norm, order) for norm, order in zip(norms_of_parts, orders, strict=True)])
+            unscaled, tiled = _norms(part)
+            clamped = unscaled if limit is None else _norms(part.clamp_(-limit, limit))[0]
+            clipped = unscaled if record.rule.norm_before_clip_value else clamped
+            parts.append(torch.stack(Norms(unscaled, clamped, clipped, tiled)))
+        return parts[0] if len(parts) == 1 else torch.stack([*map(norm_over, torch.stack(parts, 1))])
 
     def decide(self, measured: Mapping[str, Tensor], *, prepared: bool) -> Decision:
         """Decides a step. Reads a value back only for third-party optimizers, whose updates cannot be undone.
@@ -142,30 +134,24 @@ class Clipping:
         # norms are summed in parameter order, which decides their last bits
         fired = [record for record in self.records.values() if record.name in measured]
         norms = self._over_ranks(torch.stack([measured[record.name].to(self.device) for record in fired], 1))
-        finite = norms.unscaled.isfinite().all()
+        finite = norm_over(norms.unscaled).isfinite()
         # with a dynamic loss scale, an overflow skips the step even if a rule handles Inf and NaN
         if not self.scaler.dynamic and all(map(_takes_nonfinite, fired)):
             finite = torch.ones_like(finite)
-        coef = None if self.norm is None else _clip_coef(self.norm, norm_over(norms.clipped, self.norm_type))
+        coef = None if self.norm is None else _clip_coef(self.norm, norm_over(norms.clipped))
         read = norms.clamped if coef is None else norms.clamped * coef
         results = self._clip_by_rules(fired, read)
-        own_clips = {group: _clip(coef, result) for group, result in results.items()}
-        if own_clips:
-            one = torch.ones_like(finite, dtype=torch.float32)
-            clips = (own_clips.get(record.group, Clip(coef)) for record in fired)
-            read = norms.clamped * torch.stack([one if clip.gradient is None else clip.gradient for clip in clips])
-        fits = self._fits(fired, read.square())
         for group, result in results.items():
             for name, new in result.memory.items():  # a skipped step leaves it as it is
                 group.memory[name].copy_(torch.where(finite, new, group.memory[name]))
         return Decision(
             names=tuple(record.name for record in fired),
             norms=norms.unscaled,
-            updated=finite.expand(len(fired)) if fits is None else finite & fits,
+            updated=finite.expand(len(fired)),
             finite=finite,
             tiled=norms.tiled,
             clip_coef=coef,
-            own_clips=own_clips,
+            own_clips={group: _clip(coef, result) for group, result in results.items()},
             measured=prepared,
             prepared=prepared,
             skipped=any(record.rule.materializes for record in fired) and not bool(finite),
@@ -173,16 +159,12 @@ class Clipping:
 
     def review(self, fired: Sequence[ParamRecord]) -> Decision:
         """Returns the decision about gradients that were applied, or measured, without one."""
-        square_sums, clamped = self.gather(record.square_sum for record in fired), []
-        if self._limit is not None:
-            counts = [record.span.numel for record in fired]
-            clamped = [self._limit, to_device(counts, torch.float64, self.device)]
+        square_sums = self.gather(record.square_sum for record in fired)
         updated = square_sums.isfinite()
         # a third-party optimizer has updated its parameter before the host knows
-        if (unconditional := self._mask(fired, lambda r: r.rule.materializes or _takes_nonfinite(r))) is not False:
-            updated |= unconditional
-        if (fits := self._fits(fired, square_sums, *clamped)) is not None:
-            updated &= fits
+        unconditional = [record.rule.materializes or _takes_nonfinite(record) for record in fired]
+        if any(unconditional):
+            updated |= to_device(unconditional, torch.bool, self.device)
         return Decision(
             names=tuple(record.name for record in fired),
             norms=square_sums.sqrt(),
@@ -194,31 +176,12 @@ class Clipping:
         """Returns scalars of parameters, from any devices, as one tensor [parameters]."""
         return torch.stack([scalar.to(self.device) for scalar in scalars])
 
-    def _fits(self, records: Sequence[ParamRecord], square_sums: Tensor, *clamped: Tensor) -> Tensor | None:
-        """Returns whether rules can sum the squares of gradients, boolean [parameters]; None if all can."""
-        summing = self._mask(records, sums_squares)
-        if summing is False:
-            return None
-        fits = summable(square_sums, *clamped)
-        return fits if summing is True else fits | ~summing
-
-    def _mask(self, records: Sequence[ParamRecord], holds: Callable[[ParamRecord], bool]) -> Tensor | bool:
-        """Evaluates a condition that depends on a parameter's group: boolean [parameters], or one value for all."""
-        of_group = {group: holds(record) for group, record in {record.group: record for record in records}.items()}
-        if len(set(of_group.values())) == 1:
-            return next(iter(of_group.values()))
-        return to_device([of_group[record.group] for record in records], torch.bool, self.device)
-
     def _over_ranks(self, norms: Tensor) -> Norms:
         """Returns the norms of full gradients, given the norms of this rank's shards, float64 [4, parameters]."""
         if self._ranks is None:
             return Norms(*norms)
         (squares,) = self._ranks.all_reduce([norms.square()])
-        total = Norms(*squares.sqrt())
-        if self.norm_type == 2:
-            return total
-        (largest,) = self._ranks.all_reduce([Norms(*norms).clipped], largest=True)
-        return total._replace(clipped=largest)
+        return Norms(*squares.masked_fill(squares.float().isinf(), torch.inf).sqrt())
 
     def _clip_by_rules(self, fired: Sequence[ParamRecord], read: Tensor) -> dict[AddedGroup, GroupClip]:
         """Computes the clipping of rules that clip by norm.
@@ -260,7 +223,7 @@ class Clipping:
         device, first = grad.device, records[0]
         inverse_scale, limit = self._factors(device)
         if decision is None:
-            return Reading(inverse_scale, limit, sums_squares=sums_squares(first))
+            return Reading(inverse_scale, limit)
         clip = decision.own_clips.get(first.group, Clip(decision.clip_coef))
         each = [decision.each.get(record.name) or (decision.norms.new_zeros(()), decision.finite) for record in records]
         square_sums, updated = (torch.stack(of_each).to(device) for of_each in zip(*each, strict=True))
@@ -277,9 +240,7 @@ class Clipping:
 
 def _clip_coef(limit: float, total: Tensor) -> Tensor:
     """Returns the factor that reduces the norm over all gradients to `limit`, a float32 scalar."""
-    single = total.float()  # as torch divides, unless the norm itself is beyond float32
-    coef = torch.where(single.isfinite(), limit / (single + 1e-6), (limit / total).float())
-    return coef.clamp(max=1.0)
+    return (limit / (total.float() + 1e-6)).clamp(max=1.0)  # as torch divides
 
 
 def _clip(coef: Tensor | None, own: GroupClip) -> Clip:
@@ -289,28 +250,22 @@ def _clip(coef: Tensor | None, own: GroupClip) -> Clip:
     return Clip(own.coef if coef is None else coef * own.coef)
 
 
-def sums_squares(record: ParamRecord) -> bool:
-    """Returns whether a parameter is not updated if the squares of its gradient overflow float32."""
-    return record.rule.sums_squares and not _takes_nonfinite(record)
-
-
 def _takes_nonfinite(record: ParamRecord) -> bool:
     return record.rule.takes_nonfinite(record.group.live)
 
 
-def _norms(values: Tensor, norm_type: float) -> Norms:
-    """Computes 2-norms in float32. Where they overflow, they are computed again from smaller multiples."""
+def norm_over(norms: Tensor) -> Tensor:
+    """Returns the 2-norm over several tensors from their float64 norms, summed in float32 as by PyTorch."""
+    return torch.linalg.vector_norm(norms.float()).double()
+
+
+def _norms(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Computes the 2-norm of float32 values as PyTorch does, and summed in tiles: float64 scalars."""
     parts = tiles(values)
-    single = tiled = torch.linalg.vector_norm(values)
+    norm = tiled = torch.linalg.vector_norm(values)
     if len(parts) > 1:
         tiled = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(part) for part in parts]))
-    buffer = torch.empty_like(parts[0])  # stays in the cache
-    products = (torch.mul(part, REDUCED, out=buffer[: part.numel()]) for part in parts)
-    reduced = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(product) for product in products]))
-    large = reduced.double() / REDUCED
-    norm, norm_in_tiles = (torch.where(each.isfinite(), each.double(), large) for each in (single, tiled))
-    of_type = norm if norm_type == 2 else torch.linalg.vector_norm(values, torch.inf).double()
-    return Norms(norm, norm, of_type, norm_in_tiles)
+    return norm.double(), tiled.double()
 
 
 def _is_float32(grad: Tensor) -> bool:

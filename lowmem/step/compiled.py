@@ -56,7 +56,6 @@ def run_compiled(program: Program, tiles: StoredTiles, states: Mapping[str, Tens
             tiles.device,
             batched=tiles.shape[0] > 1,
             numbers=tiles.scalars.names,
-            sums_squares=tiles.reading.sums_squares,
             form=forms[0] if is_one else None,
         )
         program.compiled[varying] = traced(program.rule, program.spec, kind, forms)

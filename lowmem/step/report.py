@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from lowmem.errors import StepError
-from lowmem.step.clipping import Decision
+from lowmem.step.clipping import Decision, norm_over
 from lowmem.step.parameters import Parameters
 from lowmem.step.policies import Policy
 from lowmem.step.updates import Updates
-from lowmem.tiles.norms import norm_over
 from lowmem.tiles.transfers import Readback
 
 logger = logging.getLogger(__name__)
@@ -66,7 +65,7 @@ class LastStep:
     @property
     def norms(self) -> Tensor:
         """The 2-norm of each parameter's gradient before clipping, without the loss scale, float32 [parameters], in the
-        order of `names`. A norm above 3.4e38 is Inf.
+        order of `names`. A norm above 1.8e19 is Inf.
         """
         return self._decision.norms.float()
 
@@ -82,13 +81,8 @@ class LastStep:
 
     @property
     def nonfinite(self) -> list[str]:
-        """The parameters whose gradient had Inf or NaN."""
+        """The parameters whose gradient had Inf or NaN, or a norm above 1.8e19, whose square overflows float32."""
         return [name for name, finite, _ in self._each if not finite]
-
-    @property
-    def overflowed(self) -> list[str]:
-        """The parameters that were not updated because the squares of their finite gradient overflow in float32."""
-        return [name for name, finite, updated in self._each if finite and not updated and not self.skipped]
 
     @property
     def skipped(self) -> bool:
@@ -97,9 +91,9 @@ class LastStep:
 
     @property
     def skipped_params(self) -> int:
-        """The number of parameters with a gradient that were not updated. In a skipped step these are all; otherwise
-        `overflowed`, and under "immediate" also `nonfinite`, except for rules that handle Inf and NaN themselves, and
-        for third-party optimizers, whose updates cannot be undone.
+        """The number of parameters with a gradient that were not updated. In a skipped step these are all; otherwise,
+        under "immediate", they are `nonfinite`, except for rules that handle Inf and NaN themselves, and for
+        third-party optimizers, whose updates cannot be undone.
         """
         return sum(not updated for *_, updated in self._each)
 
@@ -217,15 +211,10 @@ class Report:
         last = self.last
         if not ended or last is None or last._ended.values() is None:  # a dry run has no numbers
             return
-        if last.nonfinite:
+        if last.nonfinite or last.skipped:
             self._count_nonfinite(last)
         else:
             self.streak, self._searching = 0, False
-            if names := last.overflowed:
-                logger.warning(
-                    "step %d skipped %d parameter(s): the squared gradient of %s overflows float32, in which the rule "
-                    "sums squares. Clip gradients by clip_norm or clip_value", last.step, len(names), _some(names)
-                )  # fmt: skip
         self._cycle.settle(last.skipped, bool(last._flags.replayed))
 
     def _count_nonfinite(self, last: LastStep) -> None:
@@ -233,7 +222,8 @@ class Report:
         outcome = f"skipped {count} parameter(s)" if count and not last.skipped else "was skipped"
         outcome = outcome if count else "was not skipped"
         cause = "" if flags.loss_finite else ", and the loss is not finite either"
-        message = f"step {last.step} {outcome}: the gradient of {_some(names)} is not finite{cause}"
+        what = f"the gradient of {_some(names)}" if names else "the norm over all gradients"
+        message = f"step {last.step} {outcome}: {what} is not finite{cause}"
         usual = self._clipping.scaler.dynamic or flags.nonfinite_steps > 1  # one warning is enough
         logger.log(logging.INFO if usual else logging.WARNING, "%s", message)
         if not self._searching:

@@ -15,11 +15,9 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from lowmem.tiles.norms import exact, summable
 from lowmem.tiles.rounding import mix, nearest
 from lowmem.tiles.storage import FLOAT32, Held
 from lowmem.tiles.tile import (
-    REDUCED_SQUARE,
     SQUARE,
     ApplyFn,
     Fields,
@@ -158,7 +156,7 @@ class Sweep:
         self.rule_clip_coef = tiles.reading.rule_clip_coef
         self._guarded = True  # by its own measurement
         self._finite = None if tiles.reading.finite is None else tiles.reading.finite.expand(tiles.members)
-        self._measured: tuple[Tensor, Tensor] | None = None  # sums of squares [B], known after the first reduce
+        self._measured: Tensor | None = None  # sum of squares [B], known after the first reduce
 
     @functools.cached_property
     def double(self) -> Fields:
@@ -177,13 +175,13 @@ class Sweep:
     @functools.cached_property
     def square_sums(self) -> Tensor:
         """The sum of squares of each parameter's unscaled, unclipped gradient over all shards, float64 [members]. It is
-        summed in float32 unless that overflows. Reading it measures the gradient.
+        summed in float32. Reading it measures the gradient.
         """
         if self._tiles.reading.square_sums is not None:
             return self._tiles.reading.square_sums
         self._measure()
         assert self._measured is not None
-        return exact(*(sums.view(self._tiles.members, -1).sum(-1) for sums in self._measured))
+        return self._measured.view(self._tiles.members, -1).sum(-1).double()
 
     def _measure(self) -> None:
         """Measures the gradient, by a separate pass over the tiles unless a `reduce` has measured it."""
@@ -192,18 +190,13 @@ class Sweep:
 
     @property
     def finite(self) -> Tensor | None:
-        """Returns whether each gradient is free of Inf and NaN: boolean [members], on the device. If neither the step
-        nor an earlier pass has decided, it measures the gradient.
+        """Returns whether the sum of squares of each gradient is finite: boolean [members], on the device. If neither
+        the step nor an earlier pass has decided, it measures the gradient.
 
         `apply` and `store` leave a parameter unchanged where it is False. None: everything is written.
         """
         if self._finite is None and self._guarded:
-            reading = self._tiles.reading
-            if reading.sums_squares:
-                count = self.shape[0] * self.count // self._tiles.members
-                self._finite = summable(self.square_sums, reading.limit, count)
-            else:
-                self._finite = self.square_sums.isfinite()
+            self._finite = self.square_sums.isfinite()
         return self._finite
 
     def pass_nonfinite(self) -> None:
@@ -219,7 +212,7 @@ class Sweep:
         measure = self._measured is None and self._tiles.reading.square_sums is None
         sums = self._tiles.reduce(functools.partial(reduce_tile, fn, measure), *_split(given))
         if measure:
-            self._measured = sums.scalar.pop(SQUARE), sums.scalar.pop(REDUCED_SQUARE)
+            self._measured = sums.scalar.pop(SQUARE)
         return sums
 
     def apply(self, fn: ApplyFn, **given: Unpack[Given]) -> None:

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from lowmem.tiles.graph import realized, tied
-from lowmem.tiles.norms import REDUCED
 from lowmem.tiles.rounding import mix, nearest, random_bits
 from lowmem.tiles.storage import Held, Uniform
 
@@ -70,8 +69,7 @@ class Reading:
     clip_coef: float32 scalar that it is multiplied by after that, or None.
     rule_clip_coef: clip coefficient that the rule applies itself, or None.
     finite: boolean, a scalar or [members]. False leaves everything unchanged. None: the sweep decides for each
-    parameter, by whether its gradient has an Inf or NaN.
-    sums_squares: if the sweep decides, squares that overflow float32 count as well.
+    parameter, by whether the sum of its gradient's squares is finite in float32.
     square_sums: of the unscaled gradients, float64 [members], if they have been measured before.
     """
 
@@ -80,7 +78,6 @@ class Reading:
     clip_coef: Tensor | None = None
     rule_clip_coef: Tensor | None = None
     finite: Tensor | None = None
-    sums_squares: bool = False
     square_sums: Tensor | None = None
 
     @functools.cached_property
@@ -91,7 +88,7 @@ class Reading:
     @property
     def form(self) -> tuple[Any, ...]:
         """Everything about it that compiled code depends on."""
-        return self.sums_squares, *((key, value.ndim) for key, value in self.tensors.items())
+        return tuple((key, value.ndim) for key, value in self.tensors.items())
 
 
 class RawTile(NamedTuple):
@@ -185,8 +182,8 @@ class Tile:
 ReduceFn = Callable[[Tile], Sums]
 ApplyFn = Callable[[Tile], Named]
 
-# Names of the scalar sums that measure the gradient.
-SQUARE, REDUCED_SQUARE = "square of the gradient", "square of the gradient times a small number"
+# Name of the scalar sum that measures the gradient.
+SQUARE = "square of the gradient"
 
 
 def reduce_tile(fn: ReduceFn, measure: bool, raw: RawTile) -> Sums:
@@ -205,8 +202,6 @@ def reduce_tile(fn: ReduceFn, measure: bool, raw: RawTile) -> Sums:
     def total(value: Tensor) -> Tensor:
         return along(value).sum(-1).flatten(1) if in_blocks else value.sum((-2, -1))
 
-    if measure:  # in place and first, so that no more temporaries of the tile exist at a time
-        reduced = total((tile.unclipped * REDUCED).square_())
     sums = fn(tile)
     row = {name: along(value).sum(-1) for name, value in sums.row.items()}
     col = sums.col
@@ -217,7 +212,7 @@ def reduce_tile(fn: ReduceFn, measure: bool, raw: RawTile) -> Sums:
     totals.col = {name: value.sum(-2) for name, value in col.items()}
     totals.scalar = {name: total(value) for name, value in sums.scalar.items()}
     if measure:
-        totals.scalar |= {SQUARE: total(tile.unclipped_square), REDUCED_SQUARE: reduced}
+        totals.scalar[SQUARE] = total(tile.unclipped_square)
     totals.row_max = {name: along(value).amax(-1).flatten(1) for name, value in sums.row_max.items()}
     return totals
 

@@ -48,7 +48,7 @@ class Kind:
 
     storages: of the gradient, of the weight and of the states of the parameter's size, by name.  group: elements of a
     row that some of them encode together.  args: the other arguments.  batched: the parameter has several slices.
-    numbers: names of the rule's scalars.  sums_squares: see `Reading`.  form: of the tile; None for code before a pass.
+    numbers: names of the rule's scalars.  form: of the tile; None for code before a pass.
     """
 
     storages: tuple[tuple[str, Storage], ...]
@@ -57,7 +57,6 @@ class Kind:
     device: torch.device
     batched: bool
     numbers: tuple[str, ...]
-    sums_squares: bool
     form: Form | None
 
     @property
@@ -121,7 +120,7 @@ class Traced(Tiles):
     def __init__(self, kind: Kind, args: Arguments) -> None:
         self.kind, self.members, self.device = kind, 1, kind.device
         tensors = {name: value for (each, name), value in args.items() if each == "reading"}
-        self.reading = Reading(**tensors, sums_squares=kind.sums_squares)
+        self.reading = Reading(**tensors)
         self.scalars = NO_SCALARS  # of the code of a single pass, in which the numbers are among the vectors
         if ("numbers", "single") in args:
             self.scalars = Scalars(kind.numbers, args["numbers", "single"], args["numbers", "double"])

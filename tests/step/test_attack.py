@@ -3,7 +3,6 @@
 `scripts/test.sh --full tests/step/test_attack.py` draws many more, others each time.
 """
 
-import math
 from dataclasses import fields, replace
 
 import pytest
@@ -36,7 +35,6 @@ CHOICES = {
     "late": (False, False, True),
     "policy": ("auto", "auto", "immediate", "two_pass", "deferred"),
     "clip_norm": (None, None, 0.5),
-    "norm_type": (2.0, 2.0, math.inf),
     "clip_value": (None, None, None, 0.01),
     "loss_scale": (None, None, None, 1024.0, DYNAMIC),
     "store": (None, "host", "device"),

@@ -75,7 +75,6 @@ class Settings:
     with_model: bool = False
     policy: str = "auto"
     clip_norm: float | None = None
-    norm_type: float = 2.0
     clip_value: float | None = None
     loss_scale: Any = None
     store: str | None = None
@@ -406,11 +405,11 @@ class Ordinary(Loop):
         params = [param for param in (in_order if s.with_model else in_groups) if param.grad is not None]
         grads = [param.grad for param in params]
         self.norm = get_total_norm([grad.float() for grad in grads])
-        unclamped = get_total_norm(grads, s.norm_type)
+        unclamped = get_total_norm(grads)
         if s.clip_value is not None:
             clip_grad_value_(params, s.clip_value, foreach=False)
         if s.clip_norm is not None:  # AdaLomo measures before it clamps, as its source does
-            norm = unclamped if s.rule == "adalomo" else get_total_norm(grads, s.norm_type)
+            norm = unclamped if s.rule == "adalomo" else get_total_norm(grads)
             clip_grads_with_norm_(params, s.clip_norm, norm)
 
 
@@ -427,7 +426,7 @@ class Fused(Loop):
     def make(self, **other: Any) -> lowmem.FusedOptimizer:
         s = self.settings
         self.around = guard(self.net) if s.guard else []
-        clipping = ("clip_norm", "norm_type", "clip_value", "loss_scale")
+        clipping = ("clip_norm", "clip_value", "loss_scale")
         options = s.options("policy", "store", "accumulation_dtype", "compile", "batching", *clipping)
         model = self.net if s.with_model else None
         return lowmem.FusedOptimizer(self.groups(), model=model, **options, **s.hyper, **other)

@@ -17,7 +17,7 @@ RULES = [*sorted(TABLE), "torch.optim.AdamW"]
 POLICIES = {
     "deferred": {"policy": "deferred", "clip_norm": 0.5},
     "dynamic scale": {"clip_norm": 0.5, "loss_scale": "dynamic"},
-    "largest element": {"clip_norm": 0.05, "norm_type": float("inf"), "clip_value": 0.1},
+    "clamped": {"clip_norm": 0.05, "clip_value": 0.1},
     "its own clipping": {"rule": "scaled_adam", "clipping_scale": 0.8, "clipping_update_period": 3},
     "not batched": {"rule": "adamw", "batching": False},
     "several rules": {
