@@ -22,6 +22,7 @@ from transformers.utils import ModelOutput
 from lowmem.errors import ConfigError
 from lowmem.layers.logits import LazyHead, Logits
 from lowmem.layers.mlp import tile_mlps
+from lowmem.layers.tied import share_gradient
 from lowmem.options import LayersConfig
 from lowmem.placements.zero3 import gathered
 from lowmem.tiles.quantized import in_codes
@@ -43,9 +44,16 @@ _OTHERS = ("GRPOTrainer", "RLOOTrainer")
 
 
 def change(model: Any, layers: LayersConfig) -> None:
-    """Tiles the MLPs of a model, before it is sharded. Raises `UnsupportedError` if it has none that can be tiled."""
+    """Tiles the MLPs of a model, and lets a tied embedding add its gradient to the head's, before it is sharded.
+
+    Raises:
+        UnsupportedError: the model has no MLP that can be tiled.
+    """
     if layers.mlp_tile is not None:
         tile_mlps(model, layers.mlp_tile)
+    table, head = embedding(model, "input"), embedding(model, "output")
+    if layers.computed_gradients and head is not None and getattr(table, "weight", None) is head.weight:
+        share_gradient(table)
 
 
 def embedding(model: Any, side: Literal["input", "output"]) -> Any:

@@ -16,6 +16,7 @@ from torch import Tensor
 from lowmem.errors import ConfigError, UnsupportedError
 from lowmem.layers.autocast import autocast, autocast_dtype
 from lowmem.layers.head_tiles import Head, HeadGradient
+from lowmem.layers.tied import hold
 from lowmem.tiles.layout import block_starts
 from lowmem.tiles.quantized import rows_of
 
@@ -189,6 +190,8 @@ class _TokenLosses(torch.autograd.Function):
                     grad_weight = grads.of_weight()
                 if ctx.needs_input_grad[2]:
                     grad_bias = grads.of_bias().to(bias.dtype)
+        if grad_weight is not None:
+            hold(weight, grad_weight)
         return grad_hidden, grad_weight, grad_bias, None, None
 
 

@@ -8,6 +8,8 @@ from torch import nn
 from lowmem.errors import UnsupportedError
 from lowmem.hf import layers
 from lowmem.hf.packing import check_borders
+from lowmem.layers.tied import TiedEmbedding
+from lowmem.options import LayersConfig
 
 SIZES = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
 
@@ -57,6 +59,15 @@ def test_embeddings_are_found_by_get_input_embeddings(make, source, target):
     for side, kind in (("input", source), ("output", target)):
         module = layers.embedding(model, side)
         assert module is None if kind is None else isinstance(module, kind)
+
+
+@pytest.mark.parametrize(
+    ("tied", "computed", "changed"), [(True, "auto", True), (False, "auto", False), (True, False, False)]
+)
+def test_a_tied_embedding_shares_the_gradient_of_a_head_in_tiles(tied, computed, changed):
+    model = hf.LlamaForCausalLM(hf.LlamaConfig(vocab_size=20, tie_word_embeddings=tied, **SIZES))
+    layers.change(model, LayersConfig(computed_gradients=computed))
+    assert isinstance(model.model.embed_tokens, TiedEmbedding) == changed
 
 
 class Unnamed(hf.LlamaForCausalLM):

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 import lowmem
 from lowmem.layers.head import linear_cross_entropy
+from lowmem.layers.tied import share_gradient
 from lowmem.tiles.quantized import QuantizedWeight, plain
 
 GUARD = 7.0  # the value of the memory next to a parameter
@@ -179,6 +180,8 @@ class Net(nn.Module):
         with torch.no_grad():
             self.output.weight.mul_(2 * s.hidden**-0.5)
         self.biases = nn.ParameterList(torch.randn(s.vocabulary) / 5 for _ in range(s.heads if s.bias else 0))
+        if tiled:
+            share_gradient(self.embed)
 
     def forward(self, ids: Tensor, labels: Tensor, seldom: bool) -> Tensor:
         s, hidden = self.settings, self.embed(ids) * self.gain
