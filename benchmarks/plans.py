@@ -36,7 +36,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], str, tuple[str, ...]]] = {
     "Llama, tied": ("llama", {**DENSE, "tie_word_embeddings": True}, "sft", ()),
     "Qwen3, tied": ("qwen3", {**DENSE, "tie_word_embeddings": True}, "sft", ()),
     "Mistral": ("mistral", DENSE, "sft", ()),
-    "Gemma 2": ("gemma2", DENSE, "sft", ("--attn_implementation", "eager")),
+    "Gemma 2": ("gemma2", DENSE, "sft", ()),
     "GPT-2": ("gpt2", {"n_embd": 256, "n_layer": 3, "n_head": 4, "vocab_size": 8192, "n_positions": 512}, "sft", ()),
     "Qwen3, experts": ("qwen3_moe", {**DENSE, **MIXED}, "sft", ()),
     "Llama, LoRA": ("llama", DENSE, "sft", ADAPTERS),

@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from support.runs import assets, inside, logged, lowmem, train, write
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, TrainerCallback, set_seed
 
+from benchmarks import families
 from lowmem import rules
 from lowmem.run import build, plan, report, ways
 
@@ -308,6 +309,24 @@ def test_a_defect_is_one_line_and_keeps_its_traceback(tmp_path, run_dir, monkeyp
     assert "in fail" in (run_dir / "traceback.txt").read_text()
     with pytest.raises(KeyError):
         lowmem("sft", "--config", tmp_path / "sft.yaml", "--output_dir", tmp_path / "two", "--traceback")
+
+
+def test_a_library_that_cannot_compute_the_first_step_is_named(tmp_path, run_dir, monkeypatch):
+    monkeypatch.setattr(torch.nn.functional, "logsigmoid", len)
+    ended = lowmem("reward", "--config", write(tmp_path, "reward"))
+    assert ended.status == 2 and not run_dir.exists()
+    where = r"trl \S+ \(reward_trainer.py, line \d+\) fails with AttributeError: 'int' object"
+    assert re.search(rf"error: the first step cannot be computed: {where}", ended.err), ended.err
+
+
+def test_a_router_without_an_auxiliary_loss_is_refused(tmp_path, run_dir):
+    model = AutoModelForCausalLM.from_config(families.config("deepseek_v3", pad_token_id=None))
+    model.save_pretrained(tmp_path / "model")
+    AutoTokenizer.from_pretrained(assets() / "model").save_pretrained(tmp_path / "model")
+    path = write(tmp_path, model_name_or_path=str(tmp_path / "model"), router_aux_loss_coef=0.01)
+    ended = lowmem("sft", "--config", path)
+    assert ended.status == 2 and not run_dir.exists()
+    assert "DeepseekV3ForCausalLM has no auxiliary loss of its router. Set router_aux_loss_coef: 0" in ended.err
 
 
 @pytest.mark.troubleshooting("out of memory")

@@ -246,12 +246,13 @@ def offloading(args: TrainingArguments) -> str | None:
 
 def check_replay(args: TrainingArguments) -> None:
     """Raises for options that do not allow a second backward through the same graph."""
-    for name in ("torch_compile", "activation_offloading"):
-        if getattr(args, name, False):
-            raise UnsupportedError(
-                f"policy 'two_pass' reads activations twice, but {name}=True allows only one backward. Use "
-                "policy='deferred', or offload with gradient_checkpointing_kwargs={'offload': True}"
-            )
+    selective = (args.gradient_checkpointing_kwargs or {}).get("selective")
+    once = [f"{name}=True" for name in ("torch_compile", "activation_offloading") if getattr(args, name, False)]
+    for argument in [*once, *["gradient_checkpointing_kwargs={'selective': True}"] * bool(selective)]:
+        raise UnsupportedError(
+            f"policy 'two_pass' reads activations twice, but {argument} allows only one backward. Use "
+            "policy='deferred' or max_grad_norm=0, or offload with gradient_checkpointing_kwargs={'offload': True}"
+        )
 
 
 def check_optimizer(optimizer: Any, args: TrainingArguments) -> None:

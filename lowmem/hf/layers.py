@@ -181,6 +181,8 @@ def _forward(model: Any, place: list[Place], metrics: tuple[str, ...], smoothing
         }
         loss = -values["log_probs"].sum() / (mask.sum().clamp(min=1) if count is None else count)
         aux_loss = getattr(output, "aux_loss", None)
+        if aux_loss is None and options.get("output_router_logits"):
+            raise ConfigError(f"{type(self).__name__} has no auxiliary loss of its router. Set router_aux_loss_coef: 0")
         if aux_loss is not None:
             loss = loss + getattr(self.config.get_text_config(), "router_aux_loss_coef", 0.0) * aux_loss.to(loss.device)
         if fused_lm_head:

@@ -2,12 +2,16 @@
 
 import errno
 import re
+import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 
-from lowmem.errors import ConfigError, LowmemError
+from lowmem.errors import ConfigError, LowmemError, UnsupportedError
+from lowmem.hf import version
 
 # Messages of PyTorch's RuntimeErrors for failed allocations: on the CPU, of pinned memory, in CUDA libraries, in C++.
 _OUT_OF_MEMORY = (
@@ -31,6 +35,29 @@ def blaming(subject: str, kind: type[LowmemError] = ConfigError) -> Iterator[Non
         if isinstance(error, LowmemError) or is_out_of_memory(error):
             raise
         raise kind(f"{subject}: {reason(error)}") from error
+
+
+@contextmanager
+def blaming_libraries(subject: str) -> Iterator[None]:
+    """Raises `UnsupportedError`, which names the subject and the place, in place of an error in other code than ours.
+    PyTorch and Python, which everyone calls, are not at fault. Errors of lowmem and of memory pass.
+    """
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, LowmemError) or is_out_of_memory(error):
+            raise
+        for frame, line in reversed([*traceback.walk_tb(error.__traceback__)]):
+            package = frame.f_globals.get("__name__", "").partition(".")[0]
+            if package in {"torch", *sys.stdlib_module_names} or frame.f_code.co_name == "__torch_dispatch__":
+                continue
+            if package == "lowmem":
+                raise
+            name = " ".join(filter(None, (package, version(package))))
+            place = f"{name} ({Path(frame.f_code.co_filename).name}, line {line})"
+            message = f"{subject}: {place} fails with {type(error).__name__}: {reason(error)}"
+            raise UnsupportedError(message) from error
+        raise
 
 
 def reason(error: BaseException, longest: int = 600) -> str:

@@ -23,10 +23,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from transformers import (
-    AttentionInterface,
     AttentionMaskInterface,
     AutoConfig,
-    AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     PreTrainedModel,
     PreTrainedTokenizerFast,
@@ -38,7 +36,7 @@ from lowmem.errors import ConfigError
 from lowmem.hf import sharding
 from lowmem.hf.layers import positions
 from lowmem.run import build
-from lowmem.run.boundary import blaming
+from lowmem.run.boundary import blaming, blaming_libraries
 from lowmem.run.memory import StepMemory, step_memory
 from lowmem.run.recipe import Recipe
 
@@ -84,7 +82,8 @@ class FakeRun(NamedTuple):
         losses = [self.loss] * min(trainer.args.gradient_accumulation_steps, MICRO_BATCHES)
         tensors = [*filter(torch.is_tensor, (self.batch | (self.evaluated or {})).values())]
         options = self.others, evaluate, count or (2 if trainer.args.deepspeed else 1)
-        return step_memory(trainer.model.train(), trainer.create_optimizer, losses, tensors, *options)
+        with blaming_libraries("the memory of a step cannot be found"):
+            return step_memory(trainer.model.train(), trainer.create_optimizer, losses, tensors, *options)
 
 
 @contextmanager
@@ -118,6 +117,8 @@ def running(recipe: Recipe, config: Any, device: torch.device, *, real: bool = F
             stack.enter_context(context)
         stack.enter_context(_recomputed_and_offloaded(trainer.model, recipe.training))
         stack.enter_context(_autocast_on_meta())
+        if not real:
+            stack.enter_context(_attention(trainer.args))
         trainer._shard()
         if isinstance(streaming := trainer._inputs.sharding, sharding.StreamedSharding):
             for other in others:
@@ -162,17 +163,14 @@ def _trainer(
     length = args.max_length or LONGEST
     rows = _rows(recipe.command, length)
     names = ["ref_model"] if recipe.command in ("dpo", "kto") and not adapted else []
-    attention = recipe.model.attn_implementation or "sdpa"
-    if fake is not None and attention == "sdpa":
-        attention = _MASKED if args.per_device_train_batch_size > 1 or getattr(args, "packing", False) else _UNMASKED
     if not args.deepspeed:  # of an earlier plan: transformers would partition the model
         unset_hf_deepspeed_config()
     if (sharded := sharding.of(args, recipe.fused)) is not None:
         if fake is not None and args.deepspeed and (nvme := offloaded_to_nvme(args)):
             nvme["device"] = "cpu"  # fake tensors cannot be written
         sharded.prepare(recipe.dtype)
-    with fake or nullcontext(), device:
-        model, *others = (_untrained(recipe, config, attention) for _ in range(1 + len(names)))
+    with fake or nullcontext(), nullcontext() if fake is None else _Values(), device:
+        model, *others = (_untrained(recipe, config) for _ in range(1 + len(names)))
     if (places := positions(model)) is not None and places < length:
         raise ConfigError(f"max_length={length}: the model has {places:,} positions; set max_length: {places}")
     for item in () if fake is None else (model, *others):
@@ -201,7 +199,8 @@ def _recomputed_and_offloaded(model: Any, args: Any) -> Iterator[None]:
     if args.gradient_checkpointing:
         kwargs = {"use_reentrant": False, **(args.gradient_checkpointing_kwargs or {})}
         which = {name: kwargs.pop(name) for name in ("every_n_layers", "offload") if name in kwargs}
-        getattr(model, f"{checkpointing(args)}_enable")(kwargs, **which)
+        with blaming(f"{checkpointing(args)}=True"):
+            getattr(model, f"{checkpointing(args)}_enable")(kwargs, **which)
     hooks = saved_tensors_hooks(_offload, lambda packed: packed[1].to(packed[0]))
     with hooks if getattr(args, "activation_offloading", False) else nullcontext():
         yield
@@ -221,25 +220,26 @@ def _autocast_on_meta() -> Iterator[None]:
         yield
 
 
-def _untrained(recipe: Recipe, config: Any, attention: str) -> PreTrainedModel:
-    """The model from its configuration, on the device of the context."""
-    config, kind = copy.deepcopy(config), AutoModelForCausalLM
+def _untrained(recipe: Recipe, config: Any) -> PreTrainedModel:
+    """The model that the run loads, from its configuration, on the device of the context."""
+    config, kind = copy.deepcopy(config), build.model_class(config)
     if recipe.command == "reward":
         config.num_labels, kind = 1, AutoModelForSequenceClassification
     with blaming("model_name_or_path: no model can be built from its configuration"):
-        return kind.from_config(config, trust_remote_code=False, dtype=recipe.dtype, attn_implementation=attention)
+        make = getattr(kind, "from_config", None) or kind._from_config
+        return make(config, dtype=recipe.dtype, attn_implementation=recipe.model.attn_implementation)
 
 
 def _rows(command: str, length: int) -> Dataset:
-    """Two rows of at most `length` tokens. One is a token shorter, so that a batch has padding and a mask."""
+    """Two rows, or pairs, of at most `length` tokens. One of two is a token shorter, so that there is a mask."""
     if command == "sft":
         ids = [[1] * length for length in (length, length - 1)]
         return Dataset.from_dict({"input_ids": ids, "labels": ids})
     prompt, answers = length // 2, length - length // 2 - 1  # TRL adds an end token
-    prompts, answer = ["a" + " a" * (prompt - 1)] * 2, [" a" * answers, " a" * (answers - 1)]
+    prompts, longer, shorter = ["a" + " a" * (prompt - 1)] * 2, " a" * answers, " a" * (answers - 1)
     if command == "kto":
-        return Dataset.from_dict({"prompt": prompts, "completion": answer, "label": [True, False]})
-    return Dataset.from_dict({"prompt": prompts, "chosen": answer, "rejected": answer})
+        return Dataset.from_dict({"prompt": prompts, "completion": [longer, shorter], "label": [True, False]})
+    return Dataset.from_dict({"prompt": prompts, "chosen": [longer] * 2, "rejected": [shorter] * 2})
 
 
 def _batch(trainer: Any, size: int) -> dict[str, Any]:
@@ -272,6 +272,10 @@ class _Values(TorchDispatchMode):
             if len(args[1]) == 1 and mask is not None and mask.dtype == torch.bool:
                 selected = (mask.numel(), *args[0].shape[mask.ndim :])
                 return args[0].new_empty(selected) if func is aten.index.Tensor else torch.empty_like(args[0])
+        if func is aten._grouped_mm.default and args[0].dtype != torch.bfloat16:  # which its fake kernel requires
+            left, right = args[:2]
+            groups = right.shape[:-2] if left.ndim == 3 else args[2].shape if right.ndim == 2 else ()
+            return left.new_empty((*groups, left.shape[-2], right.shape[-1]))
         return func(*args, **(kwargs or {}))
 
 
@@ -281,23 +285,38 @@ def _offload(saved: Tensor) -> tuple[torch.device, Tensor]:
     return saved.device, saved if stays else saved.cpu()
 
 
-def _attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-               **options: Any) -> tuple[Tensor, None]:  # fmt: skip
-    """`sdpa` with a kernel that does not hold all attention scores, as on GPUs and CPUs.
-
-    With fake tensors, PyTorch chooses a kernel that holds them, and transformers creates a mask where none is needed.
+@contextmanager
+def _attention(args: Any) -> Iterator[None]:
+    """Attention as with real tensors. With fake ones, PyTorch (2.13) takes a kernel for GPUs that holds all scores, and
+    transformers (5.23, `_ignore_causal_mask_sdpa`) creates a mask where none is needed.
     """
-    if attention_mask is not None:  # sdpa then repeats keys and values for each head and converts the mask to numbers
-        groups = getattr(module, "num_key_value_groups", 1)
-        key, value = (x.unsqueeze(2).expand(-1, -1, groups, -1, -1).flatten(1, 2) for x in (key, value))
-        zero, lowest = (torch.full((), number, dtype=query.dtype, device=query.device) for number in (0, -torch.inf))
-        attention_mask = torch.where(attention_mask, zero, lowest)
-    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    masks = {"is_causal": attention_mask is None, "attn_mask": attention_mask}
-    return kernel(query, key, value, **masks, scale=options["scaling"])[0].transpose(1, 2).contiguous(), None
+    sdpa, masks = nn.functional.scaled_dot_product_attention, AttentionMaskInterface()
+    masked, packed = masks["sdpa"], getattr(args, "packing", False) or getattr(args, "padding_free", False)
 
+    def attend(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+               is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False) -> Any:  # fmt: skip
+        if query.device.type != "meta":
+            return sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        if attn_mask is not None and attn_mask.dtype == torch.bool:  # which is converted to numbers
+            zero, lowest = (torch.full((), x, dtype=query.dtype, device=query.device) for x in (0, -torch.inf))
+            attn_mask = torch.where(attn_mask, zero, lowest)
+        if query.shape[-1] == value.shape[-1]:  # with fewer keys and values than queries, too
+            kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+            return kernel(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[0]
+        kernel = torch.ops.aten._scaled_dot_product_efficient_attention
+        return kernel(query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale)[0]
 
-_UNMASKED, _MASKED = "fake", "fake_masked"
-for _name in (_UNMASKED, _MASKED):
-    AttentionInterface.register(_name, _attention)
-AttentionMaskInterface.register(_MASKED, AttentionMaskInterface()["sdpa"])
+    def mask(*, batch_size: int, kv_length: int, allow_is_causal_skip: bool = True, local_size: int | None = None,
+             **options: Any) -> Tensor | None:  # fmt: skip
+        """None for one row, which is not padded, if it is neither packed nor longer than a window."""
+        if allow_is_causal_skip and not packed and batch_size == 1 and (local_size is None or kv_length < local_size):
+            return None
+        sizes = {"batch_size": batch_size, "kv_length": kv_length, "local_size": local_size}
+        return masked(**sizes, allow_is_causal_skip=False, **options)
+
+    masks.register("sdpa", mask)
+    try:
+        with patch.object(nn.functional, "scaled_dot_product_attention", attend):
+            yield
+    finally:
+        masks.register("sdpa", masked)

@@ -18,7 +18,7 @@ from lowmem.hf.adapters import OTHERS_FILE
 from lowmem.hf.arguments import Inputs
 from lowmem.placements import in_group
 from lowmem.run import build, data, plan, precheck, report, ways
-from lowmem.run.boundary import blaming, is_out_of_memory, reason
+from lowmem.run.boundary import blaming, blaming_libraries, is_out_of_memory, reason
 from lowmem.run.description import describe
 from lowmem.run.folder import RunFolder
 from lowmem.run.recipe import Recipe
@@ -45,7 +45,8 @@ def train(recipe: Recipe) -> int | None:
         with stage("loading the model and tokenizing"):
             trainer = build.trainer(recipe, train, evaluation)
         counts = data.check(trainer, train, evaluation)
-        trainer.create_optimizer()  # raises what it does not support before anything is written
+        with blaming_libraries("this model cannot be trained so"):  # such as with packed samples
+            trainer.create_optimizer()  # raises what it does not support before anything is written
         print_topics({**describe(trainer), "data": counts})
         _require_metric(trainer)
         beginning, stop = _Beginning(recipe, folder), _StopOnSignal()
@@ -82,7 +83,9 @@ def _require_metric(trainer: Any) -> None:
 
 
 class _Beginning(TrainerCallback):  # type: ignore[misc]
-    """Writes the configuration after the first step. Before it begins, a library's error is about the arguments."""
+    """Writes the configuration after the first step. Before it begins, a library's error is about the arguments, and
+    until its update, the message names the library.
+    """
 
     def __init__(self, recipe: Recipe, folder: RunFolder) -> None:
         self.recipe, self.folder, self.written = recipe, folder, False
@@ -90,6 +93,11 @@ class _Beginning(TrainerCallback):  # type: ignore[misc]
         self.blaming.enter_context(blaming(recipe.place_of(type(recipe.training))))
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
+        self.blaming.pop_all()
+        if not self.written:
+            self.blaming.enter_context(blaming_libraries("the first step cannot be computed"))
+
+    def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
         self.blaming.pop_all()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:

@@ -361,8 +361,11 @@ def test_unsupported_options_raise_before_the_first_step(arguments, error, messa
         make(**arguments).create_optimizer()
 
 
-def test_offloading_with_two_backward_passes_raises(make, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "value"), [("activation_offloading", True), ("gradient_checkpointing_kwargs", {"selective": True})]
+)
+def test_what_allows_one_backward_pass_raises_with_two(name, value, make):
     trainer = make(fused=TWICE)
-    trainer.args.activation_offloading = True  # as on a GPU
-    with pytest.raises(UnsupportedError, match=r"two_pass.*policy='deferred', or offload with"):
+    setattr(trainer.args, name, value)  # as on a GPU
+    with pytest.raises(UnsupportedError, match=r"two_pass.*policy='deferred' or max_grad_norm=0, or offload with"):
         trainer.create_optimizer()

@@ -1,14 +1,22 @@
 """Plans of runs: their figures, whether a run fits, what would make it fit, and what cannot be planned."""
 
 import copy
+import functools
 import json
 
 import pytest
 import torch
 from support import runs
-from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+from torch import Tensor, nn
+from transformers import (
+    AttentionMaskInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    LlamaConfig,
+)
 
+from benchmarks import families
 from lowmem.errors import ConfigError, UnsupportedError
 from lowmem.layers import head
 from lowmem.options import parse_bytes
@@ -106,6 +114,56 @@ def test_a_plan_is_the_memory_of_a_real_step(write, command, fused, rows, each, 
     if each:
         held = expected.items["weights"] + (expected.items["optimizer states"] if fused is EIGHT_BITS else 0)
         assert held == pytest.approx(each * PARAMETERS, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows", "changes"),
+    [
+        ("gemma2", 2, {}),  # which transformers computes without sdpa, like the next one
+        ("gpt_oss", 2, {}),  # with experts as products of groups, in float32
+        ("deepseek_v3", 2, {}),  # whose values have another head size than its keys
+        ("gpt2", 2, {}),  # with dropout in attention
+        ("mistral", 1, {"sliding_window": 32}),  # shorter than a row
+    ],
+)
+def test_a_plan_computes_attention_and_experts_as_the_run(kind, rows, changes, tmp_path):
+    """Which loads the model by its name."""
+    AutoModelForCausalLM.from_config(families.config(kind, **changes)).save_pretrained(tmp_path)
+    words = "--max_length 128 --bf16 false --max_grad_norm 0 --gradient_checkpointing false --fused.compile false"
+    words += f" --model_name_or_path {tmp_path} --output_dir {tmp_path}/run --per_device_train_batch_size {rows}"
+    gpu, cpu = (parse("sft", words.split(), device=device) for device in ("gpu", "cpu"))
+    on_gpu, expected = plan.plan(gpu).step.peak, plan.plan(cpu).step.peak
+    assert on_gpu == expected if kind in ("gemma2", "mistral") else on_gpu < 1.01 * expected
+    trainer = build.trainer(cpu, fake._rows("sft", 128), None, processing_class=fake._tokenizer())
+    batch = dict(trainer.data_collator([trainer.train_dataset[n] for n in range(rows)]))
+    loss = functools.partial(trainer.compute_loss, trainer.model, batch)
+    real = step_memory(trainer.model.train(), trainer.create_optimizer, [loss], [*batch.values()])
+    assert expected == pytest.approx(real.peak, rel=0.01)
+
+
+def test_a_plan_has_the_class_that_the_run_loads(tmp_path):
+    """A text model with a tower of images, of which the configuration of the text alone would be another class."""
+    image = {"hidden_size": 32, "intermediate_size": 64, "depth": 1, "num_heads": 2, "out_hidden_size": 64}
+    text = families.config("qwen3_5_text").to_dict()
+    config = AutoConfig.for_model("qwen3_5", text_config=text, vision_config={**image, "num_position_embeddings": 16})
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(config)
+    config.architectures = [type(model).__name__]
+    config.save_pretrained(tmp_path)
+    words = ["--model_name_or_path", str(tmp_path), "--max_length", "32", "--bf16", "false", "--output_dir", "unused"]
+    step = plan.plan(parse("sft", words, device="gpu")).step
+    assert step.items["weights"] == 4 * sum(p.numel() for p in model.parameters())
+
+
+def test_a_model_that_a_library_cannot_compute_is_refused(tmp_path):
+    """Without data, which it reads; or with activation checkpointing."""
+    config = AutoConfig.for_model("jetmoe", **families.EXPERTS, hidden_size=32, kv_channels=8, num_hidden_layers=1)
+    config.save_pretrained(tmp_path)
+    words = ["--model_name_or_path", str(tmp_path), "--max_length", "32", "--bf16", "false", "--output_dir", "unused"]
+    with pytest.raises(ConfigError, match="checkpointing=True: JetMoeForCausalLM does not support"):
+        plan.plan(parse("sft", words, device="gpu"))
+    with pytest.raises(UnsupportedError, match=r"transformers \S+ \(modeling_jetmoe.py, line \d+\) fails with Runtime"):
+        plan.plan(parse("sft", [*words, "--gradient_checkpointing", "false"], device="gpu"))
 
 
 def test_options_change_the_memory(write):
@@ -223,10 +281,11 @@ def test_a_plan_runs_one_update_per_program_and_a_few_blocks_of_the_head(write, 
 
 
 def test_patches_are_undone(write):
-    """A plan patches PyTorch and TRL only while it runs."""
-    before = torch.is_autocast_enabled
+    """A plan patches PyTorch, transformers and TRL only while it runs."""
+    before = torch.is_autocast_enabled, nn.functional.scaled_dot_product_attention, AttentionMaskInterface()["sdpa"]
     planned(write())
-    assert torch.is_autocast_enabled is before
+    after = torch.is_autocast_enabled, nn.functional.scaled_dot_product_attention, AttentionMaskInterface()["sdpa"]
+    assert after == before
 
 
 @pytest.mark.parametrize(

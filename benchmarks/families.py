@@ -1,0 +1,180 @@
+"""Families of language models: what lowmem does with a tiny model of each, from its configuration.
+
+    python -m benchmarks.families [--only gemma2] [--out benchmarks/results]
+
+A model is trained for four steps with random float32 weights, by `lowmem sft` with its defaults, and compared with the
+same arguments in TRL's trainer; with packed samples; and from a checkpoint after two steps. Its plan is compared with
+the tensors of a step.
+
+`--only` replaces these rows of the JSON file.
+"""
+
+import contextlib
+import io
+import json
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, set_seed
+from trl import SFTTrainer
+
+from benchmarks import pages, reports
+from benchmarks.reports import command
+from lowmem import cli
+from lowmem.run import data
+from lowmem.run.fake import model_config, running
+from lowmem.run.plan import plan
+from lowmem.run.recipe import parse
+from scripts.make_model import train_tokenizer
+
+SIZES = {
+    "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512,
+}  # fmt: skip
+EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+ROUTED = {**EXPERTS, "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
+LATENT = {
+    "num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16,
+    "v_head_dim": 8, "head_dim": 8,
+}  # fmt: skip
+LINEAR = {f"linear_{name}": size for name, size in (
+    ("num_value_heads", 4), ("num_key_heads", 2), ("key_head_dim", 16), ("value_head_dim", 16),
+)}  # fmt: skip
+# By model type: values of its configuration besides `SIZES`.
+FAMILIES: dict[str, dict[str, Any]] = {
+    **{name: {} for name in (
+        "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "olmo2", "olmo3", "granite",
+        "cohere2", "smollm3", "starcoder2", "glm4", "exaone4", "nemotron", "gpt2", "gpt_neox", "bloom", "falcon",
+    )},
+    "lfm2": {},
+    "phi": {"num_key_value_heads": 4},
+    "opt": {"ffn_dim": 128, "word_embed_proj_dim": 64},
+    **dict.fromkeys(("mixtral", "qwen3_moe", "olmoe", "gpt_oss", "granitemoe", "phimoe"), EXPERTS),
+    "ernie4_5_moe": {**EXPERTS, "moe_num_experts": 4, "moe_k": 2},
+    "llama4_text": {**EXPERTS, "intermediate_size_mlp": 128},
+    "glm4_moe": ROUTED,
+    "deepseek_v3": {**ROUTED, **LATENT},
+    "longcat_flash": {**LATENT, "num_layers": 1, "n_routed_experts": 4, "zero_expert_num": 2, "moe_topk": 2,
+                      "ffn_hidden_size": 128, "expert_ffn_hidden_size": 32},
+    "qwen3_5_text": {**LINEAR, "layer_types": ["linear_attention", "full_attention"]},
+    "mamba2": {"state_size": 8, "num_heads": 8, "head_dim": 16, "n_groups": 1},
+    "bamba": {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 8, "attn_layer_indices": [1]},
+}  # fmt: skip
+WORDS = {"llama4_text": ["--router_aux_loss_coef=0"]}  # without which the run is refused
+STEPS, CLOSE = 4, 1e-4  # of a run, and how much its losses may differ from TRL's, which are summed in another order
+TEXTS = [f"the {size} {animal} sat on {n}" for size in ("old", "new") for animal in ("cat", "dog") for n in range(4)]
+USUAL = ["--max_length=64", "--per_device_train_batch_size=2", "--learning_rate=1e-3", "--report_to=none"]
+RUN = [f"--max_steps={STEPS}", f"--save_steps={STEPS // 2}", "--logging_steps=1", "--lr_scheduler_type=constant"]
+
+
+def config(kind: str, **changes: Any) -> Any:
+    """The configuration of a family's model, with the names that its class has for `SIZES`."""
+    cls = CONFIG_MAPPING[kind]
+    names = {field.name: field.name for field in fields(cls)} | cls.attribute_map
+    sizes = {names[name]: size for name, size in SIZES.items() if name in names}
+    tokens = {"pad_token_id": 2, "bos_token_id": 0, "eos_token_id": 1}
+    return AutoConfig.for_model(kind, **{**sizes, **tokens, **FAMILIES[kind], **changes})
+
+
+def examine(kind: str, folder: Path) -> dict[str, str]:
+    """The outcome of each column for a family."""
+    set_seed(0)
+    AutoModelForCausalLM.from_config(config(kind)).save_pretrained(folder / "model")
+    train_tokenizer(TEXTS, SIZES["vocab_size"]).save_pretrained(folder / "model")
+    (folder / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    words = [f"--model_name_or_path={folder}/model", f"--datasets=[{{path: json, data_files: {folder}/texts.jsonl}}]"]
+    words += USUAL + WORDS.get(kind, [])
+    checks: dict[str, Callable[[], str]] = {
+        "trains": lambda: compared([*words, *RUN], folder / "run"),
+        "packs": lambda: ended("sft", *words, f"--output_dir={folder}/packed", "--packing=true", "--max_steps=1"),
+        "resumes": lambda: resumed([*words, *RUN], folder / "run"),
+        "generates": lambda: ended("generate", f"{folder}/run", "the old", "--max-new-tokens=4"),
+        "plan": lambda: planned(words),
+    }
+    outcomes = {}
+    for name, check in checks.items():
+        try:
+            with contextlib.redirect_stdout(io.StringIO()):
+                outcomes[name] = check()
+        except Exception as error:  # of any library
+            outcomes[name] = f"failed: {type(error).__name__}: {error}"
+    return outcomes
+
+
+def ended(*words: str) -> str:
+    """yes, or the message of a command of the command line, which refuses with exit status 2."""
+    err, status = io.StringIO(), 0
+    with contextlib.redirect_stderr(err):
+        try:
+            cli.main(words)
+        except SystemExit as end:
+            status = int(end.code or 0)
+    message = err.getvalue().strip().rpartition("\n")[2].removeprefix("error: ")
+    return {0: "yes", 2: f"refused: {message}"}.get(status, f"failed: {message}")
+
+
+def compared(words: list[str], run: Path) -> str:
+    """Trains, and compares the losses with those of TRL's trainer."""
+    if (result := ended("sft", *words, f"--output_dir={run}")) != "yes":
+        return result
+    losses = [json.loads(line).get("loss") for line in (run / "metrics.jsonl").read_text().splitlines()]
+    recipe = parse("sft", [*words, f"--output_dir={run}-trl", "--save_strategy=no"], device="cpu")
+    trainer = SFTTrainer(recipe.model.model_name_or_path, args=recipe.training, train_dataset=data.load(recipe)[0])
+    try:
+        trainer.train()
+    except Exception as error:
+        return f"TRL fails: {error}"
+    theirs = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    apart = max(abs(ours / loss - 1) for ours, loss in zip(filter(None, losses), theirs, strict=True))
+    return "as TRL" if apart <= CLOSE else f"losses differ by {apart:.0e}"
+
+
+def resumed(words: list[str], run: Path) -> str:
+    """Continues the run from its first checkpoint, and compares the weights bit for bit."""
+    again = [f"--output_dir={run}-again", f"--resume_from_checkpoint={run}/checkpoint-{STEPS // 2}"]
+    if (result := ended("sft", *words, *again)) != "yes":
+        return result
+    weights, end = (load_file(f"{folder}/model.safetensors") for folder in (run, f"{run}-again"))
+    return "yes" if all(torch.equal(end[name], weight) for name, weight in weights.items()) else "other weights"
+
+
+def planned(words: list[str]) -> str:
+    """The relative difference of the plan from the tensors of a step."""
+    words = [*words, "--bf16=false", "--max_grad_norm=0", "--fused.compile=false", "--output_dir=unused"]
+    real, fake = (parse("sft", words, device=device) for device in (None, "cpu"))
+    with running(real, model_config(real), torch.device("cpu"), real=True) as measured:
+        peak = measured.step().peak
+    apart = plan(fake).step.peak / peak - 1
+    return "0" if abs(apart) < 5e-4 else f"{apart:+.1%}"
+
+
+def tables(report: Any) -> dict[str, str]:
+    """The outcomes without messages, and the families that have the same ones."""
+    families: dict[tuple[str, ...], list[str]] = {}
+    for kind, row in report["families"].items():
+        families.setdefault(tuple(text.partition(":")[0] for text in row.values()), []).append(kind)
+    columns = ["model type", *next(iter(report["families"].values()))]
+    rows = [dict(zip(columns, (", ".join(kinds), *cells), strict=True)) for cells, kinds in families.items()]
+    return {"": pages.markdown(rows)}
+
+
+@command
+def main(argv: Sequence[str] | None = None) -> None:
+    options = reports.make_parser(__doc__, {}, dtype=False, only="families").parse_args(argv)
+    file = options.out / "families.json"
+    with reports.output(options.out):
+        rows = json.loads(file.read_text())["families"] if options.only and file.exists() else {}
+        for kind in options.only or FAMILIES:
+            with tempfile.TemporaryDirectory() as folder:
+                rows[kind] = examine(kind, Path(folder))
+            print(kind, *rows[kind].values(), sep=" | ", flush=True)
+        reports.publish(options.out, "families", {"steps": STEPS}, tables, families=rows)
+
+
+if __name__ == "__main__":
+    main()
