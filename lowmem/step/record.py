@@ -58,7 +58,7 @@ class ParamRecord(Placed):
     Attributes:
         group: the parameter group.
         program: how the parameter is updated. It is set when the parameter is claimed.
-        form: the result of `Shard.form` when the program was chosen; None if it is chosen again before the next step.
+        form: the result of `Shard.form` when the program was chosen; None before that.
         extra: the other tensors of the weight's storage; () before its first update, and if it is quantized.
         version: the result of `Shard.version` for the weight that `extra` belongs to; None if `extra` was loaded.
         square_sum: sum of squares of its last gradient, a float64 scalar.

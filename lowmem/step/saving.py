@@ -184,7 +184,7 @@ def load(loop: StepLoop, saved: Mapping[str, Any], *, numbered: bool) -> None:
     parameters.clear_states()
     for owner in owners.values():
         owner.record.choose_program(parameters.shard)
-        owner.record.form = None
+        owner.record.form = parameters.shard.form(owner.record.param) if owner.record.claimed else None
     for name, state in saved["state"].items():
         copies = {key: _copy(parameters, owners.get(name), key, value) for key, value in state.items()}
         if name in owners:

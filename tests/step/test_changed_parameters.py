@@ -119,6 +119,16 @@ def test_another_shape():
             assert torch.equal(params[0], torch.full((80, 48), 0.5))
 
 
+def test_another_shape_after_loading_a_state():
+    _, trained = make_optimizer("adamw")
+    params = torch.nn.ParameterList(torch.zeros(shape) for shape in SHAPES)
+    opt = lowmem.FusedOptimizer(list(params), "adamw")
+    opt.load_state_dict(trained.state_dict())
+    params[0].data = torch.ones(80, 48)
+    with pytest.raises(StepError, match=r"'param0' has changed .*\[64, 48\].*\[80, 48\]"):
+        backward(opt, params, 2)
+
+
 def test_another_shape_before_the_first_step():
     param = torch.nn.Parameter(torch.ones(64, 48))
     opt = lowmem.FusedOptimizer([param], "adamw")

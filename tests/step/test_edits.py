@@ -155,6 +155,7 @@ class Plain:
         self.want: dict[Tensor, Tensor] = {}
         self.error: dict[Tensor, Tensor] = {}
         self.seen: dict[Tensor, Tensor] = {}
+        self.dtypes: dict[Tensor, torch.dtype] = {}
         self.optimizers: dict[Tensor, torch.optim.Optimizer] = {}
 
     def begin(self, param: Tensor, edits: tuple[str, ...]) -> None:
@@ -171,8 +172,12 @@ class Plain:
         if param.dtype == torch.float32:
             rounding = "nearest"
         changed = torch.ones_like(want, dtype=torch.bool)
-        if rounding == "master":
-            changed = (shown - want).abs() > error + 0.501 * spacing(shown, param.dtype)
+        if self.dtypes.get(param) != param.dtype:
+            self.dtypes[param] = param.dtype
+        elif rounding == "master":
+            distance, half = (shown - want).abs(), spacing(shown, param.dtype) / 2
+            changed = distance > error + half
+            error += half * ((distance - half).abs() < 2 * error + half / 100)  # may be seen as an edit, or not
         elif rounding.startswith("compensated") and torch.equal(shown.nan_to_num(), self.seen.get(param, want)):
             changed.fill_(False)
         want.data = torch.where(changed, shown, want.data)
