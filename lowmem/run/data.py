@@ -12,8 +12,14 @@ from typing import Any, NamedTuple
 import datasets
 import numpy as np
 import pyarrow.compute as pc
-from transformers import AutoProcessor, LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, set_seed
-from transformers.generation import GenerationConfig
+from transformers import (
+    AutoProcessor,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    set_seed,
+)
 from trl import get_dataset
 
 from lowmem.errors import ConfigError, DataError

@@ -16,8 +16,8 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = tuple(hf.TESTED)
 # Modules whose names are documented.
 PUBLIC = {
-    "accelerate.utils", "datasets.fingerprint", "transformers.integrations.deepspeed", "transformers.trainer_utils",
-    "transformers.utils",
+    "accelerate.utils", "datasets.fingerprint", "transformers.image_utils", "transformers.integrations.deepspeed",
+    "transformers.trainer_utils", "transformers.utils",
 }  # fmt: skip
 # Operators that torch lists in https://docs.pytorch.org/docs/stable/torch.compiler_ir.html
 CORE_ATEN = {"_local_scalar_dense", "_to_copy"}
