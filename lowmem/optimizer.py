@@ -16,6 +16,7 @@ from lowmem.options import FusedConfig
 from lowmem.rules import UpdateRule
 from lowmem.step import by_hand, habits, saving
 from lowmem.step.clipping import Clipping
+from lowmem.step.compiled import Compilation
 from lowmem.step.cycle import StepCycle
 from lowmem.step.hooks import Hooks
 from lowmem.step.loop import StepLoop, claim
@@ -23,7 +24,6 @@ from lowmem.step.parameters import Parameters, States
 from lowmem.step.record import AddedGroup, ParamRecord
 from lowmem.step.report import LastStep, Report
 from lowmem.step.updates import Updates
-from lowmem.tiles.graph import Compiler
 from lowmem.tiles.quantized import in_codes
 
 
@@ -90,14 +90,17 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._wraps = True  # Accelerate may wrap this optimizer
         self._created = False
         try:
-            super().__init__(groups, {})
-            self.defaults = {**rules.resolve(rule).defaults, **config.given}
+            with placement.together():
+                super().__init__(groups, {})
+                self.defaults = {**rules.resolve(rule).defaults, **config.given}
             placement.adopt(self._records.values(), model)
-            self._parameters.complete()
-            self._clipping = Clipping(self._parameters)
-            self._updates = Updates(self._parameters, self._cycle, self._clipping)
-            self._report = Report(self._parameters, self._updates)
-            self._loop = StepLoop(self._parameters, self._hooks, self._updates, self._report)
+            with placement.together():
+                self._parameters.complete()
+                self._clipping = Clipping(self._parameters)
+                self._updates = Updates(self._parameters, self._cycle, self._clipping)
+                self._report = Report(self._parameters, self._updates)
+                self._loop = StepLoop(self._parameters, self._hooks, self._updates, self._report)
+            self._updates.compilation.decide()
             self._created = True  # groups that are added from now on are complete at once
         except BaseException:
             self.remove()  # the hooks of the groups that were added
@@ -330,7 +333,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     @property
     def compile_seconds(self) -> float:
         """The time that compiling updates has taken in this process, most of it in the first step."""
-        return Compiler.seconds
+        return Compilation.seconds
 
     @property
     def _is_accelerate_prepared(self) -> bool:

@@ -19,13 +19,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.utils import ModelOutput
 
-from lowmem.errors import ConfigError
 from lowmem.layers.logits import LazyHead, Logits
 from lowmem.layers.mlp import tile_mlps
 from lowmem.layers.tied import share_gradient
 from lowmem.options import LayersConfig
 from lowmem.placements.zero3 import gathered
-from lowmem.tiles.quantized import in_codes
 
 # Names of tables of learned positions in transformers 5.23.
 _POSITIONS = ("wpe", "embed_positions", "position_embeddings", "position_embedding", "positions_embed")
@@ -102,14 +100,7 @@ def compute_losses(trainer: Any, layers: LayersConfig) -> list[Place]:
     # by name: importing the class of another trainer may need a package that is not installed
     classes = [cls.__name__ for cls in type(trainer).__mro__ if cls.__module__.startswith("trl.")]
     known = next((name for name in classes if name in (*_LOGGED, *_OTHERS)), None)
-    if known is None:
-        return []
-    if not layers.computed_gradients:
-        if in_codes(trainer.model):
-            raise ConfigError(
-                "layers.computed_gradients: false makes TRL compute the head from an ordinary matrix, but "
-                "fused.weight_format quantizes it. Omit one of them"
-            )
+    if known is None or not layers.computed_gradients:
         return []
     metrics, args, smoothing = _LOGGED.get(known, ()), trainer.args, 0.0
     fused = hasattr(sys.modules["trl.trainer.utils"], "add_fused_lm_head")

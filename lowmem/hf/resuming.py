@@ -160,6 +160,11 @@ class Rows(TrainerCallback):  # type: ignore[misc]
         self._order.begin(self.epoch)
         self._note_random_states()
 
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Compares the weights of ranks in steps that are logged, which every rank ends together."""
+        if control.should_log:
+            self._trainer.optimizer._report.compare_replicas()
+
     def _note_random_states(self) -> None:
         self._trainer._save_rng_state(self._random_states.name)
         if (generator := getattr(self._loader, "synchronized_generator", None)) is not None:

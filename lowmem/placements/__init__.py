@@ -44,7 +44,8 @@ def find(placement: Choice, params: Iterable[Any]) -> Placement:
         ConfigError: the parameters are in a different placement.
         UnsupportedError: some parameters are sharded and others are not, or in a different way.
     """
-    kinds = {_kind(item[1] if isinstance(item, tuple) else item) for item in params}
+    given = [item[1] if isinstance(item, tuple) else item for item in params]
+    kinds = set(map(_kind, given))
     if len(kinds) > 1:
         named = " and others ".join(sorted(kind or "not at all" for kind in kinds))
         raise UnsupportedError(f"some parameters are sharded by {named}. Shard all trained parameters in the same way")
@@ -59,7 +60,9 @@ def find(placement: Choice, params: Iterable[Any]) -> Placement:
     if placement == "replicated" and not in_group():
         raise ConfigError("placement='replicated' needs a process group: call torch.distributed.init_process_group()")
     if kind is not None:
-        return _sharded(kind)
+        sharded = _sharded(kind)
+        sharded.shard.ranks_of(given[0])  # so that it can agree from now on
+        return sharded
     several = in_group() and dist.get_world_size() > 1
     if placement == "replicated" or (placement == "auto" and several):
         return Replicated(broadcasts=placement == "replicated")

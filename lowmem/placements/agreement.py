@@ -16,6 +16,9 @@ from lowmem.tiles.quantized import tensors_of
 # Elements that a checksum converts to 64-bit integers at a time.
 _CHUNK = 1 << 20
 
+# Elements per parameter that are compared while a model is trained.
+_SAMPLE = 1 << 10
+
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -41,16 +44,47 @@ def refuse_different(records: Collection[Placed]) -> None:
         )
 
 
-def refuse_other_settings(settings: Mapping[str, Any], group: dist.ProcessGroup | None = None) -> None:
-    """Raises `ConfigError` on every rank of a group unless all have equal settings. Every rank calls it."""
+def refuse_other_settings(settings: Mapping[str, Any]) -> None:
+    """Raises `ConfigError` on every rank of the default group unless all have equal settings. Every rank calls it."""
+    if (difference := other_settings(settings)) is not None:
+        raise ConfigError(difference)
+
+
+def other_settings(settings: Mapping[str, Any], group: dist.ProcessGroup | None = None) -> str | None:
+    """Returns the message of an error if settings differ between the ranks of a group. Every rank calls it."""
     # the address of an object differs
     shown = {name: re.sub(" at 0x[0-9a-f]+", "", repr(value)) for name, value in settings.items()}
-    if found := differences(shown, group):
-        name, rank, first, other = found[0]
-        raise ConfigError(
-            f"{name} is {first} on rank 0 and {other} on rank {rank}. Ranks that train one model need the same options "
-            "and hyperparameters"
-        )
+    if not (found := differences(shown, group)):
+        return None
+    name, rank, first, other = found[0]
+    return (
+        f"{name} is {first} on rank 0 and {other} on rank {rank}. Ranks that train one model need the same options and "
+        "hyperparameters"
+    )
+
+
+def first_failure(failure: str | None, group: dist.ProcessGroup | None) -> str | None:
+    """Returns the failure of the first rank of a group that has one. Every rank calls it."""
+    return next((each for each in _gathered(failure, group) if each is not None), None)
+
+
+def drifted(records: Collection[Placed], step: int) -> list[str]:
+    """Returns the names of parameters that are not equal on all ranks of the default group. Every rank calls it.
+
+    In one collective it compares `_SAMPLE` elements of each parameter, different ones in each step.
+    """
+
+    def checksum(param: Tensor) -> Tensor:
+        parts = [part.reshape(-1) for part in tensors_of(param)]
+        apart = [max(1, part.numel() // _SAMPLE) for part in parts]
+        return torch.stack([_checksum(part[step % n :: n]) for part, n in zip(parts, apart, strict=True)]).sum()
+
+    sums = [checksum(record.param.detach()) for record in records]
+    own = torch.stack([each.to(sums[0].device) for each in sums])
+    bounds = torch.stack((own, ~own))  # ~ reverses the order
+    dist.all_reduce(bounds, op=dist.ReduceOp.MAX)
+    different = (bounds[0] != ~bounds[1]).tolist()
+    return [record.name for record, differs in zip(records, different, strict=True) if differs]
 
 
 def differences(own: Mapping[str, Any], group: dist.ProcessGroup | None = None) -> list[tuple[str, int, Any, Any]]:
@@ -59,14 +93,20 @@ def differences(own: Mapping[str, Any], group: dist.ProcessGroup | None = None) 
     Returns:
         For the first rank that differs: (name, rank, value on the first rank, value on that rank) of each difference.
     """
-    everyones: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyones, dict(own), group=group)
+    everyones = _gathered(dict(own), group)
     first = everyones[0]
     by_rank = (
         [(name, rank, first.get(name), other.get(name)) for name in first | other if first.get(name) != other.get(name)]
         for rank, other in enumerate(everyones)
     )
     return next(filter(None, by_rank), [])
+
+
+def _gathered(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
+    """Returns the value of each rank of a group."""
+    everyones: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyones, value, group=group)
+    return everyones
 
 
 def _digest(values: object) -> str:

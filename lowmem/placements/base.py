@@ -6,7 +6,7 @@ The classes here are the placement on one device, and the base classes of the ot
 import sys
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
-from lowmem.errors import UnsupportedError
-from lowmem.placements.ranks import Ranks, in_group
+from lowmem.errors import RankError, UnsupportedError
+from lowmem.placements.ranks import Ranks, in_group, on_rank
 from lowmem.tiles.layout import Layout, Span, View
 from lowmem.tiles.quantized import QuantizedWeight, plain, tensors_of
 
@@ -245,6 +245,30 @@ class Placement:
         """
         if in_group():
             refuse_wrapped(records)
+
+    def agree(self, failure: str | None) -> str | None:
+        """Returns the failure of this rank; of ranks that train one model, the first one. Every rank calls it."""
+        return failure
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """If the block raises on one rank, raises on all of them: `RankError` on the others. Every rank enters it."""
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as raised:
+            error = raised
+        failure = self.agree(None if error is None else f"{type(error).__name__}{on_rank()}: {error}")
+        if error is not None:
+            raise error
+        if failure is not None:
+            raise RankError(failure)
+
+    def drifted(self, records: Collection[Placed], step: int) -> list[str]:
+        """Returns names of parameters that ranks should have alike and do not, judging by a sample of their elements.
+        Every rank calls it.
+        """
+        return []
 
     def settle(self) -> None:
         """Waits until weights and states are where they are between two uses."""

@@ -40,6 +40,10 @@ class _Rows(FlatShard):
         mesh = param.device_mesh
         return mesh.get_group(param.placements.index(ShardPlacement(0))), torch.device(mesh.device_type)
 
+    def replicas_of(self, param: Any) -> list[dist.ProcessGroup]:
+        dims = [dim for dim, kind in enumerate(param.placements) if type(kind) is Replicate]
+        return [param.device_mesh.get_group(dim) for dim in dims]
+
     def span(self, param: Any) -> Span:
         ranks = self.ranks_of(param)
         shape = tuple(param.shape)

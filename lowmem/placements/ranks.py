@@ -16,6 +16,11 @@ def in_group() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
+def on_rank() -> str:
+    """Returns " on rank 1" with the number of this rank, or an empty string outside of a process group."""
+    return f" on rank {dist.get_rank()}" if in_group() else ""
+
+
 def set_timeout(timeout: timedelta, group: dist.ProcessGroup | None = None) -> None:
     """Sets the timeout of collectives of a process group, by default the default group."""
     dist.distributed_c10d._set_pg_timeout(timeout, group)

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lowmem.errors import StepError, UnsupportedError
-from lowmem.placements.agreement import refuse_different, refuse_other_settings
+from lowmem.placements.agreement import drifted, first_failure, refuse_different, refuse_other_settings
 from lowmem.placements.base import WRAPPED, MicroBatch, Placed, Placement, Reduced, Reducer, Shard
 from lowmem.tiles.quantized import tensors_of
 from lowmem.tiles.stored import flat
@@ -227,6 +227,14 @@ def _by_arrival(states: Mapping[Placed, float], order: Sequence[Placed]) -> list
     return sorted(order, key=places.__getitem__)
 
 
+@functools.cache
+def _beside(world: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """Returns a group of all ranks, for collectives in the middle of a backward, where the order of those of the
+    default group differs between ranks. Every rank calls it.
+    """
+    return dist.new_group(backend="gloo" if dist.is_gloo_available() else None)
+
+
 class Replicated(Placement):
     """The same parameters on every rank of the default process group, with different data on each rank.
 
@@ -255,6 +263,13 @@ class Replicated(Placement):
     def confirm(self, records: Collection[Placed], settings: Mapping[str, Any]) -> None:
         super().confirm(records, settings)
         refuse_other_settings(settings)
+
+    def agree(self, failure: str | None) -> str | None:
+        return first_failure(failure, _beside(dist.group.WORLD))
+
+    def drifted(self, records: Collection[Placed], step: int) -> list[str]:
+        trained = [record for record in records if record.claimed]
+        return drifted(trained, step) if trained else []
 
     def free_copies(self, records: Collection[Placed], *, updated: bool) -> None:
         """Raises `UnsupportedError` if a wrapper, which the model got after the first step, has written to `.grad`."""

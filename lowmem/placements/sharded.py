@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lowmem.errors import UnsupportedError
-from lowmem.placements.agreement import refuse_other_settings
+from lowmem.errors import ConfigError, UnsupportedError
+from lowmem.placements.agreement import first_failure, other_settings
 from lowmem.placements.base import Placed, Placement, Shard
 from lowmem.placements.ranks import Ranks
 from lowmem.tiles.layout import Layout, Span, View
@@ -27,12 +27,17 @@ from lowmem.tiles.quantized import QuantizedWeight, plain
 
 
 class FlatShard(Shard):
-    """A shard that is a range of a parameter's elements in row-major order, read as a flat tensor."""
+    """A shard that is a range of a parameter's elements in row-major order, read as a flat tensor.
+
+    Attributes:
+        groups: process groups that together connect the ranks that train one model, in the same order on every rank.
+    """
 
     sharded = True
 
     def __init__(self) -> None:
         self._ranks: dict[dist.ProcessGroup, Ranks] = {}
+        self.groups: dict[dist.ProcessGroup, None] = {}
 
     def admit(self, name: str, param: Tensor) -> None:
         ranks = self.ranks_of(param)
@@ -48,10 +53,15 @@ class FlatShard(Shard):
     def group_of(self, param: Any) -> tuple[dist.ProcessGroup, torch.device]:
         """Returns the process group over which a parameter is sharded, and the device of its collectives."""
 
+    def replicas_of(self, param: Any) -> list[dist.ProcessGroup]:
+        """Returns groups of ranks that have the same shard of a parameter as this one."""
+        return []
+
     def ranks_of(self, param: Tensor) -> Ranks:
         group, device = self.group_of(param)
         if group not in self._ranks:
             self._ranks[group] = Ranks(group, device)
+            self.groups.update(dict.fromkeys([group, *self.replicas_of(param)]))
         return self._ranks[group]
 
     def layout(self, record: Placed, view: View) -> Layout:
@@ -75,13 +85,19 @@ class FlatShard(Shard):
 
 
 class Sharded(Placement):
-    """A sharded placement. Every group of ranks compares its settings."""
+    """A sharded placement."""
+
+    shard: FlatShard
 
     def confirm(self, records: Collection[Placed], settings: Mapping[str, Any]) -> None:
-        # in the same order on every rank
-        for ranks in dict.fromkeys(self.shard.ranks_of(record.param) for record in records):
-            assert ranks is not None
-            refuse_other_settings(settings, ranks.group)
+        differences = [other_settings(settings, group) for group in self.shard.groups]  # on every rank
+        if (difference := self.agree(next(filter(None, differences), None))) is not None:
+            raise ConfigError(difference)
+
+    def agree(self, failure: str | None) -> str | None:
+        for group in self.shard.groups:
+            failure = first_failure(failure, group)
+        return failure
 
 
 def span_of_rank(rank: int, shape: tuple[int, ...], size: int) -> Span:

@@ -164,6 +164,7 @@ class Zero3(Sharded):
                     f"DeepSpeed was still gathering a parameter of shape {list(param.ds_shape)} when the step ended, "
                     "and would continue with the weights from before the step. Set stage3_prefetch_bucket_size to 0"
                 )
+            param.ds_active_sub_modules.clear()  # those whose hooks have not run: the backward is over
             if not param.ds_persist:
                 self.shard.release(param)
         if updated:

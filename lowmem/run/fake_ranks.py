@@ -50,7 +50,7 @@ def _mesh(device_type: str, *shape: Any, **names: Any) -> Any:
 
 # Objects, their attributes, and what replaces these.
 _PATCHES: tuple[tuple[Any, str, Any], ...] = (
-    (agreement, "differences", lambda *_: []),
+    (agreement, "_gathered", lambda value, _: [value]),
     (sharding, "init_device_mesh", _mesh),
     (torch, "meta", torch.cpu),  # streams and events that do nothing
     (_fully_shard, "_get_device_from_mesh", lambda mesh: torch.device(mesh.device_type)),

@@ -5,8 +5,8 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -14,11 +14,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from lowmem.errors import ConfigError
+from lowmem.placements.ranks import on_rank
 from lowmem.rules import ParamSpec, UpdateRule
+from lowmem.step.parameters import Parameters
 from lowmem.step.program import Program, Result
-from lowmem.step.record import ParamRecord
 from lowmem.tiles.blocks import Form, form_of, pieces
-from lowmem.tiles.graph import Compiler, try_compiler
+from lowmem.tiles.graph import try_compiler
+from lowmem.tiles.quantized import QuantizedWeight
 from lowmem.tiles.stages import CompiledUpdate
 from lowmem.tiles.storage import Float, Held
 from lowmem.tiles.stored import StoredTiles
@@ -36,34 +38,112 @@ COMPILE_FROM = 1 << 25
 _TRACED: WeakKeyDictionary[Any, dict[tuple[ParamSpec, Kind], CompiledUpdate] | None] = WeakKeyDictionary()
 
 
-def run_compiled(program: Program, tiles: StoredTiles, states: Mapping[str, Tensor]) -> Result | None:
-    """Updates a parameter as `Program.run` does, but with compiled code. Returns None if there is none for it."""
-    if program.rule.materializes or not (places := pieces(tiles.layout, program.group)):
-        return None
-    held = program.held(states)
-    if not _fits(program, tiles, held.values()):
-        return None
-    args = _arguments(program, tiles, states)
-    is_one = len(places) == 1 and program.ranks is None
-    forms = tuple(dict.fromkeys(map(form_of, places)))
-    # everything that may differ between updates of one program; all else in a kind is the program's
-    varying = tiles.grad.dtype, forms, is_one, tiles.scalars.names, tiles.reading.form
-    if varying not in program.compiled:
-        kind = Kind(
-            ((GRAD, Float(tiles.grad.dtype)), ("param", program.weight), *program.states.items()),
-            program.group,
-            signature(args),
-            tiles.device,
-            batched=tiles.shape[0] > 1,
-            numbers=tiles.scalars.names,
-            form=forms[0] if is_one else None,
-        )
-        program.compiled[varying] = traced(program.rule, program.spec, kind, forms)
-    update: CompiledUpdate | None = program.compiled[varying]
-    if update is None:
-        return None
-    results, square_sums = update.run(tiles, places, args, held), tiles.reading.square_sums
-    return Result(results["square_sums"] if square_sums is None else square_sums, results.get("sizes"))
+class Compilation:
+    """The compiled code of one optimizer. Ranks that train one model use it together or not at all, because compiled
+    and eager code sum in different orders.
+
+    An error of the compiler may pass, such as a full disk. After one, updates are not compiled until the next step
+    whose number is a power of 10.
+
+    Attributes:
+        seconds: total compile time in this process.
+        failure: the error after which updates are not compiled; None if they are.
+    """
+
+    seconds: ClassVar[float] = 0.0
+    failure: str | None = None
+
+    def __init__(self, parameters: Parameters) -> None:
+        self._parameters, self._requested = parameters, parameters.config.compile
+        self._step, self._decided = 0, False
+
+    @property
+    def active(self) -> bool:
+        """Returns whether updates are compiled now."""
+        return self._decided and self.failure is None
+
+    def decide(self) -> None:
+        """Decides whether to compile: as requested, or with "auto" where it pays. Every rank calls it.
+
+        Raises:
+            ConfigError: it is True where there is no compiler that works. On every rank.
+        """
+        records, requested = self._parameters.records.values(), self._requested
+        size = sum(r.span.numel for r in records if r.param.requires_grad)  # of full parameters: ranks decide alike
+        wanted = requested is True or (requested == "auto" and size >= COMPILE_FROM)
+        devices = {record.param.device.type for record in records} if wanted else set()
+        own = next(filter(None, (missing_compiler(device, tries=requested is True) for device in devices)), None)
+        failure = self._parameters.placement.agree(own)
+        if failure is not None and requested is True:
+            raise ConfigError(f"compile=True, but {failure}. Use 'auto'")
+        if failure != own:
+            logger.warning("updates are not compiled, because %s", failure)
+        self._decided = wanted and failure is None
+        self._allow_decoding()
+
+    def _allow_decoding(self) -> None:
+        if any(self._parameters.shard.quantized(param) is not None for param in self._parameters.records):
+            QuantizedWeight.compiled = self._decided
+
+    def begin(self, step: int) -> None:
+        """Begins a step, in which an error may be over."""
+        self._step = step
+        if str(step).rstrip("0") == "1":
+            self.failure = None
+            self._allow_decoding()
+
+    def raise_if_failed(self) -> None:
+        """Raises `ConfigError`, once per failure, if compiling was requested and has failed."""
+        if self._requested is True and self.failure is not None:
+            failure, self.failure = self.failure, None
+            raise ConfigError(f"compile=True, but compiling failed; use 'auto' or False: {failure}")
+
+    def run(self, program: Program, tiles: StoredTiles, states: Mapping[str, Tensor]) -> Result | None:
+        """Updates a parameter as `Program.run` does, but with compiled code. Returns None if there is none for it.
+
+        Every rank calls it for the same parameters in the same order, also if it has no elements of a shard.
+        """
+        if program.rule.materializes:
+            return None
+        places, held = pieces(tiles.layout, program.group) or [], program.held(states)
+        fits = bool(places) and _fits(program, tiles, held.values())
+        is_one = len(places) == 1 and program.ranks is None
+        forms = tuple(dict.fromkeys(map(form_of, places)))
+        # everything that may differ between updates of one program; all else in a kind is the program's
+        varying = tiles.grad.dtype, forms, is_one, tiles.scalars.names, tiles.reading.form, fits
+        args = _arguments(program, tiles, states) if fits else {}
+        if varying not in program.compiled:
+            kind = Kind(
+                ((GRAD, Float(tiles.grad.dtype)), ("param", program.weight), *program.states.items()),
+                program.group,
+                signature(args),
+                tiles.device,
+                batched=tiles.shape[0] > 1,
+                numbers=tiles.scalars.names,
+                form=forms[0] if is_one else None,
+            )
+            self._compile(program, kind, forms if fits else (), varying)
+        update: CompiledUpdate | None = program.compiled.get(varying)
+        if update is None:
+            return None
+        results, square_sums = update.run(tiles, places, args, held), tiles.reading.square_sums
+        return Result(results["square_sums"] if square_sums is None else square_sums, results.get("sizes"))
+
+    def _compile(self, program: Program, kind: Kind, forms: Sequence[Form], varying: Any) -> None:
+        """Compiles an update, unless it fails on some rank. Without forms there is nothing to compile on this one."""
+        update, failure, start = None, None, time.perf_counter()
+        try:
+            update = traced(program.rule, program.spec, kind, forms) if forms else None
+        except Exception as error:
+            failure = f"{type(error).__name__}{on_rank()}: {error}"
+        Compilation.seconds += time.perf_counter() - start
+        self.failure = self._parameters.placement.agree(failure)
+        if self.failure is None:
+            program.compiled[varying] = update
+            return
+        cost = ", but take tens of launches per pass and 4M elements" if torch.cuda.is_available() else ""
+        again = "" if self._requested is True else f" until step {10 ** len(str(self._step))}"
+        logger.warning("updates are not compiled%s%s, because compiling failed: %s", again, cost, self.failure)
 
 
 def _fits(program: Program, tiles: StoredTiles, states: Iterable[Held]) -> bool:
@@ -86,9 +166,11 @@ def _arguments(program: Program, tiles: StoredTiles, states: Mapping[str, Tensor
 
 
 def traced(rule: UpdateRule, spec: ParamSpec, kind: Kind, forms: Sequence[Form]) -> CompiledUpdate | None:
-    """Returns the compiled update of a kind of parameters, for tiles of these forms; None if there is none."""
+    """Returns the compiled update of a kind of parameters, for tiles of these forms; None if the rule cannot be traced.
+    Raises the compiler's error.
+    """
     updates = _TRACED.setdefault(_key(rule), {})
-    if updates is None or Compiler.failure is not None:
+    if updates is None:
         return None
 
     def update(tiles: Tiles, states: dict[str, Any]) -> dict[Any, Tensor]:
@@ -97,24 +179,19 @@ def traced(rule: UpdateRule, spec: ParamSpec, kind: Kind, forms: Sequence[Form])
         results = {"square_sums": sweep.square_sums} if tiles.reading.square_sums is None else {}
         return results if sizes is None else {**results, "sizes": sizes.view(-1)}
 
-    start = time.perf_counter()
     try:
         if (spec, kind) not in updates:
             updates[spec, kind] = CompiledUpdate(kind, update, forms[0])
         codes = updates[spec, kind].codes(forms)
     except Exception as error:  # of the rule, or of PyTorch's tracer, such as for a branch on the value of a tensor
         updates.clear()
-        codes, _TRACED[_key(rule)] = [], None
+        _TRACED[_key(rule)] = None
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
         logger.warning("updates of rule %s are not compiled: %s", rule.name, reason)
-    try:
-        for code in codes:
-            code.compile()
-    except Exception as error:
-        updates.pop((spec, kind), None)
-        Compiler.give_up(error)
-    Compiler.seconds += time.perf_counter() - start
-    return updates.get((spec, kind))
+        return None
+    for code in codes:
+        code.compile()
+    return updates[spec, kind]
 
 
 def is_traceable(rule: UpdateRule) -> bool:
@@ -126,21 +203,17 @@ def _key(rule: UpdateRule) -> Any:
     return rule if vars(rule) else type(rule)
 
 
-def decide_compilation(requested: bool | str, records: Collection[ParamRecord]) -> bool:
-    """Returns whether to compile: as requested, or with "auto" where it pays.
-
-    Raises:
-        ConfigError: it is True where there is no compiler that works.
-    """
-    devices = {record.param.device.type for record in records}
-    if requested is True and not _get_current_dispatch_mode():
-        for device in devices - {"meta"}:
-            try:
-                try_compiler(device)
-            except Exception as error:
-                raise ConfigError(f"compile=True, but compiling for {device!r} fails; use 'auto': {error}") from error
-    size = sum(r.span.numel for r in records if r.param.requires_grad)  # of full parameters: ranks decide alike
-    return requested is True or (requested == "auto" and size >= COMPILE_FROM and all(map(has_compiler, devices)))
+def missing_compiler(device: str, *, tries: bool) -> str | None:
+    """Returns why updates cannot be compiled for a type of device, or None. tries: compile something."""
+    if not tries:
+        return None if has_compiler(device) else f"no compiler for {device!r} is installed{on_rank()}"
+    if device == "meta" or _get_current_dispatch_mode():
+        return None
+    try:
+        try_compiler(device)
+    except Exception as error:
+        return f"compiling for {device!r} fails{on_rank()}: {error}"
+    return None
 
 
 def has_compiler(device: str) -> bool:

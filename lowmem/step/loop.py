@@ -4,12 +4,13 @@ import logging
 import sys
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lowmem.errors import ConfigError, StepError, UnsupportedError
+from lowmem.errors import StepError, UnsupportedError
 from lowmem.placements.base import Reduced
 from lowmem.step import habits
 from lowmem.step.hooks import Hooks
@@ -18,7 +19,6 @@ from lowmem.step.policies import POLICIES, Needs, Policy, choose
 from lowmem.step.record import ParamRecord
 from lowmem.step.report import Report
 from lowmem.step.updates import Updates
-from lowmem.tiles.graph import Compiler
 
 logger = logging.getLogger(__name__)
 
@@ -120,11 +120,12 @@ class StepLoop:
         self.drop_failed()
         self.report.settle()
         self.report.raise_if_diverged()
-        if self.parameters.config.compile is True and Compiler.failure is not None:
-            raise ConfigError(f"compile=True, but compiling failed; use 'auto' or False: {Compiler.failure}")
-        self.parameters.refuse_edits()
-        self.parameters.refuse_unfrozen()
-        if self._confirmed != len(self.parameters.groups):
+        self.updates.compilation.raise_if_failed()
+        first = self._confirmed != len(self.parameters.groups)
+        with self.placement.together() if first else nullcontext():
+            self.parameters.refuse_edits()
+            self.parameters.refuse_unfrozen()
+        if first:
             self.placement.confirm(self.records.values(), {**self.parameters.settings(), "seed": self.cycle.seed})
             self._confirmed = len(self.parameters.groups)
         self.choose_policy()  # the options of a group may have changed
@@ -139,7 +140,7 @@ class StepLoop:
 
     def _follow(self, device: torch.device) -> None:
         """Moves everything to the device of the parameters, after `model.to(device)`."""
-        self.updates.decide_compilation()
+        self.updates.compilation.decide()
         self.clipping.device = device
         for owner in map(vars, (self.clipping, self.clipping.scaler, self.report, self.updates.changes)):
             owner.update({name: value.to(device) for name, value in owner.items() if isinstance(value, Tensor)})

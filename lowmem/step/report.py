@@ -139,6 +139,7 @@ class Report:
         self._first: list[str] = []  # parameters with a non-finite gradient in the first step of the streak
         self._ended = False  # a step has ended, and `settle` has not read how
         self._diverged: str | None = None
+        self._drifted = False
         self._searching = self._clipping.scaler.dynamic
 
     def close(self, policy: Policy, decision: Decision | None, loss: Tensor | None) -> None:
@@ -243,6 +244,18 @@ class Report:
                 "checkpoint, and inspect the data of those steps, lower the learning rate, or clip gradients "
                 "(clip_norm; in a trainer max_grad_norm). max_nonfinite_steps=None never stops"
             )
+
+    def compare_replicas(self) -> None:
+        """Warns, once, if ranks that should have equal weights do not, judging by a sample. Every rank calls it."""
+        names = self._parameters.placement.drifted(self._parameters.records.values(), self._cycle.step)
+        if names and not self._drifted:
+            self._drifted = True
+            logger.warning(
+                "after step %d the ranks have different weights of %s, which should be equal, and rank 0's are saved. "
+                "Look for what differs between ranks: types of processors, versions of packages, or code that changes "
+                "weights on some ranks. A run that resumes from a checkpoint has equal weights", self._cycle.step,
+                _some(names),
+            )  # fmt: skip
 
     def raise_if_diverged(self) -> None:
         """Raises `StepError`, once, if `max_nonfinite_steps` consecutive steps had non-finite gradients, or if the last

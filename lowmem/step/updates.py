@@ -12,13 +12,12 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from lowmem.step.changes import Changes
 from lowmem.step.clipping import Clipping, Decision
-from lowmem.step.compiled import decide_compilation, is_traceable, run_compiled
+from lowmem.step.compiled import Compilation, is_traceable
 from lowmem.step.cycle import StepCycle
 from lowmem.step.parameters import Parameters
 from lowmem.step.program import Program, Result
 from lowmem.step.record import AddedGroup, ParamRecord
-from lowmem.tiles.graph import Compiler
-from lowmem.tiles.quantized import QuantizedWeight, tensors_of
+from lowmem.tiles.quantized import tensors_of
 from lowmem.tiles.rounding import noise_key
 from lowmem.tiles.storage import Float, Held, Shown
 from lowmem.tiles.stored import StoredTiles, begin_storage
@@ -80,6 +79,7 @@ class Updates:
 
     Attributes:
         changes: counts the weights that updates change.
+        compilation: runs the updates of large parameters as compiled code.
         observer: sees gradients and updates; None in training.
     """
 
@@ -88,6 +88,7 @@ class Updates:
     def __init__(self, parameters: Parameters, cycle: StepCycle, clipping: Clipping) -> None:
         self._parameters, self._shard, self.cycle, self.clipping = parameters, parameters.shard, cycle, clipping
         self._states, self.changes = parameters.states, Changes(parameters.records, parameters.device)
+        self.compilation = Compilation(parameters)
         self._batching = parameters.config.batching
         self._warns = parameters.config.compile is True  # of updates that are not compiled, once
         self._numbers: dict[AddedGroup, Mapping[str, float]] = {}  # of this step
@@ -95,25 +96,17 @@ class Updates:
         self._stacks: dict[tuple[Program, torch.dtype], Stack | None] = {}  # by the dtype of gradients
         self._shards: deque[tuple[ParamRecord, Tensor]] = deque()  # that wait to be measured
 
-        self.decide_compilation()
-
-    def decide_compilation(self) -> None:
-        """Decides whether large parameters are updated, and quantized ones dequantized, by compiled code."""
-        records = self._parameters.records
-        self._compiled = decide_compilation(self._parameters.config.compile, records.values())
-        if any(self._shard.quantized(param) is not None for param in records):
-            QuantizedWeight.compiled = self._compiled
-
     @property
     def compiled(self) -> bool:
         """True if some updates of large parameters are compiled."""
         rules = (group.rule for group in self._parameters.groups)
-        return self._compiled and Compiler.failure is None and any(map(is_traceable, rules))
+        return self.compilation.active and any(map(is_traceable, rules))
 
     def begin(self, step: int) -> None:
         """Begins a step: every rule computes the numbers of its groups, or raises."""
         self._numbers = {group: group.rule.scalars(group.live, step) for group in self._parameters.groups}
         self._scalars.clear()
+        self.compilation.begin(step)
         for record in self._parameters.records.values():
             record.size = None
 
@@ -267,7 +260,7 @@ class Updates:
         held = Held(program.weight, weight)
         sample = self.changes.before(records, held, grad)
         small = program.members > 1 or (self._batching and program.span.numel <= SMALL)
-        compiles = self._compiled and Compiler.failure is None and not small
+        compiles = self.compilation.active and not small
         planned = compiles and weight[0].device.type == "meta"  # a GPU's compiled code has no temporaries of a tile
 
         tiles = StoredTiles(
@@ -284,7 +277,7 @@ class Updates:
         result = None
         # a dispatch mode (fake tensors, a memory tracker) has to see each operation, which compiled code hides
         if compiles and not _get_current_dispatch_mode():
-            result = run_compiled(program, tiles, state)
+            result = self.compilation.run(program, tiles, state)
             if result is None:
                 self._warn_of_uncompiled(records[0])
         if result is None:
@@ -299,7 +292,7 @@ class Updates:
 
     def _warn_of_uncompiled(self, record: ParamRecord) -> None:
         """Warns once of an update that is not compiled although compile=True. A failure of the compiler raises."""
-        if self._warns and Compiler.failure is None:
+        if self._warns and self.compilation.failure is None:
             self._warns = False
             logger.warning(
                 "compile=True, but the update of parameter %r by rule %r is not compiled: the rule is a third-party "

@@ -41,24 +41,6 @@ Function = Callable[..., Any]
 _LOCK = threading.Lock()
 
 
-class Compiler:
-    """The state of the compiler in this process.
-
-    seconds: total compile time.  failure: the first compile error, after which updates are not compiled.
-    """
-
-    seconds = 0.0
-    failure: str | None = None
-
-    @classmethod
-    def give_up(cls, error: Exception) -> None:
-        """Notes a failure."""
-        if cls.failure is None:
-            cls.failure = f"{type(error).__name__}: {error}"
-            cost = ", but take tens of launches per pass and 4M elements" if torch.cuda.is_available() else ""
-            logger.warning("updates are no longer compiled%s, because compiling failed: %s", cost, cls.failure)
-
-
 def known(options: dict[str, Any]) -> dict[str, Any]:
     """Returns the options that Inductor supports. In torch 2.9 it cannot round divisions."""
     names = torch._inductor.list_options()

@@ -6,6 +6,7 @@ it looks up. So autograd saves the quantized tensor, and each product in backwar
 """
 
 import functools
+import logging
 import math
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
@@ -20,9 +21,11 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lowmem.errors import StepError, UnsupportedError
-from lowmem.tiles.graph import Compiler, Function, Sizes, compiled, trace
+from lowmem.tiles.graph import Function, Sizes, compiled, trace
 from lowmem.tiles.layout import block_starts
 from lowmem.tiles.storage import ROUNDED_DTYPES, Integer, Part, Uniform
+
+logger = logging.getLogger(__name__)
 
 # Elements that are dequantized or quantized at a time.
 CPU_BLOCK = 1 << 17
@@ -30,11 +33,14 @@ GPU_BLOCK = 1 << 22
 
 aten = torch.ops.aten
 
-# Operations that read an ordinary matrix: products, and the expansion of their operands.
+# Operations that read an ordinary matrix, with all their overloads: products, and the expansion of their operands.
 PRODUCTS = {
-    aten.mm.default, aten.addmm.default, aten.mv.default, aten.bmm.default, aten._grouped_mm.default,
-    aten.expand.default,
+    aten.mm, aten.addmm, aten.mv, aten.addmv, aten.bmm, aten.baddbmm, aten.addbmm, aten._grouped_mm, aten.linear,
+    aten.expand,
 }  # fmt: skip
+
+# Operations that write into their first operand, and read the others.
+IN_PLACE = {aten.copy_, aten.addmm_, aten.addmv_, aten.baddbmm_, aten.addbmm_}
 
 # Methods that read or share the memory of a tensor.
 OF_MEMORY = {
@@ -50,7 +56,8 @@ class QuantizedWeight(Tensor):
         format: its storage, of which no part is the tensor itself.
         parts: the tensors of the storage, [..., rows, columns / group] each, or transposed views of them.
         cast_from: the weight that autocast has cast to this one, which shares its parts, and its version at that time.
-        compiled: whether `dequantize` is compiled in this process, as the last optimizer of such weights decided.
+        compiled: whether `dequantize` is compiled in this process, as the last optimizer of such weights decided, until
+            compiling fails.
     """
 
     format: Integer
@@ -94,11 +101,12 @@ class QuantizedWeight(Tensor):
         """Returns the matrix as an ordinary tensor."""
         if self.transposed:
             return self.by_group(lambda part, _: part.mT).dequantize().mT
-        if self.compiled and Compiler.failure is None and not _get_current_dispatch_mode():
+        if self.compiled and not _get_current_dispatch_mode():
             try:
                 decoder = _decoder(self.format, self.dtype, self.device)
             except Exception as error:
-                Compiler.give_up(error)
+                QuantizedWeight.compiled = False
+                logger.warning("weights are dequantized without compiled code: %s: %s", type(error).__name__, error)
             else:
                 return decoder(*(part.reshape(-1).contiguous() for part in self.parts))[0].view(self.shape)
         matrix = self._as_matrix()
@@ -177,7 +185,9 @@ class QuantizedWeight(Tensor):
                 "operation since. Run the backward of each loss before the next step, and each forward in a separate "
                 "autocast region"
             )
-        if func in PRODUCTS or (func is aten.copy_.default and not isinstance(self, cls)):
+        packet = getattr(func, "overloadpacket", None)
+        reads = packet in PRODUCTS and not isinstance(kwargs.get("out"), cls)
+        if reads or (packet in IN_PLACE and not isinstance(self, cls)):
             return func(*map(plain, args), **kwargs)
         if func in (aten.detach.default, aten.alias.default):
             return self.by_group(lambda part, _: part)
@@ -248,10 +258,10 @@ class QuantizedWeight(Tensor):
         return None
 
 
-def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, **out: Tensor) -> Tensor:
     """As `F.linear`, with `addmm`, whose backward reads the weight before the weight's gradient exists, unlike `mm`."""
-    if bias is not None or input.ndim < 2 or weight.ndim != 2 or isinstance(input, QuantizedWeight):
-        return F.linear(input, weight, bias)
+    if bias is not None or out or input.ndim < 2 or weight.ndim != 2 or isinstance(input, QuantizedWeight):
+        return F.linear(input, weight, bias, **out)
     rows = torch.addmm(input.new_zeros(()), input.reshape(-1, input.shape[-1]), weight.t(), beta=0)
     return rows.view(*input.shape[:-1], weight.shape[0])
 

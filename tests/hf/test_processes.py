@@ -6,11 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 from support.trainers import build, joined
-from transformers import TrainingArguments
+from transformers import TrainerCallback, TrainingArguments
 
 from lowmem import FusedConfig, LayersConfig
 from lowmem.errors import ConfigError
 from lowmem.hf import processes, version
+from lowmem.step import report
 
 CAUSAL = "causal language model"
 DIFFERENCES = {  # what rank 1 has in place of what rank 0 has
@@ -83,3 +84,31 @@ def test_machines_without_a_shared_disk_raise_if_they_save(two, tmp_path):
         assert steps == 0
     assert [*tmp_path.glob("*/.rank-*")] == []
     assert two.run(trained, str(tmp_path), 12, True) == [(None, 2)] * 2
+
+
+class Nudge(TrainerCallback):
+    """Changes weights of one rank a little, between two steps."""
+
+    def on_step_begin(self, args, state, control, model=None, **_):
+        if state.global_step == 2:
+            model.lm_head.weight.data[3] *= 1.0001
+
+
+def drifting(rank, folder, nudged):
+    """What is logged about weights that ranks have in common."""
+    with joined(rank), pytest.MonkeyPatch.context() as patch:
+        said = []
+        patch.setattr(report.logger, "warning", lambda message, *words: said.append(message % words))
+        trainer = build(CAUSAL, folder, True, use_cpu=True, max_steps=5, logging_steps=1)
+        if rank and nudged:
+            trainer.add_callback(Nudge())
+        trainer.train()
+    return [message for message in said if "the ranks have different weights" in message]
+
+
+@pytest.mark.parametrize("nudged", [False, True])
+def test_weights_that_differ_between_replicas_are_noticed(two, tmp_path, nudged):
+    """Once, on every rank."""
+    for said in two.run(drifting, str(tmp_path), nudged):
+        assert len(said) == nudged
+        assert not nudged or said[0].startswith("after step 3 the ranks have different weights of 'lm_head.weight'")

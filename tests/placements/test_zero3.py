@@ -26,6 +26,26 @@ def test_zero3_configurations(two, options, settings):
     assert_as_one_device(two.run(shared, "zero3", settings, 1, options), "zero3", settings)
 
 
+def read_after_steps(rank, threshold):
+    import deepspeed
+
+    net = SHARDS["zero3"](rank, make_wide, stage3_param_persistence_threshold=threshold)
+    opt, params = lowmem.FusedOptimizer(net.named_parameters(), lr=0.1, rule="adamw"), list(net.parameters())
+    for step in range(4):
+        with opt.accumulate() if step % 2 else nullcontext():
+            opt.backward(net(torch.arange(3) * 17 + step + rank))
+        with deepspeed.zero.GatheredParameters(params):
+            gathered = [param.detach().clone() for param in params]
+        assert all(map(torch.equal, gathered, full_weights(net).values())), step
+        with deepspeed.zero.GatheredParameters(params, modifier_rank=0):
+            params[0].data.mul_(2)
+
+
+@pytest.mark.parametrize("threshold", [0, 20, 10**9])
+def test_weights_are_read_and_changed_between_steps(two, threshold):
+    two.run(read_after_steps, threshold)
+
+
 def shared_slowly(rank, settings):
     """`shared`, where gathered parameters are NaN until they are waited for."""
     comm = deepspeed_on(rank).comm

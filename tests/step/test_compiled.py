@@ -15,11 +15,10 @@ from torch.profiler import ProfilerActivity, profile
 
 import lowmem
 from lowmem.rules.rule import TABLE, ParamSpec, UpdateRule
-from lowmem.step import compiled, updates
+from lowmem.step import compiled
 from lowmem.step.compiled import has_compiler
 from lowmem.tiles import stages, storage, stored
 from lowmem.tiles.blocks import BLOCK_SUMS, blocks
-from lowmem.tiles.graph import Compiler
 from lowmem.tiles.layout import Layout, View
 from lowmem.tiles.rounding import widen, widen8
 from lowmem.tiles.storage import Held
@@ -232,7 +231,7 @@ def test_foreign_classes_are_not_traced(graphs, monkeypatch, caplog):
     """A trace would fail, and its references to a parameter group would outlive the optimizer."""
     monkeypatch.setattr(compiled, "traced", None)
     params, opt = trained("torch.optim.SGD", [MATRIX, CUT[0]], compile=True)
-    assert traced_updates(opt) == 0 and not compiled._TRACED and Compiler.failure is None and not opt.compiled
+    assert traced_updates(opt) == 0 and not compiled._TRACED and not opt.compiled
     (message,) = [message for message in caplog.messages if "is not compiled" in message]
     assert "by rule 'torch.optim.sgd.SGD' is not compiled" in message
     gone = weakref.ref(params[0])
@@ -281,7 +280,7 @@ class OverNumPy(Stepped):
 )
 def test_rules_that_cannot_be_traced_are_updated_by_tiles(graphs, caplog, rule, reason):
     got = trained(rule(), [MATRIX], compile=True, opaque=True)
-    assert f"updates of rule stepped are not compiled: {reason}" in caplog.text and Compiler.failure is None
+    assert f"updates of rule stepped are not compiled: {reason}" in caplog.text
     assert not graphs and not traced_updates(got[1]) and not got[1].compiled
     assert caplog.text.count("the update of parameter 'param0' by rule 'stepped' is not compiled") == 1
     assert_same(got, trained(rule(), [MATRIX], compile=False, opaque=True), bits=True)
@@ -322,14 +321,14 @@ def test_strides_that_are_not_compiled_are_reported_if_compilation_was_requested
 
 def test_memory_in_another_order_is_updated_by_tiles(graphs, monkeypatch):
     """Transposed weights, and gradients that are expanded from a scalar."""
-    results, ran, run = [], [], compiled.run_compiled
-    monkeypatch.setattr(updates, "run_compiled", lambda *args: ran.append((args, run(*args))) or ran[-1][1])
+    results, ran, run = [], [], compiled.Compilation.run
+    monkeypatch.setattr(compiled.Compilation, "run", lambda *args: ran.append((args, run(*args))) or ran[-1][1])
     for compile in (True, False):
         weight, other = torch.nn.Parameter(torch.ones(48, 64).t()), torch.nn.Parameter(torch.ones(64, 48))
         opt = lowmem.FusedOptimizer([weight, other], rule="adalomo", lr=0.1, compile=compile, batching=False)
         for _ in range(2):
             opt.backward(weight.square().sum() + other.sum())
-        assert all(result is None or args[1].weight.parts[0].is_contiguous() for args, result in ran)
+        assert all(result is None or args[2].weight.parts[0].is_contiguous() for args, result in ran)
         results.append(([weight, other], opt))
     assert_same(*results)
 
@@ -409,7 +408,7 @@ def test_many_columns_compiled():
         for w in weights
     ]
     record.rule.update(Sweep(tiles[0]), record.program.spec, {})
-    compiled.run_compiled(record.program, tiles[1], {})
+    opt._updates.compilation.run(record.program, tiles[1], {})
     assert weights.unique().numel() == 2 and torch.equal(*weights)
 
 

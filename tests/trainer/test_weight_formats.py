@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support import trainers
 from support.trainers import losses
 from transformers import AutoModelForCausalLM
 
@@ -58,3 +59,20 @@ def test_a_quantized_model_is_not_quantized_again(trainer, tiny_llama):
     run = trainer("int12", model=model, max_steps=1)
     run.train()
     assert model.lm_head.weight.format.size == 32
+
+
+@pytest.mark.parametrize("row", ["GRPO", "RLOO"])
+def test_a_quantized_policy_trains_as_its_matrices_do(row, tmp_path, monkeypatch):
+    """With the head of TRL, which writes products into a buffer."""
+    monkeypatch.setattr(trainers, "SIZES", trainers.SIZES | SIZES | {"num_attention_heads": 4})
+    runs = []
+    for quantized in (True, False):
+        model = lowmem.quantize_(trainers.llama(), "int8")
+        monkeypatch.setattr(trainers, "llama_of_a_path", lambda model=model: model)
+        if not quantized:
+            lowmem.dequantize_(model)
+        run = trainers.build(row, tmp_path, True, max_steps=1, beta=0.0, weight_decay=0.0)
+        assert in_codes(run.model) == quantized
+        run.train()
+        runs.append([entry["grad_norm"] for entry in run.state.log_history if "loss" in entry] + losses(run))
+    assert runs[0] == pytest.approx(runs[1], rel=1e-5, abs=1e-6)
