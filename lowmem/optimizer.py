@@ -269,6 +269,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             StepError: several backwards ran outside of `accumulate` since the last step, or `.grad` cannot be used.
         """
         loss = None
+        self._hooks.caller.note()
         if self._hooks.postponed and not self._wraps:
             return loss
         if closure is not None:

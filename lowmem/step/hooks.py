@@ -1,5 +1,6 @@
 """Hooks on parameters, which autograd calls when a gradient is complete. Each parameter has at most one optimizer."""
 
+import contextvars
 import functools
 import gc
 import sys
@@ -29,6 +30,26 @@ _TWO_OPTIMIZERS = (
 )
 
 
+class Caller:
+    """The thread that trains, and its context variables, which autograd's threads do not have. Since torch 2.12 they
+    include the settings of `torch.compile` (utils/_config_module.py), by which optimizers may compile their step.
+    """
+
+    def __init__(self) -> None:
+        self.note()
+
+    def note(self) -> None:
+        """Notes the present thread."""
+        self._thread, self._context = threading.get_ident(), contextvars.copy_context()
+
+    def run(self, function: Callable[..., None], *args: Any) -> None:
+        """Calls a function with the context variables of the noted thread."""
+        if threading.get_ident() == self._thread:
+            function(*args)
+        else:
+            self._context.copy().run(function, *args)
+
+
 class Hooks:
     """The hooks of one optimizer on its parameters, including frozen ones, which may be unfrozen later.
 
@@ -41,6 +62,7 @@ class Hooks:
         update: the method of the optimizer that takes complete gradients, from `.grad` of the parameter of a record.
 
     Attributes:
+        caller: the thread that has created the optimizer, or called `backward` or `step` last.
         paused: whether gradients are freed without an update.
         in_accumulate: whether the training loop is inside `FusedOptimizer.accumulate`.
         prepared: whether Accelerate has prepared the optimizer.
@@ -53,6 +75,7 @@ class Hooks:
         self._records, self._cycle, self._update = records, cycle, weakref.WeakMethod(update)
         self._handles: dict[Tensor, RemovableHandle] = {}
         self._lock = threading.RLock()
+        self.caller = Caller()
         self._backward: int | None = None  # the graph task of the last backward() of this optimizer
         self.paused = self.in_accumulate = self.prepared = self.removed = False
         _LIVE.add(self)
@@ -134,7 +157,7 @@ class Hooks:
             if self.paused:
                 param.grad = None
             else:
-                update(record)
+                self.caller.run(update, record)
 
     def alone(self, loss: Tensor) -> AbstractContextManager[Any]:
         """Returns a context in which the backward of `loss` raises `StepError` before the first update if it reaches

@@ -1,5 +1,6 @@
 """The loop of a step: each gradient is taken from its parameter, reduced over ranks, and handed to the policy."""
 
+import functools
 import logging
 import sys
 import warnings
@@ -77,6 +78,7 @@ class StepLoop:
         if self.hooks.removed or self.hooks.paused:
             state = "was removed by remove()" if self.hooks.removed else "is inside its paused()"
             raise StepError(f"backward() of an optimizer that {state}: nothing would be updated")
+        self.hooks.caller.note()
         self.drop_failed()
         self.cycle.refuse_begin()
         value = loss if isinstance(loss, Tensor) else loss()  # launched before the host waits for the last step
@@ -109,7 +111,9 @@ class StepLoop:
         self.claim()
         self.cycle.begin(not self.hooks.accumulating, nests=habits.nests(self.records.values()))
         self._begin_pass()
-        torch.autograd.Variable._execution_engine.queue_callback(self._end_plain)  # type: ignore[attr-defined]
+        torch.autograd.Variable._execution_engine.queue_callback(
+            functools.partial(self.hooks.caller.run, self._end_plain)
+        )  # type: ignore[attr-defined]
 
     def _end_plain(self) -> None:
         self._end_pass()

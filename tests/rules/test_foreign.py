@@ -5,6 +5,7 @@ import inspect
 import random
 import re
 import sys
+import threading
 from collections import deque
 
 import pytest
@@ -615,3 +616,45 @@ def test_a_class_whose_states_cannot_be_sharded_is_refused_before_it_steps_on_sh
     group = {**rule.defaults, "params": [torch.nn.Parameter(torch.ones(64, 64))]}
     with pytest.raises(UnsupportedError, match="needs full matrices"):
         rule.adopt(group, sharded=True)
+
+
+@torch.compile(fullgraph=True, dynamic=False, backend="eager")
+def _descend(param, grad, rate):
+    param.sub_(grad, alpha=rate)
+
+
+class CompiledDescent(torch.optim.Optimizer):
+    """Its step is compiled for each shape."""
+
+    def __init__(self, params, lr=0.5):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    _descend(param, param.grad, group["lr"])
+
+
+@pytest.mark.parametrize("policy", ["immediate", "deferred"])
+def test_settings_of_the_compiler_reach_the_threads_of_autograd(policy):
+    """They belong to a thread since torch 2.12. On a CPU, hooks run on the thread that calls backward."""
+    params = [torch.nn.Parameter(torch.ones(size)) for size in range(2, 14)]
+    with torch._dynamo.config.patch(recompile_limit=100):
+        opt = lowmem.FusedOptimizer(params, rule=CompiledDescent, policy=policy)
+        loss, errors = sum(param.square().sum() for param in params), []
+        thread = threading.Thread(target=lambda: errors.extend(raised(loss.backward)))
+        thread.start()
+        thread.join()
+    assert not errors and opt.last_step.step == 1
+    assert all(not param.any() for param in params)
+
+
+def raised(function):
+    """The error of a function, in a list."""
+    try:
+        function()
+    except Exception as error:
+        return [error]
+    return []
