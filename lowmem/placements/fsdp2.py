@@ -12,7 +12,7 @@ from torch.distributed.tensor.placement_types import Replicate
 from torch.distributed.tensor.placement_types import Shard as ShardPlacement
 
 from lowmem.errors import StepError, UnsupportedError
-from lowmem.placements.base import Placed, Reducer
+from lowmem.placements.base import MicroBatch, Placed, Reducer
 from lowmem.placements.sharded import FlatShard, Sharded, span_of_rank
 from lowmem.tiles.layout import Span
 from lowmem.tiles.quantized import QuantizedWeight
@@ -37,8 +37,9 @@ class _Rows(FlatShard):
         super().admit(name, param)
 
     def group_of(self, param: Any) -> tuple[dist.ProcessGroup, torch.device]:
-        mesh = param.device_mesh
-        return mesh.get_group(param.placements.index(ShardPlacement(0))), torch.device(mesh.device_type)
+        mesh, kinds = param.device_mesh, param.placements
+        sharded = min(range(len(kinds)), key=lambda dim: type(kinds[dim]) is Replicate)  # the first that is not
+        return mesh.get_group(sharded), torch.device(mesh.device_type)
 
     def replicas_of(self, param: Any) -> list[dist.ProcessGroup]:
         dims = [dim for dim, kind in enumerate(param.placements) if type(kind) is Replicate]
@@ -64,7 +65,22 @@ class _Rows(FlatShard):
 
 
 class _Reduced(Reducer):
-    """A reducer for gradients that FSDP2 has averaged and cut before their hook runs."""
+    """A reducer for gradients that FSDP2 has averaged and cut before their hook runs. modules: of FSDP2."""
+
+    def __init__(self, modules: list[Any]) -> None:
+        self._modules = modules
+
+    def begin(self, records: Collection[Placed], micro_batch: MicroBatch) -> None:
+        super().begin(records, micro_batch)
+        states = [module._get_fsdp_state() for module in self._modules]
+        # torch 2.13, distributed/fsdp/_fully_shard/_fsdp_state.py. Before, a module had one group or None
+        groups = [g for s in states for g in getattr(s, "_fsdp_param_groups", [getattr(s, "_fsdp_param_group", None)])]
+        reduces = [group.reduce_grads for group in groups if group is not None]
+        if reduces and not any(reduces):
+            raise StepError(
+                "set_requires_gradient_sync(False) was called, so FSDP2 keeps the gradients of this backward, and no "
+                "parameter gets one. Remove the call. To accumulate gradients, write `with opt.accumulate():`"
+            )
 
     def take(self, param: Tensor) -> Tensor:
         grad = cast(DTensor, param.grad)
@@ -86,8 +102,8 @@ class FSDP2(Sharded):
     name = "fsdp2"
 
     def __init__(self) -> None:
-        super().__init__(_Rows(), _Reduced())
         self._modules: list[Any] = []
+        super().__init__(_Rows(), _Reduced(self._modules))
 
     def adopt(self, records: Collection[Placed], model: nn.Module | None) -> None:
         if model is None:
@@ -95,7 +111,7 @@ class FSDP2(Sharded):
                 "parameters of fully_shard modules: pass the model too, FusedOptimizer(model.named_parameters(), "
                 "model=model, ...), because its modules are resharded after each step"
             )
-        earlier, self._modules = self._modules, [each for each in model.modules() if isinstance(each, FSDPModule)]
+        earlier, self._modules[:] = [*self._modules], (each for each in model.modules() if isinstance(each, FSDPModule))
         for module in self._modules:
             if module not in earlier:  # the groups before this one
                 module.register_forward_pre_hook(_start_anew, prepend=True)

@@ -294,11 +294,13 @@ class Updates:
         """Warns once of an update that is not compiled although compile=True. A failure of the compiler raises."""
         if self._warns and self.compilation.failure is None:
             self._warns = False
+            cause = "the shape or strides of the parameter do not allow it"
+            if not is_traceable(record.rule):
+                cause = "the rule is a third-party optimizer" if record.rule.materializes else "it cannot be traced"
             logger.warning(
-                "compile=True, but the update of parameter %r by rule %r is not compiled: the rule is a third-party "
-                "optimizer or cannot be traced, or the shape or strides of the parameter do not allow it. There may be "
-                "more such parameters. They are updated by slower code with the same result", record.name,
-                record.rule.name,
+                "compile=True, but the update of parameter %r by rule %r is not compiled: %s. There may be more such "
+                "parameters. They are updated by slower code with the same result", record.name, record.rule.name,
+                cause,
             )  # fmt: skip
 
 

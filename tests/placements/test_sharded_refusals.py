@@ -57,6 +57,20 @@ def in_another_dimension(rank):
         lowmem.FusedOptimizer(net.named_parameters(), model=net)
 
 
+def without_reducing(rank):
+    net = SHARDS["fsdp2"](rank, make)
+    opt = lowmem.FusedOptimizer(net.named_parameters(), model=net, lr=0.1)
+    for module in (net.seldom, net):  # gradients of one module may wait, but not of all
+        module.set_requires_gradient_sync(False)
+        with (
+            nullcontext() if module is not net else pytest.raises(StepError, match=r"set_requires_gradient_sync\(False")
+        ):
+            opt.backward(net(torch.ones(2, 5, dtype=torch.int64)))
+    net.set_requires_gradient_sync(True)
+    opt.backward(net(torch.ones(2, 5, dtype=torch.int64)))
+    assert opt.last_step.step == 2
+
+
 def some_whole(rank):
     net = SHARDS["fsdp2"](rank, make)
     whole = torch.nn.Parameter(torch.ones(3))
@@ -88,7 +102,8 @@ def test_groups_that_are_added_later(two):
 
 
 @pytest.mark.parametrize(
-    "case", [engine_with_optimizer, mics, two_passes, still_gathered, in_another_dimension, some_whole]
+    "case",
+    [engine_with_optimizer, mics, two_passes, still_gathered, in_another_dimension, without_reducing, some_whole],
 )
 def test_unsupported_setups_raise(two, case):
     two.run(case)
