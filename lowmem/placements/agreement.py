@@ -12,6 +12,7 @@ from torch import Tensor
 from lowmem.errors import ConfigError, UnsupportedError
 from lowmem.placements.base import Placed
 from lowmem.tiles.quantized import tensors_of
+from lowmem.tiles.stored import flat
 
 # Elements that a checksum converts to 64-bit integers at a time.
 _CHUNK = 1 << 20
@@ -63,7 +64,7 @@ def other_settings(settings: Mapping[str, Any], group: dist.ProcessGroup | None 
     )
 
 
-def first_failure(failure: str | None, group: dist.ProcessGroup | None) -> str | None:
+def first_failure(failure: str | None, group: dist.ProcessGroup | None = None) -> str | None:
     """Returns the failure of the first rank of a group that has one. Every rank calls it."""
     return next((each for each in _gathered(failure, group) if each is not None), None)
 
@@ -75,7 +76,7 @@ def drifted(records: Collection[Placed], step: int) -> list[str]:
     """
 
     def checksum(param: Tensor) -> Tensor:
-        parts = [part.reshape(-1) for part in tensors_of(param)]
+        parts = [flat(part) for part in tensors_of(param)]
         apart = [max(1, part.numel() // _SAMPLE) for part in parts]
         return torch.stack([_checksum(part[step % n :: n]) for part, n in zip(parts, apart, strict=True)]).sum()
 

@@ -209,9 +209,11 @@ class Placement:
 
     Attributes:
         name: the value of the option `placement`.
+        several: several ranks train one model.
     """
 
     name: ClassVar[str]
+    several: ClassVar[bool] = False
 
     def __init__(self, shard: Shard, reducer: Reducer) -> None:
         self.shard, self.reducer = shard, reducer

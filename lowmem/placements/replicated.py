@@ -227,14 +227,6 @@ def _by_arrival(states: Mapping[Placed, float], order: Sequence[Placed]) -> list
     return sorted(order, key=places.__getitem__)
 
 
-@functools.cache
-def _beside(world: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """Returns a group of all ranks, for collectives in the middle of a backward, where the order of those of the
-    default group differs between ranks. Every rank calls it.
-    """
-    return dist.new_group(backend="gloo" if dist.is_gloo_available() else None)
-
-
 class Replicated(Placement):
     """The same parameters on every rank of the default process group, with different data on each rank.
 
@@ -245,6 +237,7 @@ class Replicated(Placement):
     """
 
     name = "replicated"
+    several = True
 
     def __init__(self, *, broadcasts: bool) -> None:
         super().__init__(Shard(), AllReduce())
@@ -265,7 +258,7 @@ class Replicated(Placement):
         refuse_other_settings(settings)
 
     def agree(self, failure: str | None) -> str | None:
-        return first_failure(failure, _beside(dist.group.WORLD))
+        return first_failure(failure)
 
     def drifted(self, records: Collection[Placed], step: int) -> list[str]:
         trained = [record for record in records if record.claimed]

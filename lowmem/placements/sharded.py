@@ -87,6 +87,7 @@ class FlatShard(Shard):
 class Sharded(Placement):
     """A sharded placement."""
 
+    several = True
     shard: FlatShard
 
     def confirm(self, records: Collection[Placed], settings: Mapping[str, Any]) -> None:

@@ -40,7 +40,7 @@ _TRACED: WeakKeyDictionary[Any, dict[tuple[ParamSpec, Kind], CompiledUpdate] | N
 
 class Compilation:
     """The compiled code of one optimizer. Ranks that train one model use it together or not at all, because compiled
-    and eager code sum in different orders.
+    and eager code sum in different orders. They agree on new code when a step ends, and use it from the next one on.
 
     An error of the compiler may pass, such as a full disk. After one, updates are not compiled until the next step
     whose number is a power of 10.
@@ -56,11 +56,18 @@ class Compilation:
     def __init__(self, parameters: Parameters) -> None:
         self._parameters, self._requested = parameters, parameters.config.compile
         self._step, self._decided = 0, False
+        self._new: dict[tuple[Program, Any], CompiledUpdate | None] = {}  # code on which ranks have not agreed
+        self._own: str | None = None  # the error of this rank
 
     @property
     def active(self) -> bool:
         """Returns whether updates are compiled now."""
         return self._decided and self.failure is None
+
+    @property
+    def waits(self) -> bool:
+        """Returns whether ranks have not agreed on new code yet."""
+        return bool(self._new)
 
     def decide(self) -> None:
         """Decides whether to compile: as requested, or with "auto" where it pays. Every rank calls it.
@@ -101,18 +108,22 @@ class Compilation:
     def run(self, program: Program, tiles: StoredTiles, states: Mapping[str, Tensor]) -> Result | None:
         """Updates a parameter as `Program.run` does, but with compiled code. Returns None if there is none for it.
 
-        Every rank calls it for the same parameters in the same order, also if it has no elements of a shard.
+        Every rank calls it for the same parameters, also if it has no elements of a shard.
         """
         if program.rule.materializes:
             return None
         places, held = pieces(tiles.layout, program.group) or [], program.held(states)
-        fits = bool(places) and _fits(program, tiles, held.values())
+        # a dispatch mode (fake tensors, a memory tracker) has to see each operation, which compiled code hides
+        fits = bool(places) and not _get_current_dispatch_mode() and _fits(program, tiles, held.values())
+        several = self._parameters.placement.several
+        if not (fits or several):
+            return None
         is_one = len(places) == 1 and program.ranks is None
         forms = tuple(dict.fromkeys(map(form_of, places)))
         # everything that may differ between updates of one program; all else in a kind is the program's
-        varying = tiles.grad.dtype, forms, is_one, tiles.scalars.names, tiles.reading.form, fits
+        varying = tiles.grad.dtype, forms, is_one, tiles.scalars.names, tiles.reading.form
         args = _arguments(program, tiles, states) if fits else {}
-        if varying not in program.compiled:
+        if varying not in program.compiled and (program, varying) not in self._new:
             kind = Kind(
                 ((GRAD, Float(tiles.grad.dtype)), ("param", program.weight), *program.states.items()),
                 program.group,
@@ -122,28 +133,38 @@ class Compilation:
                 numbers=tiles.scalars.names,
                 form=forms[0] if is_one else None,
             )
-            self._compile(program, kind, forms if fits else (), varying)
+            self._new[program, varying] = self._compile(program, kind, forms) if fits else None
+            if not several:
+                self.settle()
         update: CompiledUpdate | None = program.compiled.get(varying)
-        if update is None:
+        if update is None or not fits:
             return None
         results, square_sums = update.run(tiles, places, args, held), tiles.reading.square_sums
         return Result(results["square_sums"] if square_sums is None else square_sums, results.get("sizes"))
 
-    def _compile(self, program: Program, kind: Kind, forms: Sequence[Form], varying: Any) -> None:
-        """Compiles an update, unless it fails on some rank. Without forms there is nothing to compile on this one."""
-        update, failure, start = None, None, time.perf_counter()
+    def _compile(self, program: Program, kind: Kind, forms: Sequence[Form]) -> CompiledUpdate | None:
+        """Compiles an update. Returns None if this fails, or has failed in this step, or the rule cannot be traced."""
+        update, start = None, time.perf_counter()
         try:
-            update = traced(program.rule, program.spec, kind, forms) if forms else None
+            update = traced(program.rule, program.spec, kind, forms) if self._own is None else None
         except Exception as error:
-            failure = f"{type(error).__name__}{on_rank()}: {error}"
+            self._own = f"{type(error).__name__}{on_rank()}: {error}"
         Compilation.seconds += time.perf_counter() - start
-        self.failure = self._parameters.placement.agree(failure)
-        if self.failure is None:
-            program.compiled[varying] = update
+        return update
+
+    def settle(self) -> None:
+        """Called when a step ends. Allows the use of new code, unless compiling has failed on some rank."""
+        if not self._new:
             return
-        cost = ", but take tens of launches per pass and 4M elements" if torch.cuda.is_available() else ""
-        again = "" if self._requested is True else f" until step {10 ** len(str(self._step))}"
-        logger.warning("updates are not compiled%s%s, because compiling failed: %s", again, cost, self.failure)
+        self.failure = self._parameters.placement.agree(self._own)
+        if self.failure is None:
+            for (program, varying), update in self._new.items():
+                program.compiled[varying] = update
+        else:
+            cost = ", but take tens of launches per pass and 4M elements" if torch.cuda.is_available() else ""
+            again = "" if self._requested is True else f" until step {10 ** len(str(self._step))}"
+            logger.warning("updates are not compiled%s%s, because compiling failed: %s", again, cost, self.failure)
+        self._own, self._new = None, {}
 
 
 def _fits(program: Program, tiles: StoredTiles, states: Iterable[Held]) -> bool:

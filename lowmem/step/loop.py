@@ -204,6 +204,7 @@ class StepLoop:
         if not skipped:
             for group in self.parameters.groups:
                 group.rule.end(group.live)
+        self.updates.compilation.settle()
         self.placement.free_copies(self.records.values(), updated=True)
         self.cycle.end()
         self.report.close(self.policy, decision, loss)

@@ -275,10 +275,9 @@ class Updates:
             tile=PLANNED_TILE if planned else None,
         )
         result = None
-        # a dispatch mode (fake tensors, a memory tracker) has to see each operation, which compiled code hides
-        if compiles and not _get_current_dispatch_mode():
+        if compiles:
             result = self.compilation.run(program, tiles, state)
-            if result is None:
+            if result is None and not (self.compilation.waits or _get_current_dispatch_mode()):
                 self._warn_of_uncompiled(records[0])
         if result is None:
             result = self.observer.update(program, tiles, state) if self.observer else program.run(tiles, state)
