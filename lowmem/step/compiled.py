@@ -40,7 +40,8 @@ _TRACED: WeakKeyDictionary[Any, dict[tuple[ParamSpec, Kind], CompiledUpdate] | N
 
 class Compilation:
     """The compiled code of one optimizer. Ranks that train one model use it together or not at all, because compiled
-    and eager code sum in different orders. They agree on new code when a step ends, and use it from the next one on.
+    and eager code sum in different orders. Ranks of shards agree on new code when they need it. Replicas, whose updates
+    may differ in their order, agree when the step ends, and use it from the next one on.
 
     An error of the compiler may pass, such as a full disk. After one, updates are not compiled until the next step
     whose number is a power of 10.
@@ -134,7 +135,7 @@ class Compilation:
                 form=forms[0] if is_one else None,
             )
             self._new[program, varying] = self._compile(program, kind, forms) if fits else None
-            if not several:
+            if program.ranks is not None or not several:  # ranks of shards update in one order
                 self.settle()
         update: CompiledUpdate | None = program.compiled.get(varying)
         if update is None or not fits:
