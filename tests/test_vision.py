@@ -1,9 +1,15 @@
 """Models of images and text on the command line: trained, and what answers, counts and plans them."""
 
+import re
 import shlex
 
 import pytest
+import torch
 from support import runs, vision
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForImageTextToText
+
+from lowmem.run import fake, plan
+from lowmem.run.recipe import parse
 
 
 @pytest.fixture(scope="module", params=vision.IMAGES)
@@ -57,3 +63,59 @@ def test_positions_of_images_do_not_limit_texts(write, tmp_path):
 def test_rewards_of_images_are_refused_without_a_list_of_classes(write, tmp_path):
     ended = runs.train(tmp_path, "reward", "--config", write("reward", runs.FILES["preferences.jsonl"]))
     assert ended.status == 2 and "Use a language model of text, such as Llama" in ended.err and len(ended.err) < 500
+
+
+@pytest.mark.parametrize("kind", ["llava"], indirect=True)
+def test_rows_with_images_are_counted_and_shown(write, tmp_path):
+    rows = vision.rows(tmp_path)
+    rows[0]["messages"] = runs.user("where 0") + runs.assistant(runs.SENTENCES[0] + " the old cat sat" * 3)
+    whole = runs.lowmem("inspect", "sft", "--config", write(rows=rows), "--samples", 8).out
+    lengths = [int(length) for length in re.findall(r"row \d+: (\d+) tokens", whole)]
+    assert len(lengths) == 8 and lengths[0] > 26 == max(lengths[1:])
+    path = write(rows=rows, max_length=26)
+    shown = runs.lowmem("inspect", "sft", "--config", path)
+    assert "row 1: 26 tokens, trained on 25" in shown.out and "<image> x 16 where 0" in shown.out, shown
+    over, tokens = lengths[0] - 26, 26 + sum(lengths[1:])
+    counts = f"8 rows, 1 longer than max_length=26 ({over} tokens cut off), {tokens} tokens, loss on {tokens - 8} "
+    trained = runs.train(tmp_path, "sft", "--config", path)
+    assert counts in shown.out and counts in trained.out, (counts, shown.out)
+    for command in ("inspect sft", "sft"):
+        ended = runs.lowmem(*command.split(), "--config", path, "--max_length", 12, "--output_dir", tmp_path / "other")
+        assert ended.status == 2 and "row 1 of the data: max_length=12 cuts off tokens of its images" in ended.err
+
+
+@pytest.mark.parametrize("kind", ["llava"], indirect=True)
+def test_pairs_with_images_are_shown(write):
+    shown = runs.lowmem("inspect", "dpo", "--config", write("dpo"), "--samples", 1)
+    assert shown.out.count("<image> x 16 where 0<|assistant|>⟦") == 2 and "row 1: 49 tokens, trained on 7" in shown.out
+
+
+MEMORY = {"max_length": 128, "dtype": "bfloat16", "bf16": False}
+
+
+@pytest.mark.parametrize(("command", "rows"), [("sft", None), ("sft", runs.FILES["texts.jsonl"]), ("dpo", None)])
+def test_a_plan_is_the_memory_of_real_steps(write, command, rows):
+    """Of the model with its tower, on the largest images of the data."""
+    recipe = parse(command, ["--config", str(write(command, rows, **MEMORY))], device="cpu")
+    planned = plan.plan(recipe)
+    words = "2 x 128 tokens, with images of 88 x 40 pixels" if rows is None else "2 x 128 tokens, without images"
+    assert planned.summary["step"] == words and "ForConditionalGeneration" in planned.summary["model"]
+    with fake.running(recipe, fake.model_config(recipe), torch.device("cpu"), real=True) as run:
+        measured = run.step(1)
+    assert planned.step.items["weights"] == measured.items["weights"]
+    assert planned.step.peak == pytest.approx(measured.peak, rel=0.01)
+
+
+def test_a_plan_of_qwen_has_its_tower(tmp_path):
+    """transformers also has a model of its text alone."""
+    text = {**vision.TEXT, "vocab_size": 300, "layer_types": ["full_attention"] * 2}
+    tower = {"depth": 1, "hidden_size": 32, "num_heads": 4, "intermediate_size": 64, "out_hidden_size": 32}
+    if "qwen3_5" not in CONFIG_MAPPING:
+        pytest.skip("this version of transformers has no Qwen3.5")
+    model = AutoModelForImageTextToText.from_config(
+        AutoConfig.for_model("qwen3_5", text_config=text, vision_config=tower)
+    )
+    model.save_pretrained(tmp_path / "qwen")
+    path = runs.write(tmp_path, model_name_or_path=str(tmp_path / "qwen"), datasets=None, **MEMORY)
+    planned = plan.plan(parse("sft", ["--config", str(path)], device="gpu")).step
+    assert planned.items["weights"] == 2 * sum(param.numel() for param in model.parameters())

@@ -24,7 +24,7 @@ from trl import get_dataset
 
 from lowmem.errors import ConfigError, DataError
 from lowmem.hf.layers import embedding, positions
-from lowmem.run import build
+from lowmem.run import build, images
 from lowmem.run.boundary import blaming, reason
 from lowmem.run.recipe import Recipe
 from lowmem.run.terminal import warn
@@ -191,6 +191,10 @@ def _counts(trainer: Any, loaded: Any, name: str) -> str:
     batch_size = getattr(args, f"{name}_batch_size") * args.world_size
     if args.dataloader_drop_last and len(tokenized) < batch_size:
         raise DataError(f"{rows}{of} do not fill a batch of {batch_size:,}; omit dataloader_drop_last, or add rows")
+    if getattr(trainer, "_is_vision_dataset", False):
+        loaded = first(loaded)
+        rows += f", of which the first {len(loaded)} are counted" if len(loaded) < len(tokenized) else ""
+        (trainer.whole[name], tokenized), has_labels = images.tokenized(trainer, loaded), True
     packed = getattr(args, "eval_packing", None) if name == "eval" else None
     packed = getattr(args, "packing", False) if packed is None else packed
     tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
@@ -302,6 +306,10 @@ def rows(trainer: Any, count: int) -> Iterator[list[Segment]]:
     """Yields the first rows of a trainer's data: each column of tokens, split where the loss begins or ends."""
     tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
     for row in islice(trainer.train_dataset, count):
+        if getattr(trainer, "_is_vision_dataset", False):
+            sequences = images.tokenized(trainer, [row])[1]
+            yield [part for each in sequences for part in segments(each, trainer.processing_class)]
+            continue
         if "labels" in row:
             yield segments(row, tokenizer)
             continue
@@ -314,10 +322,10 @@ def rows(trainer: Any, count: int) -> Iterator[list[Segment]]:
         yield parts
 
 
-def segments(row: Mapping[str, Any], tokenizer: Any) -> list[Segment]:
+def segments(row: Mapping[str, Any], processor: Any) -> list[Segment]:
     """Splits one tokenized row (`input_ids`, `labels`; packed: `seq_lengths`) where the loss begins or ends."""
     starts = set(accumulate(row.get("seq_lengths") or (), initial=0))  # the first token of a sample is never predicted
     trained = [label != -100 and position not in starts for position, label in enumerate(row["labels"])]
     runs = groupby(zip(trained, row["input_ids"], strict=True), key=lambda pair: pair[0])
     parts = ((state, [token for _, token in run]) for state, run in runs)
-    return [Segment(tokenizer.decode(ids), state, len(ids)) for state, ids in parts]
+    return [Segment(images.decoded(processor, ids), state, len(ids)) for state, ids in parts]

@@ -18,24 +18,25 @@ from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
-from torch._subclasses.fake_tensor import is_fake
+from torch._subclasses.fake_tensor import is_fake, unset_fake_temporarily
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.weak import WeakIdKeyDictionary
 from transformers import (
-    AttentionMaskInterface,
     AutoConfig,
     AutoModelForSequenceClassification,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     TrainingArguments,
+    masking_utils,
 )
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from lowmem.errors import ConfigError
 from lowmem.hf import sharding
 from lowmem.hf.layers import positions
-from lowmem.run import build
+from lowmem.run import build, data, images
 from lowmem.run.boundary import blaming, blaming_libraries
 from lowmem.run.memory import StepMemory, step_memory
 from lowmem.run.recipe import Recipe
@@ -53,6 +54,7 @@ _KWARGS = ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs")
 _REFERENCES = ("ref_chosen_logps", "ref_rejected_logps", "ref_logps", "ref_KL_logps")
 
 _MIN_OFFLOAD = 1024  # TRL offloads activations of at least so many bytes
+_KNOWN, _CONSTANT = 1 << 24, 1 << 16  # largest tensors with known values: computed from others, and from numbers
 MICRO_BATCHES = 3  # a micro-batch after the third needs the same memory as the third
 LONGEST = 1024  # tokens of a row where max_length is None
 
@@ -95,7 +97,6 @@ def running(recipe: Recipe, config: Any, device: torch.device, *, real: bool = F
         config: of its model; see `model_config`.
         real: it computes with real tensors, of random weights, to measure what a plan predicts.
     """
-    # torch.tensor(n, device="meta") is not a fake tensor
     fake = None if real else FakeTensorMode(allow_non_fake_inputs=True)
     of_args = property(lambda args: args._setup_devices and device)  # which have the CPU
     with ExitStack() as stack:
@@ -113,18 +114,20 @@ def running(recipe: Recipe, config: Any, device: torch.device, *, real: bool = F
         batches = [_batch(trainer, recipe.training.per_device_train_batch_size)]
         if recipe.training.eval_strategy != "no":
             batches.append(_batch(trainer, recipe.training.per_device_eval_batch_size))
-        for context in () if fake is None else (fake, _Values()):
+        values = _Values()
+        for context in () if fake is None else (fake, values):
             stack.enter_context(context)
         stack.enter_context(_recomputed_and_offloaded(trainer.model, recipe.training))
         stack.enter_context(_autocast_on_meta())
+        stack.enter_context(patch.object(torch, "tensor", _constant))
         if not real:
-            stack.enter_context(_attention(trainer.args))
+            stack.enter_context(_attention())
         trainer._shard()
         if isinstance(streaming := trainer._inputs.sharding, sharding.StreamedSharding):
             for other in others:
                 streaming.shard(other, reference=True)
-        to_device = Tensor.to if real else torch.empty_like
-        batches = tree_map_only(Tensor, lambda value: to_device(value, device=device), batches)
+        to_device = Tensor.to if real else values.fake
+        batches = tree_map_only(Tensor, lambda value: to_device(value, device), batches)
         yield FakeRun(trainer, others, batches[0], batches[1] if len(batches) > 1 else None)
 
 
@@ -161,7 +164,9 @@ def _trainer(
     """The trainer of a run, with weights that nobody has trained and two rows of data, and its other models."""
     args, adapted = recipe.training, recipe.model.use_peft
     length = args.max_length or LONGEST
-    rows = _rows(recipe.command, length)
+    named = images.sees(config) and (recipe.mixture.datasets or recipe.script.dataset_name)
+    pictured = images.largest(recipe, data.first(data.load(recipe)[0])) if named else None
+    rows, processor = pictured or (_rows(recipe.command, length), _tokenizer())
     names = ["ref_model"] if recipe.command in ("dpo", "kto") and not adapted else []
     if not args.deepspeed:  # of an earlier plan: transformers would partition the model
         unset_hf_deepspeed_config()
@@ -169,18 +174,20 @@ def _trainer(
         if fake is not None and args.deepspeed and (nvme := offloaded_to_nvme(args)):
             nvme["device"] = "cpu"  # fake tensors cannot be written
         sharded.prepare(recipe.dtype)
-    with fake or nullcontext(), nullcontext() if fake is None else _Values(), device:
+    # initial values, which some models draw until all are in a range
+    initial = nullcontext() if fake is None else patch.object(PreTrainedModel, "initialize_weights", lambda _: None)
+    with fake or nullcontext(), nullcontext() if fake is None else _Values(), initial, device:
         model, *others = (_untrained(recipe, config) for _ in range(1 + len(names)))
     if (places := positions(model)) is not None and places < length:
         raise ConfigError(f"max_length={length}: the model has {places:,} positions; set max_length: {places}")
     for item in () if fake is None else (model, *others):
         item.hf_device_map = dict.fromkeys(("", "model"), device.type)  # keeps Accelerate from moving the model
-    changed = dict(_OF_DATA)
+    changed = {} if pictured else dict(_OF_DATA)
     if device.type == "meta":  # a trainer on this device raises for offloading, which `_recomputed_and_offloaded` adds
         kwargs = args.gradient_checkpointing_kwargs or {}
         inside = {name: value for name, value in kwargs.items() if name != "offload"} or None
         changed |= {"activation_offloading": False, **dict.fromkeys(_KWARGS, inside)}
-    options = {"processing_class": _tokenizer(), **dict(zip(names, others, strict=True))}
+    options = {"processing_class": processor, **dict(zip(names, others, strict=True))}
     later = patch.object(sharding.StreamedSharding, "shard", lambda *_, **__: None)  # where new tensors are fake, too
     with device if adapted else nullcontext(), later if fake is not None else nullcontext():  # adapters are on it
         trainer = build.trainer(recipe.alone(folder, sharded=True, **changed), rows, None, model, **options)
@@ -220,6 +227,12 @@ def _autocast_on_meta() -> Iterator[None]:
         yield
 
 
+def _constant(data: Any, *, device: Any = None, tensor: Any = torch.tensor, **options: Any) -> Tensor:
+    """`torch.tensor`, which (in torch 2.13) returns no fake tensor on "meta", and reads the memory of fake numbers."""
+    data = data if isinstance(data, Tensor) else tree_map_only(Tensor, Tensor.item, data)
+    return tensor(data, **options).to(device)
+
+
 def _untrained(recipe: Recipe, config: Any) -> PreTrainedModel:
     """The model that the run loads, from its configuration, on the device of the context."""
     config, kind = copy.deepcopy(config), build.model_class(config)
@@ -244,11 +257,20 @@ def _rows(command: str, length: int) -> Dataset:
 
 def _batch(trainer: Any, size: int) -> dict[str, Any]:
     """A batch of `size` of the longest rows."""
+    length = trainer.args.max_length or LONGEST
     rows = [dict(trainer.train_dataset[n % 2]) for n in range(size)]
     if getattr(trainer, "precompute_ref_logps", False):
         for row in rows:
             row |= dict.fromkeys(_REFERENCES, 0.0)
-    return dict(trainer.data_collator(rows))
+    with blaming(f"max_length={trainer.args.max_length}: a batch of the data cannot be made"):
+        batch = dict(trainer.data_collator(rows))
+    if getattr(trainer, "_is_vision_dataset", False):  # the row's last token again up to `length`, and one of padding
+        sequences = batch["input_ids"].shape
+        for name in [name for name, value in batch.items() if getattr(value, "shape", None) == sequences]:
+            last = batch[name][:, -1:].expand(-1, max(0, length - sequences[1]))
+            batch[name] = torch.cat([batch[name], last], 1)
+        batch["attention_mask"][1::2, -1] = 0
+    return batch
 
 
 def _tokenizer() -> PreTrainedTokenizerFast:
@@ -259,9 +281,46 @@ def _tokenizer() -> PreTrainedTokenizerFast:
 
 
 class _Values(TorchDispatchMode):
-    """Values of fake tensors where code asks for them: integers are 1, other numbers 1/2, elements of a mask True."""
+    """Values of fake tensors where code asks for them. Known are those computed from the batch and from constants, such
+    as the places of images. Otherwise integers are 1, other numbers 1/2, elements of a mask True.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.known = WeakIdKeyDictionary()  # fake tensor → the same values on the CPU
+
+    def fake(self, value: Tensor, device: torch.device) -> Tensor:
+        """A fake tensor with this value."""
+        self.known[result := torch.empty_like(value, device=device)] = value
+        return result
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        changes, pinned = func._schema.is_mutable, kwargs.get("pin_memory")
+        known = func.namespace == "aten" and not pinned and torch.Tag.nondeterministic_seeded not in func.tags
+        known &= all(t in self.known or (type(t) is Tensor and t.is_cpu and not changes) for t in tensors)
+        if known and (torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags):
+            value, device = self._value(func, args, kwargs), tensors[0].device
+            return tree_map_only(Tensor, lambda each: self.fake(each, device), value)
+        result = self._guess(func, args)
+        result = func(*args, **kwargs) if result is None else result
+        results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        if known and 0 < sum(each.numel() for each in results) <= (_KNOWN if tensors else _CONSTANT):
+            self.known.update(zip(results, tree_leaves(self._value(func, args, kwargs)), strict=True))
+        elif changes and isinstance(args[0], Tensor):
+            self.known.pop(args[0], None)
+        return result
+
+    def _value(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The result of an operation on known values, on the CPU."""
+        args, kwargs = tree_map_only(torch.device, lambda _: torch.device("cpu"), (args, kwargs))
+        args, kwargs = tree_map_only(Tensor, lambda tensor: self.known.get(tensor, tensor), (args, kwargs))
+        with unset_fake_temporarily():
+            return func(*args, **kwargs)
+
+    def _guess(self, func: Any, args: Any) -> Any:
+        """The result of an operation that fake tensors do not have, if the values are not known; or None."""
         aten = torch.ops.aten
         if func is aten._local_scalar_dense.default:
             return True if args[0].dtype == torch.bool else 0.5 if args[0].is_floating_point() else 1
@@ -270,13 +329,14 @@ class _Values(TorchDispatchMode):
         if func in (aten.index.Tensor, aten.index_put.default, aten.index_put_.default):
             mask = args[1][0]
             if len(args[1]) == 1 and mask is not None and mask.dtype == torch.bool:
-                selected = (mask.numel(), *args[0].shape[mask.ndim :])
+                count = self._value(lambda each: int(each.sum()), (mask,), {}) if mask in self.known else mask.numel()
+                selected = (count, *args[0].shape[mask.ndim :])
                 return args[0].new_empty(selected) if func is aten.index.Tensor else torch.empty_like(args[0])
         if func is aten._grouped_mm.default and args[0].dtype != torch.bfloat16:  # which its fake kernel requires
             left, right = args[:2]
             groups = right.shape[:-2] if left.ndim == 3 else args[2].shape if right.ndim == 2 else ()
             return left.new_empty((*groups, left.shape[-2], right.shape[-1]))
-        return func(*args, **(kwargs or {}))
+        return None
 
 
 def _offload(saved: Tensor) -> tuple[torch.device, Tensor]:
@@ -286,12 +346,11 @@ def _offload(saved: Tensor) -> tuple[torch.device, Tensor]:
 
 
 @contextmanager
-def _attention(args: Any) -> Iterator[None]:
+def _attention() -> Iterator[None]:
     """Attention as with real tensors. With fake ones, PyTorch (2.13) takes a kernel for GPUs that holds all scores, and
-    transformers (5.23, `_ignore_causal_mask_sdpa`) creates a mask where none is needed.
+    transformers (5.23, masking_utils.py) creates a mask where none is needed.
     """
-    sdpa, masks = nn.functional.scaled_dot_product_attention, AttentionMaskInterface()
-    masked, packed = masks["sdpa"], getattr(args, "packing", False) or getattr(args, "padding_free", False)
+    sdpa = nn.functional.scaled_dot_product_attention
 
     def attend(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
                is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False) -> Any:  # fmt: skip
@@ -306,17 +365,6 @@ def _attention(args: Any) -> Iterator[None]:
         kernel = torch.ops.aten._scaled_dot_product_efficient_attention
         return kernel(query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale)[0]
 
-    def mask(*, batch_size: int, kv_length: int, allow_is_causal_skip: bool = True, local_size: int | None = None,
-             **options: Any) -> Tensor | None:  # fmt: skip
-        """None for one row, which is not padded, if it is neither packed nor longer than a window."""
-        if allow_is_causal_skip and not packed and batch_size == 1 and (local_size is None or kv_length < local_size):
-            return None
-        sizes = {"batch_size": batch_size, "kv_length": kv_length, "local_size": local_size}
-        return masked(**sizes, allow_is_causal_skip=False, **options)
-
-    masks.register("sdpa", mask)
-    try:
-        with patch.object(nn.functional, "scaled_dot_product_attention", attend):
-            yield
-    finally:
-        masks.register("sdpa", masked)
+    values_are_known = patch.object(masking_utils, "is_tracing", lambda *_: False, create=True)
+    with values_are_known, patch.object(nn.functional, "scaled_dot_product_attention", attend):
+        yield

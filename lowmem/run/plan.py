@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from lowmem.errors import ConfigError, UnsupportedError
 from lowmem.placements import nbytes, shape_of, streaming_of
 from lowmem.placements.streaming import moves
+from lowmem.run import images
 from lowmem.run.description import describe
 from lowmem.run.fake import LONGEST, MICRO_BATCHES, model_config, offloaded_to_nvme, running
 from lowmem.run.fake_ranks import fake_ranks
@@ -105,6 +106,7 @@ def plan(recipe: Recipe, ranks: int = 1) -> RunPlan:
             if in_files and device.type == "cpu":
                 step = _without_files(step, streaming, trainer.optimizer)
             converts = (config.dtype or recipe.dtype) != recipe.dtype
+            shown = images.described(run.trainer.train_dataset[0]) if images.sees(config) else ""
             phases, summary = _phases(trainer, step, ranks, device, converts=converts), describe(trainer)
             if streaming is not None and (in_files or device.type != "cpu"):
                 summary["copies"] = _copies(step, streaming, args)
@@ -115,7 +117,7 @@ def plan(recipe: Recipe, ranks: int = 1) -> RunPlan:
             moved = step.host_weights + (0 if name == "load" else step.host_states)
             phases[name] = Phase(each.device, max(0, each.host - moved) + buffers, each.disk + ranks * moved)
     micro = f"{args.gradient_accumulation_steps} micro-batches of " if args.gradient_accumulation_steps > 1 else ""
-    rows = f"{micro}{args.per_device_train_batch_size} x {args.max_length or LONGEST} tokens"
+    rows = f"{micro}{args.per_device_train_batch_size} x {args.max_length or LONGEST} tokens{shown}"
     return RunPlan(step, phases, {**summary, "step": rows}, RESERVE[recipe.device or "gpu"])
 
 
