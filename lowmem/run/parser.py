@@ -12,7 +12,6 @@ from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
 import trl
 from trl import TrlParser
-from trl.scripts.utils import DatasetConfig
 
 from lowmem.errors import ConfigError, did_you_mean
 from lowmem.rules import resolve
@@ -22,9 +21,7 @@ from lowmem.run.yaml_file import SECTIONS, Setting, yaml_value
 # Arguments of earlier versions and of other programs that no similar name replaces, and what to write instead; None if
 # nothing replaces them.
 FORMER = {
-    "dataset_probs": "datasets: [{path: A, fraction: 0.7}, {path: B, fraction: 0.3}]"
-    if hasattr(DatasetConfig, "fraction")  # TRL 1.0 has no shares
-    else None,
+    "dataset_probs": "datasets: [{path: A, fraction: 0.7}, {path: B, fraction: 0.3}]",  # if TRL has shares
     "group_by_length": "train_sampling_strategy: group_by_length",
     "include_tokens_per_second": None,
     "max_prompt_length": "max_length",
