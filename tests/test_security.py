@@ -158,7 +158,7 @@ OTHER = {"model_type": "siglip_vision_model", "auto_map": {"AutoModelForCausalLM
 TOKENIZER = {"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": ["evil.Tokenizer", None]}}
 NEED_CODE = {
     "unknown kind": ("config.json", UNKNOWN, ["sft", "plan", "generate"]),
-    "kind without a language model": ("config.json", OTHER, ["plan", "generate"]),
+    "kind without a language model": ("config.json", {**OTHER, "architectures": ["evil.Model"]}, ["plan", "generate"]),
     "tokenizer": ("tokenizer_config.json", TOKENIZER, ["sft", "inspect", "generate"]),
 }
 
@@ -374,8 +374,10 @@ def test_a_run_writes_no_secrets_uses_no_network_and_writes_only_to_its_folder(h
 FAILING = """
 import os, torch
 class Failing(torch.optim.SGD):
+    updates = 0
     def step(self, closure=None):
-        if torch._C._current_graph_task_id() != -1:  # not while it is tried
+        Failing.updates += torch._C._current_graph_task_id() != -1  # not while it is tried
+        if Failing.updates > 30:  # after the first step
             raise RuntimeError(f"login failed: {dict(os.environ)}")
         super().step(closure)
 """
@@ -389,7 +391,7 @@ def test_a_failed_run_writes_and_prints_no_secrets(home, monkeypatch, capsys):
     with (home / "run.yaml").open("a") as config:
         config.write("env: {PLACE: marker of env}\n")
     with pytest.raises(SystemExit) as done:
-        cli.main(["sft", "--config", "run.yaml", "--fused.rule", "failing.Failing"])
+        cli.main(["sft", "--config", "run.yaml", "--fused.rule", "failing.Failing", "--max_steps", "40"])
     out, err = capsys.readouterr()
     assert done.value.code == 3 and "login failed" in err and os.environ.pop("PLACE") == "marker of env"
     assert "login failed" in (home / "run" / "traceback.txt").read_text()

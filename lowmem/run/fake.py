@@ -239,8 +239,10 @@ def _untrained(recipe: Recipe, config: Any) -> PreTrainedModel:
     if recipe.command == "reward":
         config.num_labels, kind = 1, AutoModelForSequenceClassification
     with blaming("model_name_or_path: no model can be built from its configuration"):
-        make = getattr(kind, "from_config", None) or kind._from_config
-        return make(config, dtype=recipe.dtype, attn_implementation=recipe.model.attn_implementation)
+        options = {"dtype": recipe.dtype, "attn_implementation": recipe.model.attn_implementation}
+        if hasattr(kind, "from_config"):  # an automatic class, which would ask on the terminal
+            return kind.from_config(config, trust_remote_code=False, **options)
+        return kind._from_config(config, **options)
 
 
 def _rows(command: str, length: int) -> Dataset:

@@ -125,8 +125,7 @@ FLOAT32 = Float(torch.float32)
 @dataclass(frozen=True)
 class Compensated(Storage):
     """Kahan summation: the residual of rounding to nearest is stored too, in 16 bits, or in 8 bits that are rounded
-    stochastically, which with bfloat16 gives about 16 bits of precision. A stored zero is zero: smaller numbers than
-    the dtype's are not added up.
+    stochastically, which with bfloat16 gives about 16 bits of precision. A bfloat16 zero is zero.
     """
 
     dtype: torch.dtype
@@ -143,8 +142,9 @@ class Compensated(Storage):
 
     def decode(self, stored: tuple[Tensor, ...]) -> Tensor:
         value = widen(*stored) if self.bits == 16 else widen8(stored[0], stored[1])
-        # a zero may be of a mask, and have the residual of the weight before it
-        return torch.where(stored[0] == 0, 0.0, value)
+        if self.dtype == torch.float16:  # whose zero has a residual: smaller numbers are added up
+            return value
+        return torch.where(stored[0] == 0, 0.0, value)  # a mask may have left the residual of the weight before it
 
     def encode(self, value: Tensor, uniform: Uniform) -> tuple[Tensor, ...]:
         return split(value, self.dtype) if self.bits == 16 else split8(value, self.dtype, uniform())
