@@ -54,7 +54,7 @@ def shared(rank, kind, settings, spoil):
 
 SETTINGS = {
     "adamw": {"rule": "adamw"},
-    "lion": {"rule": "lion", "lr": 1e-3},
+    "lion": {"rule": "lion", "lr": 1e-4},
     "a torch class": {"rule": "torch.optim.AdamW"},
     "compiled": {"rule": "adamw", "compile": True},
     "clamped": {"rule": "adamw", "clip_value": 1e-3},
@@ -66,7 +66,8 @@ SETTINGS = {
 @pytest.mark.parametrize(("kind", "settings", "spoil"), pairwise(SHARDS, SETTINGS, [False, True]))
 def test_large_parameters_as_on_one_device(ranks_of, kind, settings, spoil):
     """Where `spoil` is true, a gradient is not finite on one rank."""
-    settings = {"lr": 1e-2, **SETTINGS[settings]}
+    # a larger rate saturates tanh, whose gradient is then a difference that depends on the order of sums
+    settings = {"lr": 1e-3, **SETTINGS[settings]}
     assert all(param.numel() > SMALL for name, param in make_large().named_parameters() if "bias" not in name)
     alone, norms, skipped = train(make_large(), lambda x: x, settings, spoil)
     third_party = settings["rule"] == "torch.optim.AdamW"  # which takes a gradient that is not finite
