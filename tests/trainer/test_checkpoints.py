@@ -328,8 +328,6 @@ def test_a_model_with_an_infinity_in_its_configuration_is_resumed(family, make, 
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     if not hasattr(transformers, f"{family}Config"):
         pytest.skip(f"transformers {transformers.__version__} does not have {family}")
-    if transformers.__version__.startswith("4.") and family != "Mamba2":
-        pytest.skip("transformers 4 writes no tags, and its hybrid models fail here for a cause that is not known yet")
 
     def trained(resume=None, **arguments):
         torch.manual_seed(0)
@@ -339,7 +337,8 @@ def test_a_model_with_an_infinity_in_its_configuration_is_resumed(family, make, 
         return trainer.model.state_dict()
 
     whole = trained(**SAVES)
-    assert "Infinity" in (tmp_path / "run" / "checkpoint-1" / "config.json").read_text()
+    if "Infinity" not in (tmp_path / "run" / "checkpoint-1" / "config.json").read_text():
+        assert transformers.__version__.startswith("4.") and family != "Mamba2"  # which set no limit
     assert_same(trained(str(tmp_path / "run" / "checkpoint-1")), whole)
 
 
