@@ -1,16 +1,19 @@
 """The only access to lowmem's internals in benchmarks/."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 from unittest import mock
 
-from torch import Tensor
+from torch import Tensor, fx
 
 import lowmem
 from lowmem.placements import Ranks, release
+from lowmem.step import compiled
 from lowmem.step.compiled import has_compiler
+from lowmem.tiles import stages
 
-__all__ = ["has_compiler", "reduce_scatter_as_nccl", "release", "update_one"]
+__all__ = ["has_compiler", "reduce_scatter_as_nccl", "release", "update_one", "without_computing"]
 
 
 def update_one(opt: lowmem.FusedOptimizer, param: Tensor, grad: Tensor) -> None:
@@ -18,6 +21,25 @@ def update_one(opt: lowmem.FusedOptimizer, param: Tensor, grad: Tensor) -> None:
     opt._cycle.step += 1
     opt._updates.begin(opt._cycle.step)
     opt._updates.put(opt._records[param], grad, None)
+
+
+@contextmanager
+def without_computing() -> Iterator[None]:
+    """Replaces compiled code by functions that return the results of their first call. No compiler is needed."""
+
+    def first_results(graph: fx.GraphModule, sizes: Any, example: Sequence[Any]) -> Callable[..., Any]:
+        results = list[Any]()
+
+        def run(*args: Any) -> Any:
+            if not results:
+                results.append(graph(*args))
+            return results[0]
+
+        return run
+
+    replaced = {"_TRACED": {}, "missing_compiler": lambda device, tries: None}
+    with mock.patch.object(stages, "compiled", first_results), mock.patch.multiple(compiled, **replaced):
+        yield
 
 
 @contextmanager

@@ -1,8 +1,7 @@
 """The share of weights that a step changes, measured on a sample. Rounding to nearest may leave most unchanged."""
 
 import functools
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -11,21 +10,15 @@ from lowmem.step.record import ParamRecord
 from lowmem.tiles.layout import cut
 from lowmem.tiles.storage import Held
 
-# The number of sampled parameters, and the approximate number of elements of each.
+# The number of sampled parameters, and the approximate number of elements of each. One step in EVERY is measured.
 PARAMETERS = 8
 ELEMENTS = 1 << 10
-
-
-class Sample(NamedTuple):
-    """Elements of a weight before its update, and which of them have a gradient."""
-
-    where: tuple[slice, ...]
-    before: Tensor
-    has_gradient: Tensor
+EVERY = 20
 
 
 class Changes:
-    """Counts the sampled elements of weights that updates change, among those that have a gradient.
+    """Counts the sampled elements of weights that updates change, among those that have a gradient, in the first step
+    and in every 20th one after it.
 
     Args:
         records: of all parameters.
@@ -35,37 +28,44 @@ class Changes:
     def __init__(self, records: Mapping[Tensor, ParamRecord], device: torch.device) -> None:
         self._records = records
         self._sampled: set[ParamRecord] = set()
-        self._counts = torch.zeros(2, dtype=torch.int64, device=device)  # in this step: changed, and counted
-        self._counted = False
+        self._counts: list[Tensor] = []  # of each update: changed, and counted
+        self._share = torch.full((), torch.nan, device=device)  # of the last step that was measured
+        self._wait = 0  # steps until the next one
 
-    def before(self, records: Sequence[ParamRecord], weight: Held, grad: Tensor) -> Sample | None:
-        """Samples a weight, or a stack of weights, before its update. Returns None if it is not in the sample."""
+    def watch(self, records: Sequence[ParamRecord], weight: Held, grad: Tensor) -> Callable[[], None] | None:
+        """Samples a weight, or a stack of weights, before its update. Returns a function that counts its changes after
+        the update; None if it is not in the sample.
+        """
+        if self._wait:
+            return None
         if not self._sampled:
             trained = [record for record in self._records.values() if record.trained]
             self._sampled.update(trained[:: -(-len(trained) // PARAMETERS) or 1])
         if self._sampled.isdisjoint(records):
             return None
         where = _where(weight.parts[0].shape, weight.storage.is_quantized)
-        return Sample(where, _sampled(weight, where).clone(), grad[where] != 0)
+        before, has_gradient = _elements(weight, where).clone(), grad[where] != 0
 
-    def after(self, sample: Sample, weight: Held) -> None:
-        """Counts the changes after the update of a sampled weight."""
-        changed = (_sampled(weight, sample.where) != sample.before) & sample.has_gradient
-        counts = torch.stack((changed.sum(), sample.has_gradient.sum()))
-        self._counts.add_(counts.to(self._counts.device))
-        self._counted = True
+        def count() -> None:
+            changed = (_elements(weight, where) != before) & has_gradient
+            self._counts.append(torch.stack((changed.sum(), has_gradient.sum())))
+
+        return count
 
     def take(self) -> Tensor:
-        """Returns the share for the step that ends, a float32 scalar; NaN if no sampled element had a gradient."""
-        share = self._counts[0] / self._counts[1]
-        self._counts.zero_()
-        if not self._counted:
-            self._sampled.clear()  # no sampled parameter was updated (all are frozen), so the next step samples others
-        self._counted = False
-        return share
+        """Returns the share for the step that ends, or for the last one that was measured: a float32 scalar, NaN if no
+        sampled element had a gradient.
+        """
+        self._wait = max(0, self._wait - 1)
+        if self._counts:
+            changed, counted = torch.stack([count.to(self._share.device) for count in self._counts]).sum(0)
+            self._share, self._wait = changed / counted, EVERY - 1
+        self._sampled.clear()  # if none of them was updated, all are frozen, and the next step samples others
+        self._counts.clear()
+        return self._share
 
 
-def _sampled(weight: Held, where: tuple[slice, ...]) -> Tensor:
+def _elements(weight: Held, where: tuple[slice, ...]) -> Tensor:
     """The sampled elements of a weight, dequantized if it is quantized."""
     if not weight.storage.is_quantized:
         return weight.parts[0][where]

@@ -74,8 +74,8 @@ class Decision:
 
     @functools.cached_property
     def each(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """By parameter, the sum of squares of its unscaled gradient, a float64 scalar, and whether it is updated."""
-        of_each = zip(self.norms.square().unbind(), self.updated.unbind(), strict=True)
+        """By parameter, the sum of squares of its unscaled gradient, float64 [1], and whether it is updated, [1]."""
+        of_each = zip(self.norms.square().split(1), self.updated.split(1), strict=True)
         return dict(zip(self.names, of_each, strict=True))
 
 
@@ -172,9 +172,9 @@ class Clipping:
             finite=torch.ones((), dtype=torch.bool, device=self.device),
         )
 
-    def gather(self, scalars: Iterable[Tensor]) -> Tensor:
-        """Returns scalars of parameters, from any devices, as one tensor [parameters]."""
-        return torch.stack([scalar.to(self.device) for scalar in scalars])
+    def gather(self, values: Iterable[Tensor]) -> Tensor:
+        """Returns values of parameters, [1] on any devices, as one tensor [parameters]."""
+        return torch.cat([value.to(self.device) for value in values])
 
     def _over_ranks(self, norms: Tensor) -> Norms:
         """Returns the norms of full gradients, given the norms of this rank's shards, float64 [4, parameters]."""
@@ -225,8 +225,9 @@ class Clipping:
         if decision is None:
             return Reading(inverse_scale, limit)
         clip = decision.own_clips.get(first.group, Clip(decision.clip_coef))
-        each = [decision.each.get(record.name) or (decision.norms.new_zeros(()), decision.finite) for record in records]
-        square_sums, updated = (torch.stack(of_each).to(device) for of_each in zip(*each, strict=True))
+        unmeasured = decision.norms.new_zeros(1), decision.finite.view(1)
+        each = zip(*(decision.each.get(record.name, unmeasured) for record in records), strict=True)
+        square_sums, updated = ((torch.cat(of_each) if len(records) > 1 else of_each[0]).to(device) for of_each in each)
         done = decision.prepared and _is_float32(grad)
         return Reading(
             None if done else inverse_scale,

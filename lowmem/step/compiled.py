@@ -6,8 +6,8 @@ import os
 import shutil
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar
-from weakref import WeakKeyDictionary
+from typing import Any, ClassVar, NamedTuple
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor
@@ -18,8 +18,10 @@ from lowmem.placements.ranks import on_rank
 from lowmem.rules import ParamSpec, UpdateRule
 from lowmem.step.parameters import Parameters
 from lowmem.step.program import Program, Result
+from lowmem.step.record import ParamRecord
 from lowmem.tiles.blocks import Form, form_of, pieces
 from lowmem.tiles.graph import try_compiler
+from lowmem.tiles.layout import Place
 from lowmem.tiles.quantized import QuantizedWeight
 from lowmem.tiles.stages import CompiledUpdate
 from lowmem.tiles.storage import Float, Held
@@ -36,6 +38,20 @@ COMPILE_FROM = 1 << 25
 # Compiled updates, which parameters of all sizes share, by rule, or by its class if it has no attributes.
 # None: the rule cannot be traced.
 _TRACED: WeakKeyDictionary[Any, dict[tuple[ParamSpec, Kind], CompiledUpdate] | None] = WeakKeyDictionary()
+
+
+class Bound(NamedTuple):
+    """The compiled update of one parameter, with what stays from step to step.
+
+    made_for: what it depends on; see `Compilation.run`.  places: of tiles.  args: states, as the code takes them.
+    alive: references to the states. With the first one that is freed, or replaced, the views of the others are.
+    """
+
+    made_for: Any
+    update: CompiledUpdate
+    places: Sequence[Place]
+    args: Arguments
+    alive: Sequence[ReferenceType[Tensor]]
 
 
 class Compilation:
@@ -59,6 +75,7 @@ class Compilation:
         self._step, self._decided = 0, False
         self._new: dict[tuple[Program, Any], CompiledUpdate | None] = {}  # code on which ranks have not agreed
         self._own: str | None = None  # the error of this rank
+        self._bound: dict[ParamRecord, Bound] = {}
 
     @property
     def active(self) -> bool:
@@ -106,29 +123,48 @@ class Compilation:
             failure, self.failure = self.failure, None
             raise ConfigError(f"compile=True, but compiling failed; use 'auto' or False: {failure}")
 
-    def run(self, program: Program, tiles: StoredTiles, states: Mapping[str, Tensor]) -> Result | None:
+    def run(self, record: ParamRecord, tiles: StoredTiles, states: Mapping[str, Tensor]) -> Result | None:
         """Updates a parameter as `Program.run` does, but with compiled code. Returns None if there is none for it.
 
         Every rank calls it for the same parameters, also if it has no elements of a shard.
         """
+        program, made_for = record.program, None
         if program.rule.materializes:
             return None
-        places, held = pieces(tiles.layout, program.group) or [], program.held(states)
+        varying = tiles.grad.dtype, tiles.scalars.names, tiles.reading.form
         # a dispatch mode (fake tensors, a memory tracker) has to see each operation, which compiled code hides
-        fits = bool(places) and not _get_current_dispatch_mode() and _fits(program, tiles, held.values())
+        if _get_current_dispatch_mode() is None:
+            where = tuple(state.data_ptr() for state in states.values())
+            made_for = program, varying, tiles.grad.is_contiguous(), where
+        bound = self._bound.get(record)
+        if bound is None or bound.made_for != made_for:
+            bound = self._bind(record, tiles, states, varying, made_for)
+            if bound is None:
+                return None
+        args = bound.args | _numbers(tiles)
+        results = bound.update.run(tiles, bound.places, args, program.held(states))
+        measured = tiles.reading.square_sums
+        return Result(results["square_sums"] if measured is None else measured, results.get("sizes"))
+
+    def _bind(
+        self, record: ParamRecord, tiles: StoredTiles, states: Mapping[str, Tensor], varying: Any, made_for: Any
+    ) -> Bound | None:
+        """Finds or compiles the code of an update, and makes the arguments that stay. made_for: None forbids it."""
+        self._bound.pop(record, None)
+        program, data = record.program, {name: state.data for name, state in states.items()}  # a view keeps its base
+        places, held = pieces(tiles.layout, program.group) or [], program.held(data)
+        fits = made_for is not None and bool(places) and _fits(program, tiles, held.values())
         several = self._parameters.placement.several
         if not (fits or several):
             return None
         is_one = len(places) == 1 and program.ranks is None
-        forms = tuple(dict.fromkeys(map(form_of, places)))
-        # everything that may differ between updates of one program; all else in a kind is the program's
-        varying = tiles.grad.dtype, forms, is_one, tiles.scalars.names, tiles.reading.form
-        args = _arguments(program, tiles, states) if fits else {}
+        args = _small(program, data, tiles.shape) if fits else {}
         if varying not in program.compiled and (program, varying) not in self._new:
+            forms = tuple(dict.fromkeys(map(form_of, places)))
             kind = Kind(
                 ((GRAD, Float(tiles.grad.dtype)), ("param", program.weight), *program.states.items()),
                 program.group,
-                signature(args),
+                signature(args | _numbers(tiles)),
                 tiles.device,
                 batched=tiles.shape[0] > 1,
                 numbers=tiles.scalars.names,
@@ -140,8 +176,12 @@ class Compilation:
         update: CompiledUpdate | None = program.compiled.get(varying)
         if update is None or not fits:
             return None
-        results, square_sums = update.run(tiles, places, args, held), tiles.reading.square_sums
-        return Result(results["square_sums"] if square_sums is None else square_sums, results.get("sizes"))
+        if is_one:
+            args |= update.in_blocks({name: each.parts for name, each in held.items()}, places[0])
+        bound = self._bound
+        alive = [ref(state, lambda _: bound.pop(record, None)) for state in states.values()]
+        bound[record] = Bound(made_for, update, places, args, alive)
+        return bound[record]
 
     def _compile(self, program: Program, kind: Kind, forms: Sequence[Form]) -> CompiledUpdate | None:
         """Compiles an update. Returns None if this fails, or has failed in this step, or the rule cannot be traced."""
@@ -176,14 +216,18 @@ def _fits(program: Program, tiles: StoredTiles, states: Iterable[Held]) -> bool:
     return all(tensor.is_contiguous() and tensor.device == tiles.device for tensor in (tiles.grad, *tensors))
 
 
-def _arguments(program: Program, tiles: StoredTiles, states: Mapping[str, Tensor]) -> Arguments:
-    """Returns the arguments of compiled code, except for the tensors of a tile."""
+def _small(program: Program, states: Mapping[str, Tensor], shape: tuple[int, int, int]) -> Arguments:
+    """Returns the small states of a parameter as arguments of compiled code."""
+    small = {(kept.extent, name): (states[name], kept) for name, kept in program.small.items()}
+    return {key: state.view((*extent(key[0], shape), *kept.extra)) for key, (state, kept) in small.items()}
+
+
+def _numbers(tiles: StoredTiles) -> Arguments:
+    """Returns the arguments of compiled code that are other ones in each step, except for the tensors of a tile."""
     args: Arguments = {**tiles.reading.tensors}
-    for name, kept in program.small.items():
-        args[kept.extent, name] = states[name].view((*extent(kept.extent, tiles.shape), *kept.extra))
     args["numbers", "single"], args["numbers", "double"] = tiles.scalars.single, tiles.scalars.double
-    if program.draws:
-        args["key", ""] = torch.full((), *tiles.keys(), dtype=torch.int32, device=tiles.device)
+    if tiles.keys is not None:
+        args["key", ""] = tiles.keys
     return args
 
 

@@ -61,8 +61,8 @@ class ParamRecord(Placed):
         form: the result of `Shard.form` when the program was chosen; None before that.
         extra: the other tensors of the weight's storage; () before its first update, and if it is quantized.
         version: the result of `Shard.version` for the weight that `extra` belongs to; None if `extra` was loaded.
-        square_sum: sum of squares of its last gradient, a float64 scalar.
-        size: the result of `rule.update`: the weight of this gradient's norm in the statistics of the rule, or None.
+        square_sum: sum of squares of its last gradient, float64 [1].
+        size: the result of `rule.update`: the factor of this gradient's norm in `rule.statistics`, [1], or None.
     """
 
     group: AddedGroup

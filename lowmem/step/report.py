@@ -43,8 +43,9 @@ class LastStep:
     Attributes:
         names: the parameters that got a gradient, in parameter order.
         clip_coef: the factor by which `clip_norm` multiplied each gradient, a float32 scalar; None without it.
-        changed_share: the share of weights that the step changed, among those that had a gradient, a float32 scalar. It
-            is measured on a sample of this rank's weights. NaN if no weight of the sample was updated.
+        changed_share: the share of weights that a step changed, among those that had a gradient, a float32 scalar. It
+            is measured on a sample of this rank's weights, in the first step and in every 20th after it. Other steps
+            have the last value. NaN if no weight of the sample was updated.
     """
 
     step: int

@@ -22,6 +22,7 @@ from lowmem.tiles.rounding import noise_key
 from lowmem.tiles.storage import Float, Held, Shown
 from lowmem.tiles.stored import StoredTiles, begin_storage
 from lowmem.tiles.sweep import Scalars, Sweep
+from lowmem.tiles.transfers import to_device
 
 logger = logging.getLogger(__name__)
 
@@ -93,6 +94,7 @@ class Updates:
         self._warns = parameters.config.compile is True  # of updates that are not compiled, once
         self._numbers: dict[AddedGroup, Mapping[str, float]] = {}  # of this step
         self._scalars: dict[tuple[AddedGroup, torch.device], Scalars] = {}  # the same, by device too
+        self._keys: dict[torch.device, dict[ParamRecord, Tensor]] = {}  # of this step's random bits
         self._stacks: dict[tuple[Program, torch.dtype], Stack | None] = {}  # by the dtype of gradients
         self._shards: deque[tuple[ParamRecord, Tensor]] = deque()  # that wait to be measured
 
@@ -106,6 +108,7 @@ class Updates:
         """Begins a step: every rule computes the numbers of its groups, or raises."""
         self._numbers = {group: group.rule.scalars(group.live, step) for group in self._parameters.groups}
         self._scalars.clear()
+        self._keys.clear()
         self.compilation.begin(step)
         for record in self._parameters.records.values():
             record.size = None
@@ -116,10 +119,20 @@ class Updates:
             self._scalars[where] = Scalars.of(self._numbers[where[0]], where[1])
         return self._scalars[where]
 
+    def _keys_of(self, records: Sequence[ParamRecord]) -> Tensor:
+        """Returns the keys of the random bits of parameters: int32 [members, 1], or a scalar for one parameter."""
+        device = records[0].param.device
+        if device not in self._keys:  # all keys of a step are sent to a device together
+            drawing = [each for each in self._parameters.records.values() if each.claimed and each.program.draws]
+            keys = [noise_key(self.cycle.seed, self.cycle.step, each.name) for each in drawing]
+            self._keys[device] = dict(zip(drawing, to_device(keys, torch.int32, device).unbind(), strict=True))
+        keys_of = self._keys[device]
+        return keys_of[records[0]] if len(records) == 1 else torch.stack([keys_of[each] for each in records])[:, None]
+
     def _measure(self, record: ParamRecord, grad: Tensor) -> Tensor:
-        """Returns the sum of squares of this rank's shard of an unscaled gradient, float64 scalar."""
+        """Returns the sum of squares of this rank's shard of an unscaled gradient, float64 [1]."""
         reading, held = self.clipping.reading([record], grad, None), Held(Float(grad.dtype), (grad,))
-        return Sweep(StoredTiles(record.program.layout, held, grad, reading)).square_sums.view(())
+        return Sweep(StoredTiles(record.program.layout, held, grad, reading)).square_sums
 
     def put(self, record: ParamRecord, grad: Tensor, decision: Decision | None) -> None:
         """Updates a parameter, or stores its gradient until a stack is full, or until shards are measured.
@@ -213,8 +226,8 @@ class Updates:
         records = [record for record, _ in self._shards]
         ranks = records[0].program.ranks
         assert ranks is not None
-        (sums,) = ranks.all_reduce([torch.stack([self._measure(*each) for each in self._shards])])
-        for record, square_sum in zip(records, sums.unbind(), strict=True):
+        (sums,) = ranks.all_reduce([torch.cat([self._measure(*each) for each in self._shards])])
+        for record, square_sum in zip(records, sums.split(1), strict=True):
             record.square_sum = square_sum
         measured = replace(self.clipping.review(records), measured=True)
         while self._shards:
@@ -258,7 +271,7 @@ class Updates:
         reading = self.clipping.reading(records, grad, decision)
         self.cycle.moved = True
         held = Held(program.weight, weight)
-        sample = self.changes.before(records, held, grad)
+        count_changes = self.changes.watch(records, held, grad)
         small = program.members > 1 or (self._batching and program.span.numel <= SMALL)
         compiles = self.compilation.active and not small
         planned = compiles and weight[0].device.type == "meta"  # a GPU's compiled code has no temporaries of a tile
@@ -270,13 +283,13 @@ class Updates:
             reading,
             self._scalars_of(records[0]),
             members=program.members,
-            keys=lambda: [noise_key(self.cycle.seed, self.cycle.step, record.name) for record in records],
+            keys=self._keys_of(records) if program.draws else None,
             across=program.ranks,
             tile=PLANNED_TILE if planned else None,
         )
         result = None
         if compiles:
-            result = self.compilation.run(program, tiles, state)
+            result = self.compilation.run(records[0], tiles, state)
             if result is None and not (self.compilation.waits or _get_current_dispatch_mode()):
                 self._warn_of_uncompiled(records[0])
         if result is None:
@@ -286,8 +299,8 @@ class Updates:
         if result.sizes is not None:
             for record, size in zip(records, _each(result.sizes), strict=True):
                 record.size = size
-        if sample is not None:
-            self.changes.after(sample, held)
+        if count_changes is not None:
+            count_changes()
 
     def _warn_of_uncompiled(self, record: ParamRecord) -> None:
         """Warns once of an update that is not compiled although compile=True. A failure of the compiler raises."""
@@ -315,5 +328,5 @@ def initial_tensors(program: Program, names: Iterable[str], shard: Tensor) -> di
 
 
 def _each(values: Tensor) -> Sequence[Tensor]:
-    """Returns the elements as scalars."""
-    return [values.view(())] if values.numel() == 1 else values.view(-1).unbind()
+    """Returns the elements as tensors of one element."""
+    return [values] if values.numel() == 1 else values.view(-1).split(1)

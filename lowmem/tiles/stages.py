@@ -182,23 +182,27 @@ class CompiledUpdate:
     def run(
         self, tiles: StoredTiles, places: Sequence[Place], args: Arguments, held: Mapping[str, Held]
     ) -> dict[Any, Tensor]:
-        """Updates a parameter that is cut into tiles at these places. held: the states of its size, by name."""
+        """Updates a parameter that is cut into tiles at these places.
+
+        Args:
+            args: numbers and small states. If there is one tile, also the result of `in_blocks` for states.
+            held: the states of its size, by name.
+        """
         if self._kind.form is None:
             tiles = replace(tiles, pieces=places)
             args |= {("size", n): size for n, size in enumerate(tiles.shape)}
         else:
-            args |= self._of_tile(tiles, places[0].rect.size, held)
+            args |= self.in_blocks({GRAD: (tiles.grad,), "param": tiles.weight.parts}, places[0])
         results: dict[Any, Tensor] = {}
         for stage in self._stages:
             results = stage.run(tiles, args, held)
         return results
 
-    def _of_tile(self, tiles: StoredTiles, size: tuple[int, int, int], held: Mapping[str, Held]) -> Arguments:
-        """The tensors of a parameter that is one tile of this size [b, r, c]."""
-        args: Arguments = {}
-        parts = {GRAD: (tiles.grad,), "param": tiles.weight.parts}
-        for name, storage in self._kind.storages:
-            for n, part in enumerate(storage.parts):
-                tensor = (parts.get(name) or held[name].parts)[n]
-                args[name, n] = in_blocks(tensor, size, self._kind.group, part.group)
-        return args
+    def in_blocks(self, tensors: Mapping[str, tuple[Tensor, ...]], place: Place) -> Arguments:
+        """Returns tensors of a parameter that is one tile, by name and number of the part, as arguments."""
+        storages, size = dict(self._kind.storages), place.rect.size
+        return {
+            (name, n): in_blocks(tensor, size, self._kind.group, part.group)
+            for name, parts in tensors.items()
+            for n, (tensor, part) in enumerate(zip(parts, storages[name].parts, strict=True))
+        }

@@ -14,7 +14,6 @@ from lowmem.tiles.rounding import mix
 from lowmem.tiles.storage import Held, Storage, Uniform
 from lowmem.tiles.sweep import Reading, Scalars, States, Tiles
 from lowmem.tiles.tile import DIMS, RawTile, Sums, Vectors, extent
-from lowmem.tiles.transfers import to_device
 
 # Elements per tile. On a CPU the few float32 temporaries of a tile should fit into the cache. On a GPU more temporary
 # memory means fewer launches. All passes that sum use the same tile size, because it decides the last bits of a sum.
@@ -53,7 +52,7 @@ class StoredTiles(Tiles):
         reading: the processing of the gradient as it is read.
         scalars: the numbers of the rule.
         members: number of parameters that are stacked.
-        keys: returns one seed of random bits per member. It is called only if random bits are needed.
+        keys: the seed of each member's random bits, int32 [members, 1], or a scalar for one; None: none are needed.
         across: the ranks that have the other shards, or None.
         tile: elements per tile; None for the default.
         pieces: the tiles themselves, for compiled code.
@@ -66,7 +65,7 @@ class StoredTiles(Tiles):
     scalars: Scalars = NO_SCALARS
     _: KW_ONLY
     members: int = 1
-    keys: Callable[[], Sequence[int]] = lambda: [0]
+    keys: Tensor | None = None
     across: Across | None = None
     tile: int | None = None
     pieces: Sequence[Place] | None = None
@@ -108,10 +107,9 @@ class StoredTiles(Tiles):
         for _, raw in self.over(places, full, vectors):
             body(raw)
 
-    def noise_keys(self) -> Tensor | int:
-        if self.members == 1:
-            return self.keys()[0]
-        return to_device(self.keys(), torch.int32, self.device)[:, None]
+    def noise_keys(self) -> Tensor:
+        assert self.keys is not None
+        return self.keys
 
     def over(self, places: Sequence[Place], full: States, vectors: Vectors) -> Iterator[tuple[Place, RawTile]]:
         """Yields the tiles. Every second pass goes backwards, so that it begins with tiles that are in the cache."""

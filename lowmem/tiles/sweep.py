@@ -111,7 +111,7 @@ class Tiles(ABC):
         """Calls `body`, which writes, with every tile of this process."""
 
     @abstractmethod
-    def noise_keys(self) -> Tensor | int:
+    def noise_keys(self) -> Tensor:
         """Returns the seed of each parameter's random bits: int32 [members, 1], or a scalar for one parameter."""
 
     @abstractmethod

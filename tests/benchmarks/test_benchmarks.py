@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import defaults, dispatch, long_context, measurement, methods, phases, step, update
+from benchmarks import defaults, dispatch, host, long_context, measurement, methods, phases, step, update
 from benchmarks.measurement import SIZES, Workload
 from benchmarks.methods import FLOOR, drop_gradients, fused, hooked, ordinary
 from benchmarks.processes import MeasurementError, alone
@@ -43,6 +43,7 @@ COMMANDS = {  # arguments, and a line of what is printed
     update: (["--size", "64", "--rounds", "1", *only("adalomo, eager", update.BASE)], "| adalomo, eager "),
     defaults: (["--rounds", "1"], "| 512 × 64 | 55% of the weights | 16 |"),
     dispatch: (["--count", "3", "--repeats", "1"], "| 3 tensors of | bare hook |"),
+    host: (["--count", "2", "--repeats", "1", "--rounds", "1"], "| adalomo |"),
     long_context: (["--tokens", "65536"], "| Llama-3.2-1B | 24 GiB |"),
 }
 

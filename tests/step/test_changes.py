@@ -37,6 +37,7 @@ def counted(net, before, grads):
 @pytest.mark.parametrize("small", [updates.SMALL, 0])
 def test_the_share_covers_all_elements_with_a_gradient(monkeypatch, policy, rounding, small):
     monkeypatch.setattr(updates, "SMALL", small)
+    monkeypatch.setattr(changes, "EVERY", 1)
     net = Words()
     opt = lowmem.FusedOptimizer(
         net.named_parameters(), rule="adalomo", lr=3e-3, rounding=rounding, policy=policy, compile=False
@@ -61,7 +62,8 @@ def test_elements_are_sampled_evenly_from_a_view():
         assert min(tensor.numel(), changes.ELEMENTS // 4) <= sampled.numel() <= changes.ELEMENTS * 2 ** len(shape)
 
 
-def test_frozen_parameters_leave_the_sample():
+def test_frozen_parameters_leave_the_sample(monkeypatch):
+    monkeypatch.setattr(changes, "EVERY", 1)
     net = Words()
     opt = lowmem.FusedOptimizer(net.named_parameters(), rule="adalomo", lr=1e-2, compile=False)
     opt.backward(net(torch.arange(40)))
@@ -74,7 +76,20 @@ def test_frozen_parameters_leave_the_sample():
     assert all(0 < share <= 1 for share in shares)
 
 
-def test_a_skipped_step_has_no_share():
+def test_one_step_in_several_is_measured(monkeypatch):
+    """The steps between repeat the last share."""
+    monkeypatch.setattr(changes, "EVERY", 3)
+    net, shares = Words(), []
+    opt = lowmem.FusedOptimizer(net.named_parameters(), rule="lomo", lr=0.0)
+    for rate in (0.0, 0.1, 0.0, 0.1, 0.0):
+        opt.param_groups[0]["lr"] = rate
+        opt.backward(net(torch.arange(40)))
+        shares.append(float(opt.last_step.changed_share))
+    assert shares[:3] == [0.0] * 3 and shares[3] == shares[4] > 0
+
+
+def test_a_skipped_step_has_no_share(monkeypatch):
+    monkeypatch.setattr(changes, "EVERY", 1)
     net = Words()
     opt = lowmem.FusedOptimizer(net.named_parameters(), rule="adalomo", policy="deferred", loss_scale=2.0)
     opt.backward(net(torch.arange(40)))

@@ -209,6 +209,27 @@ def test_hyperparameters_shared_by_slices_or_one_per_slice(graphs, slices):
     assert_as_by_tiles(Stepped(), [EXPERTS, CUT[1]], bits=True, slices=slices)
 
 
+REPLACED = {
+    "state": lambda opt, param, name: opt.state[param].update({name: opt.state[param][name] + 1}),
+    "its data": lambda opt, param, name: setattr(opt.state[param][name], "data", opt.state[param][name] + 1),
+    "states of a parameter": lambda opt, param, name: opt.state[param].clear(),
+    "all states": lambda opt, param, name: opt.state.clear(),
+}
+
+
+@pytest.mark.parametrize("what", REPLACED)
+@pytest.mark.parametrize("shape", [MATRIX, CUT[0]])
+def test_a_replaced_state_is_the_one_that_continues(graphs, what, shape):
+    """And the former one is freed at once."""
+    got, want = (trained("adamw", [shape], compile=compile, state_storage="float32") for compile in (True, False))
+    for (param,), opt in (got, want):
+        assert len(opt._updates.compilation._bound) == (opt is got[1])
+        REPLACED[what](opt, param, "exp_avg")
+        assert what == "its data" or not opt._updates.compilation._bound
+        backward(opt, [param], seeded(1))
+    assert_same(got, want, bits=True)
+
+
 def test_numbers_are_computed_once_per_group_and_step(graphs, monkeypatch):
     computed, scalars = [], TABLE["adamw"].scalars
     monkeypatch.setattr(TABLE["adamw"], "scalars", lambda *args: computed.append(args) or scalars(*args))
@@ -402,13 +423,12 @@ def test_many_columns_compiled():
     param = torch.nn.Parameter(torch.zeros(count, dtype=torch.bfloat16))
     opt = lowmem.FusedOptimizer([param], rule="lomo", lr=1.0, weight_decay=0.0, rounding="stochastic")
     record, weights = opt._records[param], torch.zeros(2, count, dtype=torch.bfloat16)
-    scalars = Scalars.of(record.rule.scalars(record.group.live, 1))
+    scalars, key = Scalars.of(record.rule.scalars(record.group.live, 1)), torch.tensor(7, dtype=torch.int32)
     tiles = [
-        StoredTiles(layout, Held(record.program.weight, (w,)), grad, NO_READING, scalars, keys=lambda: [7])
-        for w in weights
+        StoredTiles(layout, Held(record.program.weight, (w,)), grad, NO_READING, scalars, keys=key) for w in weights
     ]
     record.rule.update(Sweep(tiles[0]), record.program.spec, {})
-    opt._updates.compilation.run(record.program, tiles[1], {})
+    opt._updates.compilation.run(record, tiles[1], {})
     assert weights.unique().numel() == 2 and torch.equal(*weights)
 
 

@@ -1,7 +1,7 @@
 """In a step nothing waits for the device, and what runs beside it there is in order."""
 
 import math
-from collections import namedtuple
+from collections import Counter, namedtuple
 from contextlib import nullcontext
 
 import pytest
@@ -10,8 +10,11 @@ from support import simgpu
 from support.nets import records_of
 from support.products import FULL, pairwise
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import lowmem
+from benchmarks.engine import without_computing
+from lowmem.step import compiled
 from lowmem.step.offload import GradientStore
 from lowmem.tiles import stored
 
@@ -140,6 +143,43 @@ def test_only_parameters_of_several_tiles_ask_for_free_memory(monkeypatch):
     opt = lowmem.FusedOptimizer(params.items(), "adamw", compile=False, batching=False)
     opt.backward(torch.stack([param.square().sum() for param in params.values()]).sum())
     assert len(asked) == 1
+
+
+class Operations(TorchDispatchMode):
+    """Counts operations by name, in each part of a step that is marked."""
+
+    def __init__(self):
+        super().__init__()
+        self.parts, self.active = [], False
+
+    def mark(self, begins):
+        self.parts += [Counter()] * begins
+        self.active = begins
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if self.active:
+            self.parts[-1][func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("rule", ["adalomo", "adamw", "lion"])
+def test_a_compiled_update_has_few_operations_on_the_host(rule, monkeypatch):
+    """From the hook of a large parameter to the end of its update, once its states are bound: it only views the weight
+    and the gradient in the form that the code takes."""
+    monkeypatch.setattr(compiled, "_get_current_dispatch_mode", lambda: None)  # nothing has to be seen
+    params, counting = [torch.nn.Parameter(torch.randn(160, 160).bfloat16()) for _ in range(4)], Operations()
+    with without_computing():
+        for param in params:
+            param.register_post_accumulate_grad_hook(lambda _: counting.mark(True))
+        opt = lowmem.FusedOptimizer(params, rule, compile=True)
+        for param in params:
+            param.register_post_accumulate_grad_hook(lambda _: counting.mark(False))
+        for _ in range(2):
+            opt.backward(torch.stack([param.sum() for param in params]).sum())
+        loss = torch.stack([param.sum() for param in params]).sum()
+        with counting:
+            loss.backward()
+    assert counting.parts[-3:] == [Counter(detach=1, view=2)] * 3  # the first one has operations of the step
 
 
 ELEMENTS = 10_240

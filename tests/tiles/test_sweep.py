@@ -46,11 +46,16 @@ def update(rule, shape, *, dtype=torch.bfloat16, rounding_name="nearest", steps=
             grad,
             Reading(limit=torch.tensor(2.0)),
             Scalars.of(rule.scalars({**hyper, "lr": 0.1 / step}, step), torch.get_default_device()),
-            keys=functools.partial(list, [step]),
+            keys=key(step),
             tile=tile,
         )
         rule.update(Sweep(tiles), spec, with_storages(spec, states))
     return param, {**states, **extra}
+
+
+def key(number):
+    """Of the random bits of a parameter."""
+    return torch.tensor(number, dtype=torch.int32)
 
 
 def new_states(spec, shape, dtype):
@@ -132,8 +137,8 @@ def test_temporaries_of_one_update(rule, rounding_name):
     weight = storage.of_weight(rounding_name, torch.bfloat16)
     extra = [torch.zeros(shape, dtype=part.dtype) for part in weight.parts[1:]]
     with Memory() as memory:
-        numbers = Scalars.of(rule.scalars(rule.defaults, 1))
-        one = StoredTiles(Layout.of(shape, spec.view), Held(weight, (param, *extra)), grad, scalars=numbers)
+        given = {"scalars": Scalars.of(rule.scalars(rule.defaults, 1)), "keys": key(1)}
+        one = StoredTiles(Layout.of(shape, spec.view), Held(weight, (param, *extra)), grad, **given)
         rule.update(Sweep(one), spec, with_storages(spec, states))
     kept = sum(tensor.untyped_storage().nbytes() for tensor in (param, grad, *extra, *states.values()))
     assert kept <= memory.most <= kept + 8 * MIB
@@ -147,12 +152,12 @@ def halfway(t):
     return {"param": t.param + (1 + 2.0**-8)}
 
 
-def rounded_at(start, count=64, tile=None, key=7):
+def rounded_at(start, count=64, tile=None, seed=7):
     """The columns from `start` on, as a shard that has these columns rounds them."""
     shard = torch.zeros(count, dtype=torch.bfloat16)
     weight = Held(Float(torch.bfloat16, draws=True), (shard,))
     layout = Layout.of((MANY,), View.vector(1), start, start + count)
-    Sweep(StoredTiles(layout, weight, torch.zeros_like(shard), keys=lambda: (key,), tile=tile)).apply(halfway)
+    Sweep(StoredTiles(layout, weight, torch.zeros_like(shard), keys=key(seed), tile=tile)).apply(halfway)
     return shard
 
 
@@ -161,7 +166,7 @@ def test_noise_of_a_column_does_not_depend_on_tiles_and_shards(border):
     whole = rounded_at(border - 32)
     assert 8 < (whole > 1).sum() < 56
     assert torch.equal(whole, rounded_at(border - 32, tile=5))
-    assert not torch.equal(whole, rounded_at(border - 32, key=8))
+    assert not torch.equal(whole, rounded_at(border - 32, seed=8))
     assert torch.equal(whole, torch.cat([rounded_at(border - 32, 32), rounded_at(border, 32)]))
     assert torch.equal(whole[3:], rounded_at(border - 29, 61))
 

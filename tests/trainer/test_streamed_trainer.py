@@ -17,6 +17,7 @@ import lowmem
 from lowmem import FusedConfig, FusedOptimizer, LayersConfig, placements
 from lowmem.errors import ConfigError, UnsupportedError
 from lowmem.hf.sharding import _Deferred
+from lowmem.step import changes
 from lowmem.tiles.quantized import tensors_of
 from lowmem.trainer import FusedTrainer
 from scripts.make_model import make_model
@@ -30,6 +31,12 @@ CHECKPOINTS = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": 
 STREAMED = {"placement": "streamed"}
 STEPS = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 1}
 LOGGED = ("loss", "eval_loss", "grad_norm", "changed_share", "clip_coef", "rewards/margins", "reward")
+
+
+@pytest.fixture(autouse=True)
+def every_step_is_measured(monkeypatch):
+    """Runs that are resumed measure their first step."""
+    monkeypatch.setattr(changes, "EVERY", 1)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,99 @@
+"""The host's time per large parameter, from its hook to the end of its update.
+
+    python -m benchmarks.host [--count 32 --repeats 20 --rounds 5]
+
+Compiled code is replaced by functions that compute nothing, so the time is the host's: a GPU waits for it if its
+kernels take less. torch's `AdamW(fused=True)` has an optimizer per parameter, which steps in a hook; its time includes
+the update, of 160 × 160 elements. Times are of the thread: for each parameter except the first, with which the step
+begins, the least of all steps; and then their mean.
+"""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from statistics import mean
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import lowmem
+from benchmarks import reports
+from benchmarks.engine import without_computing
+from benchmarks.pages import markdown
+from benchmarks.reports import command
+
+RULES = ("adalomo", "adamw", "lion")
+BASE = "AdamW, fused, in hooks"
+SHAPE = 160, 160  # the smallest updates that are compiled are of 2¹⁴ elements
+
+# Registers what updates parameters in hooks, and returns what has to be kept for it.
+Register = Callable[[Sequence[Tensor]], object]
+
+
+def microseconds(register: Register, count: int, repeats: int, dtype: torch.dtype) -> list[float]:
+    """Times the hook of each of `count` parameters, after three steps to warm up."""
+    params = [nn.Parameter(torch.randn(SHAPE).to(dtype)) for _ in range(count)]
+    begins, ends = list[int](), list[int]()
+    for param in params:
+        param.register_post_accumulate_grad_hook(lambda _: begins.append(time.thread_time_ns()))
+    kept = register(params)
+    for param in params:
+        param.register_post_accumulate_grad_hook(lambda _: ends.append(time.thread_time_ns()))
+    least = [math.inf] * count
+    for number in range(repeats + 3):
+        begins.clear()
+        ends.clear()
+        torch.stack([param.sum() for param in params]).sum().backward()
+        if number >= 3:
+            least = [min(old, (end - begin) / 1e3) for old, begin, end in zip(least, begins, ends, strict=True)]
+    del kept
+    return least[1:]
+
+
+def fused(params: Sequence[Tensor], rule: str) -> object:
+    return lowmem.FusedOptimizer(params, rule=rule, lr=1e-5, compile=True)
+
+
+def hooked(params: Sequence[Tensor]) -> object:
+    """An `AdamW(fused=True)` per parameter, which steps in its hook."""
+
+    def step(param: Tensor, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.step()
+        param.grad = None
+
+    for param in params:
+        optimizer = torch.optim.AdamW([param], lr=1e-5, fused=True)
+        param.register_post_accumulate_grad_hook(partial(step, optimizer=optimizer))
+    return None
+
+
+def tables(report: Any) -> dict[str, str]:
+    times = report["microseconds"]
+    rows = [
+        {"update": name, "µs per parameter": f"{taken:.0f}", f"× {BASE}": f"{taken / times[BASE]:.1f}"}
+        for name, taken in times.items()
+    ]
+    return {"": markdown(rows)}
+
+
+@command
+def main(argv: Sequence[str] | None = None) -> None:
+    counts = {
+        "count": (32, "number of parameters"),
+        "repeats": (20, "timed steps per round"),
+        "rounds": (5, "how often all are measured in turn"),
+    }
+    options = reports.make_parser(__doc__, counts).parse_args(argv)
+    settings = {**{name: getattr(options, name) for name in counts}, "dtype": options.dtype}
+    timed = partial(microseconds, count=options.count, repeats=options.repeats, dtype=getattr(torch, options.dtype))
+    methods: dict[str, Register] = {BASE: hooked, **{rule: partial(fused, rule=rule) for rule in RULES}}
+    with reports.output(options.out), without_computing():
+        rounds = [{name: timed(register) for name, register in methods.items()} for _ in range(options.rounds)]
+        times = {name: mean(map(min, zip(*(each[name] for each in rounds), strict=True))) for name in methods}
+        reports.publish(options.out, "host", settings, tables, microseconds=times)
+
+
+if __name__ == "__main__":
+    main()
