@@ -183,7 +183,8 @@ class Plain:
         want.data = torch.where(changed, shown, want.data)
         error.masked_fill_(changed, 0.0)
         noticed = changed.all() and {"zero", "mask", "negate", "load", "average", "replace"}.issuperset(edits)
-        if rounding.startswith("compensated") and edits and not noticed:
+        loaded = bool(changed.all()) and any(edit.startswith("resume") for edit in edits)
+        if (rounding.startswith("compensated") and edits and not noticed) or (rounding == "master" and loaded):
             error += 0.501 * spacing(shown, param.dtype)  # the residual may have been dropped, or not
 
     def step(self, param: Tensor, grad: Tensor, coef: Tensor) -> None:
