@@ -156,16 +156,22 @@ class Plain:
         self.error: dict[Tensor, Tensor] = {}
         self.seen: dict[Tensor, Tensor] = {}
         self.dtypes: dict[Tensor, torch.dtype] = {}
+        self.named: dict[str, Tensor] = {}
         self.optimizers: dict[Tensor, torch.optim.Optimizer] = {}
 
-    def begin(self, param: Tensor, edits: tuple[str, ...]) -> None:
+    def begin(self, name: str, param: Tensor, edits: tuple[str, ...]) -> None:
         """Follows the edits of a parameter since the last step."""
         s, shown = self.settings, plain(param.detach()).float()
+        before, self.named[name] = self.named.get(name), param
+        resumed = any(edit.startswith("resume") for edit in edits)
         if param not in self.want or self.want[param].shape != shown.shape:
             cls, hyper = RULES[s.rule]
             self.want[param] = nn.Parameter(shown.clone())
             self.error[param] = torch.zeros_like(shown)
             self.optimizers[param] = cls([self.want[param]], foreach=False, **hyper)
+            if resumed and before in self.want and before.shape == param.shape:  # states are loaded by name
+                state = self.optimizers[before].state[self.want[before]]
+                self.optimizers[param].state[self.want[param]] = copy.deepcopy(state)
         if "clear states" in edits:
             self.optimizers[param].state.clear()
         want, error, rounding = self.want[param], self.error[param], s.rounding
@@ -177,13 +183,14 @@ class Plain:
         elif rounding == "master":
             distance, half = (shown - want).abs(), spacing(shown, param.dtype) / 2
             changed = distance > error + half
-            error += half * ((distance - half).abs() < 2 * error + half / 100)  # may be seen as an edit, or not
+            unclear = (distance - half).abs() < 2 * error + half / 100  # may be seen as an edit, or not
+            error += half * (unclear | (shown.frexp().mantissa.abs() == 0.5))  # below a power of 2 numbers are closer
         elif rounding.startswith("compensated") and torch.equal(shown.nan_to_num(), self.seen.get(param, want)):
             changed.fill_(False)
         want.data = torch.where(changed, shown, want.data)
         error.masked_fill_(changed, 0.0)
         noticed = changed.all() and {"zero", "mask", "negate", "load", "average", "replace"}.issuperset(edits)
-        loaded = bool(changed.all()) and any(edit.startswith("resume") for edit in edits)
+        loaded = bool(changed.all()) and resumed
         if (rounding.startswith("compensated") and edits and not noticed) or (rounding == "master" and loaded):
             error += 0.501 * spacing(shown, param.dtype)  # the residual may have been dropped, or not
 
@@ -215,7 +222,7 @@ class Plain:
 def compare(s: Settings) -> bool:
     """Trains both ways. Returns whether every edit was followed; False if one was refused."""
     net, optimizer = create(s)
-    reference, names = Plain(s), {param: name for name, param in net.named_parameters()}
+    reference = Plain(s)
     clips = s.policy != "immediate"
     for number, kinds in enumerate(s.edits):
         with torch.no_grad():
@@ -225,6 +232,7 @@ def compare(s: Settings) -> bool:
                 except LowmemError:
                     return False
         batches = [torch.randint(12, (9,), generator=seeded(10 * number + n)) for n in range(s.accumulation)]
+        names = {param: name for name, param in net.named_parameters()}
         known = {param for group in optimizer.param_groups for param in group["params"]}
         trained = [param for param in net.parameters() if param.requires_grad and param in known]
         grads: dict[Tensor, Tensor] = {}
@@ -237,7 +245,7 @@ def compare(s: Settings) -> bool:
         coef = (0.5 / (norm + 1e-6)).clamp(max=1.0).float() if clips else torch.ones(())
         before = {param: plain(param.detach()).float().clone() for param in net.parameters()}
         for param in trained:
-            reference.begin(param, kinds)
+            reference.begin(names[param], param, kinds)
         try:
             for n, ids in enumerate(batches, 1):
                 with optimizer.accumulate() if n < len(batches) else nullcontext():
