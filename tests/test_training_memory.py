@@ -106,7 +106,7 @@ def test_adamw_in_8_bits_is_weights_states_and_one_gradient(rounding, each, mode
     net = model().bfloat16()
     opt, step = fused(net, rule="adamw", rounding=rounding, state_storage="8bit")
     step(batch)
-    extra = [tensor for record in opt._records.values() for tensor in record.extra]
+    extra = [tensor for record in opt._records.values() for tensor in record.extra.values()]
     tensors = [*net.parameters(), *(t for state in opt.state.values() for t in state.values()), *extra]
     held = sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
     small = sum(param.numel() for param in net.parameters() if param.ndim == 1)  # their moments are float32

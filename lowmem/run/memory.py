@@ -21,6 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lowmem.optimizer import FusedOptimizer
 from lowmem.placements import stored, streaming_of
 from lowmem.step.program import Program, Result
+from lowmem.step.updates import Observer
 from lowmem.tiles.quantized import QuantizedWeight, tensors_of
 from lowmem.tiles.stored import StoredTiles
 
@@ -52,7 +53,7 @@ class _Allocation:
     kind: str = ""  # one of KINDS; empty until it is known
 
 
-class _Tracker(TorchDispatchMode):
+class _Tracker(TorchDispatchMode, Observer):
     """Records the storage of every tensor that an operation returns. Memory that a kernel frees itself is not recorded.
 
     PyTorch's MemTracker finds the same peak, but knows optimizer states only by the hooks of `Optimizer.step`.
@@ -119,7 +120,7 @@ class _Tracker(TorchDispatchMode):
         third-party optimizer, runs each time.
         """
         if not is_fake(tiles.grad):
-            return program.run(tiles, state)
+            return super().update(program, tiles, state)
         key, start, count = (program, tiles.grad.dtype), self.now, len(self.allocations)
         if key in self._firsts:
             result, moments, freed = self._firsts[key]
@@ -247,7 +248,7 @@ def step_memory(model: nn.Module, make_optimizer: Callable[[], FusedOptimizer],
                 tracker.label_unknown(GRADIENTS, since=backward)  # accumulated gradients
             backwards.append((backward, tracker.now))
             fetched.append(sum(streaming.fetched for streaming in streamings))
-        extras = [record.extra for record in optimizer._records.values()]
+        extras = [list(record.extra.values()) for record in optimizer._records.values()]
         memories = [group.memory for group in optimizer._parameters.groups]
         leaves = tree_leaves([list(optimizer.state.values()), extras, memories])
         tracker.label((leaf for leaf in leaves if isinstance(leaf, Tensor)), STATES)

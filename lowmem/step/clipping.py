@@ -34,15 +34,9 @@ class Norms(NamedTuple):
     tiled: Tensor
 
 
-@dataclass(frozen=True)
-class Clip:
-    """The clip coefficients of a parameter group: float32 scalars, or None.
-
-    gradient: gradients are multiplied by it as they are read.  update: the rule applies it to its update instead.
-    """
-
-    gradient: Tensor | None = None
-    update: Tensor | None = None
+# The clip coefficients of a parameter group, float32 scalars: by which gradients are multiplied as they are read, and
+# which the rule applies to its update instead.
+Clip = tuple[Tensor | None, Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -97,13 +91,13 @@ class Clipping:
         self.norm, self.value = config.clip_norm, config.clip_value
         self._limit = None if self.value is None else torch.full((), self.value, dtype=torch.float32, device=device)
 
-    def _factors(self, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
+    def factors(self, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
         """Returns the factor that unscales gradients, and the limit of `clip_value`: float32 scalars, or None."""
         return self.scaler.inverse(device), None if self._limit is None else self._limit.to(device)
 
     def changes(self, grad: Tensor) -> bool:
         """Returns whether `measure` changes the gradient in place."""
-        return _is_float32(grad) and (self.scaler.value is not None or self.value is not None)
+        return grad.dtype == torch.float32 and (self.scaler.value is not None or self.value is not None)
 
     def measure(self, record: ParamRecord, grad: Tensor) -> Tensor:
         """Returns the `Norms` of a gradient, or of this rank's shard of it, float64 [4].
@@ -113,9 +107,9 @@ class Clipping:
         """
         if 0 in grad.shape:  # the shard is empty
             return torch.zeros(4, dtype=torch.float64, device=grad.device)
-        inverse_scale, limit = self._factors(grad.device)
+        inverse_scale, limit = self.factors(grad.device)
         parts = []
-        for part in _float32_parts(grad):
+        for part in [grad] if grad.dtype == torch.float32 else (tile.float() for tile in tiles(grad)):
             if inverse_scale is not None:
                 part.mul_(inverse_scale)
             unscaled, tiled = _norms(part)
@@ -136,9 +130,11 @@ class Clipping:
         norms = self._over_ranks(torch.stack([measured[record.name].to(self.device) for record in fired], 1))
         finite = norm_over(norms.unscaled).isfinite()
         # with a dynamic loss scale, an overflow skips the step even if a rule handles Inf and NaN
-        if not self.scaler.dynamic and all(map(_takes_nonfinite, fired)):
+        if not self.scaler.dynamic and all(record.takes_nonfinite for record in fired):
             finite = torch.ones_like(finite)
-        coef = None if self.norm is None else _clip_coef(self.norm, norm_over(norms.clipped))
+        coef = None
+        if self.norm is not None:  # as torch divides
+            coef = (self.norm / (norm_over(norms.clipped).float() + 1e-6)).clamp(max=1.0)
         read = norms.clamped if coef is None else norms.clamped * coef
         results = self._clip_by_rules(fired, read)
         for group, result in results.items():
@@ -151,7 +147,10 @@ class Clipping:
             finite=finite,
             tiled=norms.tiled,
             clip_coef=coef,
-            own_clips={group: _clip(coef, result) for group, result in results.items()},
+            own_clips={
+                group: (coef, own.coef) if own.by_rule else (own.coef if coef is None else coef * own.coef, None)
+                for group, own in results.items()
+            },
             measured=prepared,
             prepared=prepared,
             skipped=any(record.rule.materializes for record in fired) and not bool(finite),
@@ -162,7 +161,7 @@ class Clipping:
         square_sums = self.gather(record.square_sum for record in fired)
         updated = square_sums.isfinite()
         # a third-party optimizer has updated its parameter before the host knows
-        unconditional = [record.rule.materializes or _takes_nonfinite(record) for record in fired]
+        unconditional = [record.rule.materializes or record.takes_nonfinite for record in fired]
         if any(unconditional):
             updated |= to_device(unconditional, torch.bool, self.device)
         return Decision(
@@ -195,10 +194,8 @@ class Clipping:
             if group.rule.needs_norm(group.live) is None:
                 continue
             norms = {record.name: norm for record, norm in zip(fired, read.float().unbind(), strict=True)}
-            reads, frozen = list[ParamRecord](), list[ParamRecord]()
-            for record in self.records.values():
-                if record.group is group:
-                    (reads if record.trained or record.name in norms else frozen).append(record)
+            members = [record for record in self.records.values() if record.group is group]
+            reads = [record for record in members if record.trained or record.name in norms]
             if not reads:
                 continue
             zero, states = torch.zeros_like(read[0]).float(), self.parameters.states
@@ -212,47 +209,26 @@ class Clipping:
                     norms=torch.stack([norms.get(record.name, zero) for record in reads]),
                     total=norm_over(read).float(),
                     states=[states.get(record.param, {}) for record in reads],
-                    frozen=[states.get(record.param, {}) for record in frozen],
+                    frozen=[states.get(r.param, {}) for r in members if not (r.trained or r.name in norms)],
                     memory=group.memory,
                 )
             )
         return results
 
-    def reading(self, records: Sequence[ParamRecord], grad: Tensor, decision: Decision | None) -> Reading:
+    def reading(self, records: Sequence[ParamRecord], grad: Tensor, decision: Decision) -> Reading:
         """Returns how a rule reads the gradient of a parameter, or of a stack of parameters of one group."""
-        device, first = grad.device, records[0]
-        inverse_scale, limit = self._factors(device)
-        if decision is None:
-            return Reading(inverse_scale, limit)
-        clip = decision.own_clips.get(first.group, Clip(decision.clip_coef))
-        unmeasured = decision.norms.new_zeros(1), decision.finite.view(1)
-        each = zip(*(decision.each.get(record.name, unmeasured) for record in records), strict=True)
+        device = grad.device
+        inverse_scale, limit = self.factors(device)
+        if decision.prepared and grad.dtype == torch.float32:
+            inverse_scale = limit = None
+        clips = decision.own_clips.get(records[0].group, (decision.clip_coef, None))
+        coef, rule_coef = (None if clip is None else clip.to(device) for clip in clips)
+        known, finite = decision.each, decision.finite.view(1)
+        each = zip(*(known.get(r.name) or (decision.norms.new_zeros(1), finite) for r in records), strict=True)
         square_sums, updated = ((torch.cat(of_each) if len(records) > 1 else of_each[0]).to(device) for of_each in each)
-        done = decision.prepared and _is_float32(grad)
         return Reading(
-            None if done else inverse_scale,
-            None if done else limit,
-            None if clip.gradient is None else clip.gradient.to(device),
-            None if clip.update is None else clip.update.to(device),
-            updated,
-            square_sums=square_sums if decision.measured else None,
+            inverse_scale, limit, coef, rule_coef, updated, square_sums=square_sums if decision.measured else None
         )
-
-
-def _clip_coef(limit: float, total: Tensor) -> Tensor:
-    """Returns the factor that reduces the norm over all gradients to `limit`, a float32 scalar."""
-    return (limit / (total.float() + 1e-6)).clamp(max=1.0)  # as torch divides
-
-
-def _clip(coef: Tensor | None, own: GroupClip) -> Clip:
-    """Combines the coefficient of `clip_norm` and the clipping of a rule."""
-    if own.by_rule:
-        return Clip(coef, update=own.coef)
-    return Clip(own.coef if coef is None else coef * own.coef)
-
-
-def _takes_nonfinite(record: ParamRecord) -> bool:
-    return record.rule.takes_nonfinite(record.group.live)
 
 
 def norm_over(norms: Tensor) -> Tensor:
@@ -267,13 +243,3 @@ def _norms(values: Tensor) -> tuple[Tensor, Tensor]:
     if len(parts) > 1:
         tiled = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(part) for part in parts]))
     return norm.double(), tiled.double()
-
-
-def _is_float32(grad: Tensor) -> bool:
-    """Returns whether a gradient is float32. Such gradients are unscaled and clamped in place."""
-    return grad.dtype == torch.float32
-
-
-def _float32_parts(grad: Tensor) -> Iterable[Tensor]:
-    """Returns the gradient itself if it is float32, or else its tiles in float32."""
-    return [grad] if _is_float32(grad) else (tile.float() for tile in tiles(grad))

@@ -5,7 +5,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
@@ -24,7 +24,7 @@ from lowmem.tiles.graph import try_compiler
 from lowmem.tiles.layout import Place
 from lowmem.tiles.quantized import QuantizedWeight
 from lowmem.tiles.stages import CompiledUpdate
-from lowmem.tiles.storage import Float, Held
+from lowmem.tiles.storage import Float
 from lowmem.tiles.stored import StoredTiles
 from lowmem.tiles.sweep import Sweep, Tiles
 from lowmem.tiles.tile import extent
@@ -153,12 +153,17 @@ class Compilation:
         self._bound.pop(record, None)
         program, data = record.program, {name: state.data for name, state in states.items()}  # a view keeps its base
         places, held = pieces(tiles.layout, program.group) or [], program.held(data)
-        fits = made_for is not None and bool(places) and _fits(program, tiles, held.values())
+        tensors = *tiles.weight.parts, *(part for each in held.values() for part in each.parts)
+        dtypes = [part.dtype for storage in (program.weight, *program.states.values()) for part in storage.parts]
+        fits = made_for is not None and bool(places) and [tensor.dtype for tensor in tensors] == dtypes
+        fits = fits and all(each.is_contiguous() and each.device == tiles.device for each in (tiles.grad, *tensors))
         several = self._parameters.placement.several
         if not (fits or several):
             return None
         is_one = len(places) == 1 and program.ranks is None
-        args = _small(program, data, tiles.shape) if fits else {}
+        args: Arguments = {}
+        for name, kept in program.small.items() if fits else ():
+            args[kept.extent, name] = data[name].view((*extent(kept.extent, tiles.shape), *kept.extra))
         if varying not in program.compiled and (program, varying) not in self._new:
             forms = tuple(dict.fromkeys(map(form_of, places)))
             kind = Kind(
@@ -206,20 +211,6 @@ class Compilation:
             again = "" if self._requested is True else f" until step {10 ** len(str(self._step))}"
             logger.warning("updates are not compiled%s%s, because compiling failed: %s", again, cost, self.failure)
         self._own, self._new = None, {}
-
-
-def _fits(program: Program, tiles: StoredTiles, states: Iterable[Held]) -> bool:
-    """Returns whether the tensors have the dtypes, the device and the memory order of compiled code."""
-    tensors = *tiles.weight.parts, *(part for state in states for part in state.parts)
-    if [tensor.dtype for tensor in tensors] != program.dtypes:
-        return False
-    return all(tensor.is_contiguous() and tensor.device == tiles.device for tensor in (tiles.grad, *tensors))
-
-
-def _small(program: Program, states: Mapping[str, Tensor], shape: tuple[int, int, int]) -> Arguments:
-    """Returns the small states of a parameter as arguments of compiled code."""
-    small = {(kept.extent, name): (states[name], kept) for name, kept in program.small.items()}
-    return {key: state.view((*extent(key[0], shape), *kept.extra)) for key, (state, kept) in small.items()}
 
 
 def _numbers(tiles: StoredTiles) -> Arguments:

@@ -49,9 +49,16 @@ class StepLoop:
         Raises:
             UnsupportedError: the requested policy does not meet a need.
         """
-        asked = {"accumulation": self.hooks.accumulating, "reentrant": habits.reentrant(loss)}
-        asked["sharded"] = self.placement.shard.sharded
-        needs = Needs.of(self.parameters, self.clipping.scaler, **asked)
+        scaler = self.clipping.scaler
+        foreign = scaler.value is not None and any(group.rule.materializes for group in self.parameters.groups)
+        needs = Needs(
+            norm=self.parameters.norm_option,
+            skip="loss_scale with a third-party optimizer" if foreign else None,
+            exact_skip="a dynamic loss scale" if scaler.dynamic else None,
+            accumulation=self.hooks.accumulating,
+            reentrant=habits.reentrant(loss),
+            sharded=self.placement.shard.sharded,
+        )
         on_cpu = all(param.device.type == "cpu" for param in self.records)
         name, reason = choose(self.parameters.config, needs, on_cpu=on_cpu)
         before: Policy | None = getattr(self, "policy", None)
@@ -167,13 +174,11 @@ class StepLoop:
         if self.cycle.idle:
             self._begin_plain(record)
         self.cycle.fired(record.name, in_parts=self.policy.accumulates)
-        self._use(self.placement.reducer.reduce(record, self._take(record)))
-
-    def _take(self, record: ParamRecord) -> Tensor:
         grad = self.placement.reducer.take(record.param)
-        if self.updates.observer is not None:
-            self.updates.observer.gradient(grad)
-        return grad.detach() if grad.requires_grad else grad
+        self.updates.observer.gradient(grad)
+        reduced = self.placement.reducer.reduce(record, grad.detach() if grad.requires_grad else grad)
+        del grad
+        self._use(reduced)
 
     def _use(self, reduced: Reduced) -> None:
         """Passes gradients to the policy as soon as they are reduced."""
@@ -240,9 +245,10 @@ class StepLoop:
 
 def claim(record: ParamRecord, parameters: Parameters, hooks: Hooks) -> None:
     """Decides how a parameter is updated when it first requires a gradient, and again when its form has changed."""
-    shard, state = parameters.shard, parameters.states
-    form = shard.form(record.param)
-    if form == record.form or not record.param.requires_grad or not record.span.numel:
+    shard, state = parameters.shard, parameters.states.get(record.param) or {}
+    if not record.param.requires_grad or not record.span.numel:
+        return
+    if record.claimed and record.form == shard.form(record.param):
         return
     if record.param.device.type == "mps":
         raise UnsupportedError(
@@ -254,12 +260,8 @@ def claim(record: ParamRecord, parameters: Parameters, hooks: Hooks) -> None:
             f"parameter {record.name!r} is complex, which is not supported. Store its real and imaginary parts in the "
             "last dimension of a real parameter, and compute with torch.view_as_complex(param)"
         )
-    has_states = record.form is not None and bool(record.extra or state.get(record.param))
-    if has_states:
-        record.refuse_misfits(state[record.param], shard)
-    record.choose_program(shard, has_states)
+    record.choose_program(shard, state if record.extra or state else None)
     hooks.claim(record)
-    record.form = form
 
 
 def _refuse_loss(loss: Any) -> None:

@@ -120,7 +120,7 @@ class Parameters:
         for group in self.groups:
             group.memory.clear()
         for record in self.records.values():
-            record.extra = ()
+            record.extra = {}
 
     def refuse_edits(self) -> None:
         """Raises `StepError` if `param_groups` was edited in a way that would have no effect.

@@ -12,7 +12,6 @@ from lowmem.errors import StepError, UnsupportedError
 from lowmem.options import FusedConfig
 from lowmem.placements.base import MicroBatch, Placed
 from lowmem.step.clipping import Decision
-from lowmem.step.loss_scaler import LossScaler
 from lowmem.step.offload import GradientStore
 from lowmem.step.parameters import Parameters
 from lowmem.step.record import ParamRecord
@@ -264,17 +263,6 @@ class Needs:
     accumulation: bool = False
     reentrant: bool = False
     sharded: bool = False
-
-    @classmethod
-    def of(cls, parameters: Parameters, scaler: LossScaler, **asked: bool) -> "Needs":
-        """Collects the requirements of rules, clipping and loss scaling."""
-        foreign = scaler.value is not None and any(group.rule.materializes for group in parameters.groups)
-        return cls(
-            norm=parameters.norm_option,
-            skip="loss_scale with a third-party optimizer" if foreign else None,
-            exact_skip="a dynamic loss scale" if scaler.dynamic else None,
-            **asked,
-        )
 
 
 def choose(config: FusedConfig, needs: Needs, *, on_cpu: bool) -> tuple[str, str]:

@@ -118,11 +118,6 @@ class Program:
         return {name: kept for name, kept in self.kept.items() if kept.extent != "full"}
 
     @functools.cached_property
-    def dtypes(self) -> list[torch.dtype]:
-        """The dtypes of the tensors of the weight and of the states of the parameter's size."""
-        return [part.dtype for storage in (self.weight, *self.states.values()) for part in storage.parts]
-
-    @functools.cached_property
     def group(self) -> int:
         """Elements of a row that are encoded together by some storage."""
         return max(storage.group for storage in (self.weight, *self.states.values()))

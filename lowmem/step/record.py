@@ -58,8 +58,8 @@ class ParamRecord(Placed):
     Attributes:
         group: the parameter group.
         program: how the parameter is updated. It is set when the parameter is claimed.
-        form: the result of `Shard.form` when the program was chosen; None before that.
-        extra: the other tensors of the weight's storage; () before its first update, and if it is quantized.
+        form: the result of `Shard.form` for which the program was chosen; None before that.
+        extra: the other tensors of the weight's storage, by name; none before its first update, or if it is quantized.
         version: the result of `Shard.version` for the weight that `extra` belongs to; None if `extra` was loaded.
         square_sum: sum of squares of its last gradient, float64 [1].
         size: the result of `rule.update`: the factor of this gradient's norm in `rule.statistics`, [1], or None.
@@ -68,7 +68,7 @@ class ParamRecord(Placed):
     group: AddedGroup
     program: Program = field(init=False, repr=False)
     form: tuple[Any, ...] | None = field(default=None, init=False)
-    extra: tuple[Tensor, ...] = field(default=(), init=False)
+    extra: dict[str, Tensor] = field(default_factory=dict, init=False)
     version: tuple[Any, ...] | None = field(default=None, init=False)
     square_sum: Tensor = field(init=False, repr=False)
     size: Tensor | None = field(default=None, init=False)
@@ -78,43 +78,49 @@ class ParamRecord(Placed):
         """The rule of its group."""
         return self.group.rule
 
+    @property
+    def takes_nonfinite(self) -> bool:
+        """True if its rule itself handles Inf and NaN in its gradient."""
+        return self.rule.takes_nonfinite(self.group.live)
+
     def program_of(self, group: Mapping[str, Any], shard: Shard) -> Program:
         """Returns how the parameter is updated and stored if its group has these settings; see `make_program`."""
         return make_program(Placed(self.name, self.param, shard.span(self.param)), self.rule, group, shard)
 
-    def settings(self, has_states: bool) -> Group:
-        """The present settings of its group. States that it has stay in their storage."""
-        kept = self.program.state_storage if has_states else None
-        return {**self.group.live, "state_storage": kept} if kept else self.group.live
+    def choose_program(self, shard: Shard, state: Mapping[str, Any] | None = None) -> None:
+        """Decides how the parameter is updated and stored, and again after it has changed. state: its present states,
+        which stay in their storage; None if it has nothing yet.
 
-    def choose_program(self, shard: Shard, has_states: bool = False) -> None:
-        """Decides how the parameter is updated and stored."""
-        program = self.program_of(self.settings(has_states), shard)
-        self.span = program.span
+        Raises:
+            StepError: its states, residual or master copy no longer fit. Nothing changes.
+        """
+        was, form, group = self.form, shard.form(self.param), self.group.live
+        if was is None or state is None:
+            program = self.program_of(group, shard)
+        else:
+            before = self.program
+            kept = {"state_storage": before.state_storage} if before.state_storage else {}
+            program = self.program_of({**group, **kept}, shard)
+            # a residual or a master copy belongs to one weight, and states of a third-party optimizer may
+            of_weight = before.extra_names or program.extra_names or not state.keys() <= program.kept.keys()
+            fits = before.kept == program.kept and before.span.shape == program.span.shape
+            if was[:3] != form[:3] and (of_weight or was[1:2] != form[1:2] or not fits):
+                raise StepError(
+                    f"parameter {self.name!r} has changed from {was[:3]} to {form[:3]}, and its optimizer state no "
+                    "longer fits. Create the optimizer after model.to(...), convert the model back, or load a state "
+                    "that fits"
+                )
+        self.span, self.form = program.span, form
         like = self.param.dtype, self.param.device, self.span, program.spec, program.ranks
         self.program = self.group.programs.setdefault((*like, program.weight, *program.states.items()), program)
 
-    def put_extra(self, tensors: tuple[Tensor, ...], shard: Shard) -> None:
+    def put_extra(self, tensors: dict[str, Tensor], shard: Shard) -> None:
         """Takes the saved tensors of the weight's storage."""
         if (quantized := shard.quantized(self.param)) is None:
             self.extra, self.version = tensors, None
         else:
-            for part, saved in zip(quantized.parts, tensors, strict=True):
+            for part, saved in zip(quantized.parts, tensors.values(), strict=True):
                 part.copy_(saved)
-
-    def refuse_misfits(self, state: Mapping[str, Any], shard: Shard) -> None:
-        """Raises `StepError` if the parameter has changed so that its states, residual or master copy no longer fit."""
-        assert self.form is not None
-        was, now, before = self.form[:3], shard.form(self.param)[:3], self.program
-        after = self.program_of(self.settings(has_states=True), shard)
-        # a residual or a master copy belongs to one weight, and states of a third-party optimizer may
-        of_weight = before.extra_names or after.extra_names or not state.keys() <= after.kept.keys()
-        fits = before.kept == after.kept and before.span.shape == after.span.shape
-        if was != now and (of_weight or was[1:2] != now[1:2] or not fits):
-            raise StepError(
-                f"parameter {self.name!r} has changed from {was} to {now}, and its optimizer state no longer fits. "
-                "Create the optimizer after model.to(...), convert the model back, or load a state that fits"
-            )
 
     def refuse_leftover(self) -> None:
         """Raises `StepError` if the parameter has a gradient to which the next one would be added."""

@@ -2,8 +2,9 @@
 
 import functools
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,14 +21,15 @@ logger = logging.getLogger(__name__)
 Statistics = dict[str, float | str]
 
 
-@dataclass(frozen=True)
-class Flags:
-    """The first numbers that are copied to the host when a step ends; the others are of each parameter.
+class Ending(NamedTuple):
+    """The numbers that are copied to the host when a step ends.
 
-    finite: no gradient had Inf or NaN, or the step was updated all the same.  replayed: a second pass had the same
-    gradients.  scale_at_minimum: a dynamic loss scale cannot back off any further.
+    each: a parameter, whether its gradient was finite, and whether it was updated.  finite: no gradient had Inf or NaN,
+    or the step was updated all the same.  replayed: a second pass had the same gradients.  scale_at_minimum: a dynamic
+    loss scale cannot back off any further.
     """
 
+    each: list[tuple[str, float, float]]
     finite: float
     replayed: float
     loss_finite: float
@@ -56,7 +58,7 @@ class LastStep:
     _decision: Decision
     _scale: Tensor | None
     _statistics: Sequence[Callable[[], Statistics]]
-    _ended: Readback  # the flags; whether each norm is finite; whether each parameter is updated
+    _ended: Readback  # the numbers of `Ending`
 
     @property
     def statistics(self) -> Statistics:
@@ -83,12 +85,12 @@ class LastStep:
     @property
     def nonfinite(self) -> list[str]:
         """The parameters whose gradient had Inf or NaN, or a norm above 1.8e19, whose square overflows float32."""
-        return [name for name, finite, _ in self._each if not finite]
+        return [name for name, finite, _ in self._ending.each if not finite]
 
     @property
     def skipped(self) -> bool:
         """True if the whole step was skipped because a gradient was not finite, under "two_pass" or "deferred"."""
-        return not self._flags.finite
+        return not self._ending.finite
 
     @property
     def skipped_params(self) -> int:
@@ -96,23 +98,14 @@ class LastStep:
         under "immediate", they are `nonfinite`, except for rules that handle Inf and NaN themselves, and for
         third-party optimizers, whose updates cannot be undone.
         """
-        return sum(not updated for *_, updated in self._each)
+        return sum(not updated for *_, updated in self._ending.each)
 
     @functools.cached_property
-    def _values(self) -> list[float]:
-        values = self._ended.values()
+    def _ending(self) -> Ending:
+        values, count = self._ended.values(), len(self.names)
         assert values is not None  # a dry run does not read them
-        return values
-
-    @property
-    def _flags(self) -> Flags:
-        return Flags(*self._values[: len(fields(Flags))])
-
-    @property
-    def _each(self) -> Iterable[tuple[str, float, float]]:
-        """Each parameter, whether its gradient was finite, and whether it was updated."""
-        of_each = self._values[len(fields(Flags)) :]
-        return zip(self.names, of_each[: len(self.names)], of_each[len(self.names) :], strict=True)
+        each = zip(self.names, values[-2 * count : -count], values[-count:], strict=True)
+        return Ending([*each], *values[: -2 * count])
 
 
 class Report:
@@ -217,10 +210,10 @@ class Report:
             self._count_nonfinite(last)
         else:
             self.streak, self._searching = 0, False
-        self._cycle.settle(last.skipped, bool(last._flags.replayed))
+        self._cycle.settle(last.skipped, bool(last._ending.replayed))
 
     def _count_nonfinite(self, last: LastStep) -> None:
-        names, count, flags = last.nonfinite, last.skipped_params, last._flags
+        names, count, flags = last.nonfinite, last.skipped_params, last._ending
         outcome = f"skipped {count} parameter(s)" if count and not last.skipped else "was skipped"
         outcome = outcome if count else "was not skipped"
         cause = "" if flags.loss_finite else ", and the loss is not finite either"

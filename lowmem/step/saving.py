@@ -132,11 +132,10 @@ def _initial(parameters: Parameters, record: ParamRecord) -> dict[str, Any]:
 
 def _sources(shard: Shard, owner: Owner, state: Mapping[str, Any]) -> dict[str, Any]:
     """The tensors of a parameter by name: its states, and the remaining tensors of the storage of its weight."""
-    quantized = shard.quantized(owner.record.param)
-    extra = owner.record.extra if quantized is None else quantized.parts
-    names = owner.program.extra_names if extra else ()
-    tensors = {**state, **dict(zip(names, extra, strict=True))}
-    return {name: _source(shard, owner, name, value) for name, value in tensors.items()}
+    extra = owner.record.extra
+    if (quantized := shard.quantized(owner.record.param)) is not None:
+        extra = dict(zip(owner.program.extra_names, quantized.parts, strict=True))
+    return {name: _source(shard, owner, name, value) for name, value in {**state, **extra}.items()}
 
 
 def _source(shard: Shard, owner: Owner | None, name: str, value: Any) -> Any:
@@ -184,13 +183,12 @@ def load(loop: StepLoop, saved: Mapping[str, Any], *, numbered: bool) -> None:
     parameters.clear_states()
     for owner in owners.values():
         owner.record.choose_program(parameters.shard)
-        owner.record.form = parameters.shard.form(owner.record.param) if owner.record.claimed else None
     for name, state in saved["state"].items():
         copies = {key: _copy(parameters, owners.get(name), key, value) for key, value in state.items()}
         if name in owners:
             record = owners[name].record
             copies = parameters.shard.keep(record.param, copies)
-            record.put_extra(tuple(copies.pop(extra) for extra in record.program.extra_names), parameters.shard)
+            record.put_extra({name: copies.pop(name) for name in record.program.extra_names}, parameters.shard)
             parameters.states[record.param] = copies
         else:
             parameters.groups[int(name.removeprefix(GROUP))].memory.update(copies)

@@ -1,10 +1,10 @@
 """Runs the updates of parameters: large ones one by one, small ones in stacks, shards after they are measured."""
 
 import logging
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from lowmem.tiles.quantized import tensors_of
 from lowmem.tiles.rounding import noise_key
 from lowmem.tiles.storage import Float, Held, Shown
 from lowmem.tiles.stored import StoredTiles, begin_storage
-from lowmem.tiles.sweep import Scalars, Sweep
+from lowmem.tiles.sweep import Reading, Scalars, Sweep
 from lowmem.tiles.transfers import to_device
 
 logger = logging.getLogger(__name__)
@@ -41,35 +41,28 @@ STACK = 1 << 18
 SHARDS = 1 << 25
 
 
-@dataclass
-class Stack:
-    """Parameters of one program, whose gradients wait until the stack is full.
+Waiting = deque[tuple[ParamRecord, Tensor]]
 
-    Attributes:
-        full: number of parameters that are updated as one.
-        records, grads: the waiting parameters and their gradients.
+
+class Sent(NamedTuple):
+    """Values of a step on a device. scalars: the numbers of rules.  reading: how gradients are read if the step is not
+    decided before its updates.  keys: of the random bits of parameters, int32 scalars.
     """
 
-    program: Program
-    full: int
-    records: list[ParamRecord] = field(default_factory=list)
-    grads: list[Tensor] = field(default_factory=list)
-
-    def empty(self) -> tuple[list[ParamRecord], list[Tensor]]:
-        """Removes and returns the waiting parameters and gradients."""
-        waiting = self.records, self.grads
-        self.records, self.grads = [], []
-        return waiting
+    scalars: Mapping[AddedGroup, Scalars]
+    reading: Reading
+    keys: Mapping[ParamRecord, Tensor]
 
 
-class Observer(Protocol):
-    """Measures the memory of a step."""
+class Observer:
+    """Sees the gradients and the updates of a step. A plan measures their memory."""
 
     def gradient(self, grad: Tensor) -> None:
         """Called when a gradient is taken from its parameter."""
 
     def update(self, program: Program, tiles: StoredTiles, state: dict[str, Any]) -> Result:
-        """Called to run a program by tiles."""
+        """Runs a program by tiles."""
+        return program.run(tiles, state)
 
 
 class Updates:
@@ -81,10 +74,10 @@ class Updates:
     Attributes:
         changes: counts the weights that updates change.
         compilation: runs the updates of large parameters as compiled code.
-        observer: sees gradients and updates; None in training.
+        observer: runs what is not compiled.
     """
 
-    observer: Observer | None = None
+    observer = Observer()
 
     def __init__(self, parameters: Parameters, cycle: StepCycle, clipping: Clipping) -> None:
         self._parameters, self._shard, self.cycle, self.clipping = parameters, parameters.shard, cycle, clipping
@@ -93,10 +86,11 @@ class Updates:
         self._batching = parameters.config.batching
         self._warns = parameters.config.compile is True  # of updates that are not compiled, once
         self._numbers: dict[AddedGroup, Mapping[str, float]] = {}  # of this step
-        self._scalars: dict[tuple[AddedGroup, torch.device], Scalars] = {}  # the same, by device too
-        self._keys: dict[torch.device, dict[ParamRecord, Tensor]] = {}  # of this step's random bits
-        self._stacks: dict[tuple[Program, torch.dtype], Stack | None] = {}  # by the dtype of gradients
-        self._shards: deque[tuple[ParamRecord, Tensor]] = deque()  # that wait to be measured
+        self._sent: dict[torch.device, Sent] = {}  # in this step
+        self._together: dict[Program, int] = {}  # number of its parameters that are updated as one
+        # gradients that wait until such a stack is full, by their dtype too; and those of shards, to be measured
+        self._stacks: dict[tuple[Program, torch.dtype], Waiting] = defaultdict(deque)
+        self._shards: Waiting = deque()
 
     @property
     def compiled(self) -> bool:
@@ -107,31 +101,26 @@ class Updates:
     def begin(self, step: int) -> None:
         """Begins a step: every rule computes the numbers of its groups, or raises."""
         self._numbers = {group: group.rule.scalars(group.live, step) for group in self._parameters.groups}
-        self._scalars.clear()
-        self._keys.clear()
+        self._sent.clear()
         self.compilation.begin(step)
         for record in self._parameters.records.values():
             record.size = None
 
-    def _scalars_of(self, record: ParamRecord) -> Scalars:
-        where = record.group, record.param.device
-        if where not in self._scalars:
-            self._scalars[where] = Scalars.of(self._numbers[where[0]], where[1])
-        return self._scalars[where]
-
-    def _keys_of(self, records: Sequence[ParamRecord]) -> Tensor:
-        """Returns the keys of the random bits of parameters: int32 [members, 1], or a scalar for one parameter."""
-        device = records[0].param.device
-        if device not in self._keys:  # all keys of a step are sent to a device together
+    def _sent_to(self, device: torch.device) -> Sent:
+        """Sends what updates of this step read to a device, all at once."""
+        if device not in self._sent:
             drawing = [each for each in self._parameters.records.values() if each.claimed and each.program.draws]
             keys = [noise_key(self.cycle.seed, self.cycle.step, each.name) for each in drawing]
-            self._keys[device] = dict(zip(drawing, to_device(keys, torch.int32, device).unbind(), strict=True))
-        keys_of = self._keys[device]
-        return keys_of[records[0]] if len(records) == 1 else torch.stack([keys_of[each] for each in records])[:, None]
+            self._sent[device] = Sent(
+                {group: Scalars.of(numbers, device) for group, numbers in self._numbers.items()},
+                Reading(*self.clipping.factors(device)),
+                dict(zip(drawing, to_device(keys, torch.int32, device).unbind(), strict=True)),
+            )
+        return self._sent[device]
 
     def _measure(self, record: ParamRecord, grad: Tensor) -> Tensor:
         """Returns the sum of squares of this rank's shard of an unscaled gradient, float64 [1]."""
-        reading, held = self.clipping.reading([record], grad, None), Held(Float(grad.dtype), (grad,))
+        reading, held = self._sent_to(grad.device).reading, Held(Float(grad.dtype), (grad,))
         return Sweep(StoredTiles(record.program.layout, held, grad, reading)).square_sums
 
     def put(self, record: ParamRecord, grad: Tensor, decision: Decision | None) -> None:
@@ -154,27 +143,21 @@ class Updates:
     def _update(self, record: ParamRecord, grad: Tensor, decision: Decision | None) -> None:
         """Updates a parameter alone, or puts it into a stack and updates the stack if it is full."""
         program = record.program
-        stack = self._stack_of(program, grad.dtype)
-        if stack is None:
-            self._update_one(record, grad, decision)
-            return
-        stack.records.append(record)
-        # a gradient of FSDP2 is a view of its module's gradients, which would stay in memory while it waits
-        stack.grads.append(grad.clone() if grad.untyped_storage().nbytes() > grad.nbytes else grad)
-        if len(stack.records) >= stack.full:
-            self._update_stack(stack, decision)
-
-    def _stack_of(self, program: Program, dtype: torch.dtype) -> Stack | None:
-        """Returns the stack for a program and a dtype of gradients, or None to update each parameter alone."""
-        like = program, dtype
-        if like not in self._stacks:
+        if (count := self._together.get(program)) is None:
             # stacked shards have to be one tile on every rank, and quantized tensors are not copied
             alone = program.ranks is not None and not program.layout.one_line
             alone |= program.weight.is_quantized
             alone |= program.span.numel > SMALL or not self._batching or program.rule.materializes
-            full = min(STACK // max(1, program.span.numel), program.spec.together or STACK)
-            self._stacks[like] = None if alone else Stack(program, full)
-        return self._stacks[like]
+            count = 1 if alone else min(STACK // max(1, program.span.numel), program.spec.together or STACK)
+            self._together[program] = count
+        if count == 1:
+            self._update_one(record, grad, decision)
+            return
+        stack = self._stacks[program, grad.dtype]
+        # a gradient of FSDP2 is a view of its module's gradients, which would stay in memory while it waits
+        stack.append((record, grad.clone() if grad.untyped_storage().nbytes() > grad.nbytes else grad))
+        if len(stack) >= count:
+            self._update_stack(stack, decision)
 
     def put_zeros(self, records: Iterable[ParamRecord], decision: Decision | None) -> None:
         """Updates parameters without a gradient as if it were zero, if their rule asks for it."""
@@ -188,36 +171,32 @@ class Updates:
         """Updates the parameters whose gradients wait, after the last gradient of a step."""
         if self._shards:
             self._update_shards()
-        for stack in self._stacks.values():
-            if stack is not None and stack.records:
-                self._update_stack(stack, decision)
+        for stack in filter(None, self._stacks.values()):
+            self._update_stack(stack, decision)
 
     def drop(self) -> None:
         """Discards the gradients that wait, after their backward has failed."""
         self._shards.clear()
-        for stack in filter(None, self._stacks.values()):
-            stack.empty()
+        self._stacks.clear()
 
     def begin_state(self, record: ParamRecord) -> None:
         """Creates the missing states of a parameter, before its first update, after a reset, or after an edit of it."""
         program, state = record.program, self._states[record.param]
         edited = record.extra and record.version not in (None, self._shard.version(record.param))
         if edited and not isinstance(program.weight, Shown):  # which follows edits. A residual belongs to one weight
-            record.extra = ()
-        there = {*state, *(program.extra_names if record.extra else ())}
-        if not (missing := [name for name in program.created if name not in there]):
-            return
-        new = self._shard.keep(record.param, initial_tensors(program, missing, self._shard.read(record.param)))
-        if extra := tuple(new.pop(name) for name in program.extra_names if name in missing):
-            record.extra, record.version = extra, self._shard.version(record.param)
-        state.update(new)
+            record.extra = {}
+        if missing := [name for name in program.created if name not in state and name not in record.extra]:
+            new = self._shard.keep(record.param, initial_tensors(program, missing, self._shard.read(record.param)))
+            state.update({name: tensor for name, tensor in new.items() if name not in program.extra_names})
+            record.extra.update({name: new[name] for name in program.extra_names if name in new})
+            record.version = self._shard.version(record.param) if record.extra else None
 
     def _update_one(self, record: ParamRecord, grad: Tensor, decision: Decision | None) -> None:
         self.begin_state(record)
-        param, extra = record.param, dict(enumerate(record.extra))
-        shard = self._shard.read(param)
-        with self._shard.lend(param, self._states[param]) as state, self._shard.lend(param, extra) as extra:
-            self._run(record.program, [record], (*tensors_of(shard), *extra.values()), grad, state, decision)
+        param, shard = record.param, self._shard.read(record.param)
+        with self._shard.lend(param, self._states[param]) as state, self._shard.lend(param, record.extra) as extra:
+            held = Held(record.program.weight, (*tensors_of(shard), *extra.values()))
+            self._run([record], held, grad, state, decision)
         self._shard.write(param, shard)
         record.version = self._shard.version(param) if record.extra else None
 
@@ -233,72 +212,63 @@ class Updates:
         while self._shards:
             self._update(*self._shards.popleft(), measured)
 
-    def _update_stack(self, stack: Stack, decision: Decision | None) -> None:
+    def _update_stack(self, stack: Waiting, decision: Decision | None) -> None:
         """Updates parameters as one: stacks their tensors, and copies the results back."""
-        records, grads = stack.empty()
+        records, grads = zip(*stack, strict=True)
+        stack.clear()
         if len(records) == 1:
             self._update_one(records[0], grads[0], decision)
             return
         for record in records:
             self.begin_state(record)
-        program = stack.program.stacked(len(records))
-        states = [self._states[record.param] for record in records]
-        params = [record.param for record in records]
+        program, first = records[0].program, self._states[records[0].param]
         in_place = program.ranks is None  # complete parameters are stacked without reading them one by one
-        shards = params if in_place else [self._shard.read(param) for param in params]
-        columns = [shards, *map(list, zip(*(record.extra for record in records), strict=True))]
-        columns += [[state[name] for state in states] for name in states[0]]
+        shards = [record.param if in_place else self._shard.read(record.param) for record in records]
+        columns = [shards, *([record.extra[name] for record in records] for name in records[0].extra)]
+        columns += [[self._states[record.param][name] for record in records] for name in first]
         stacked, parts = [torch.stack(column) for column in columns], len(program.weight.parts)
-        state = dict(zip(states[0], stacked[parts:], strict=True))
-        self._run(program, records, tuple(stacked[:parts]), torch.stack(grads), state, decision)
+        state = dict(zip(first, stacked[parts:], strict=True))
+        self._run(records, Held(program.weight, tuple(stacked[:parts])), torch.stack(grads), state, decision)
         for column, changed in zip(columns, stacked, strict=True):
             torch._foreach_copy_(column, changed.unbind())
-        for param, shard in () if in_place else zip(params, shards, strict=True):
-            self._shard.write(param, shard)
-        for record in records if records[0].extra else ():
-            record.version = self._shard.version(record.param)
+        for record, shard in zip(records, shards, strict=True):
+            if not in_place:
+                self._shard.write(record.param, shard)
+            if record.extra:
+                record.version = self._shard.version(record.param)
 
     def _run(
-        self,
-        program: Program,
-        records: Sequence[ParamRecord],
-        weight: tuple[Tensor, ...],
-        grad: Tensor,
-        state: dict[str, Any],
-        decision: Decision | None,
+        self, records: Sequence[ParamRecord], held: Held, grad: Tensor, state: dict[str, Any], decision: Decision | None
     ) -> None:
-        """Runs a program on the tensors of its parameters, and notes the results in their records."""
-        reading = self.clipping.reading(records, grad, decision)
+        """Runs the program of parameters on their tensors, and notes the results in their records."""
+        first, count, sent = records[0], len(records), self._sent_to(grad.device)
+        program = first.program if count == 1 else first.program.stacked(count)
+        keys = None
+        if program.draws:
+            keys = sent.keys[first] if count == 1 else torch.stack([sent.keys[each] for each in records])[:, None]
         self.cycle.moved = True
-        held = Held(program.weight, weight)
         count_changes = self.changes.watch(records, held, grad)
-        small = program.members > 1 or (self._batching and program.span.numel <= SMALL)
-        compiles = self.compilation.active and not small
-        planned = compiles and weight[0].device.type == "meta"  # a GPU's compiled code has no temporaries of a tile
-
+        compiles = self.compilation.active and not (self._batching and first.program.span.numel <= SMALL)
+        planned = compiles and grad.device.type == "meta"  # a GPU's compiled code has no temporaries of a tile
         tiles = StoredTiles(
             program.layout,
             held,
             grad,
-            reading,
-            self._scalars_of(records[0]),
-            members=program.members,
-            keys=self._keys_of(records) if program.draws else None,
+            sent.reading if decision is None else self.clipping.reading(records, grad, decision),
+            sent.scalars[first.group],
+            members=count,
+            keys=keys,
             across=program.ranks,
             tile=PLANNED_TILE if planned else None,
         )
-        result = None
-        if compiles:
-            result = self.compilation.run(records[0], tiles, state)
-            if result is None and not (self.compilation.waits or _get_current_dispatch_mode()):
-                self._warn_of_uncompiled(records[0])
+        result = self.compilation.run(first, tiles, state) if compiles else None
         if result is None:
-            result = self.observer.update(program, tiles, state) if self.observer else program.run(tiles, state)
-        for record, square_sum in zip(records, _each(result.square_sums), strict=True):
-            record.square_sum = square_sum
-        if result.sizes is not None:
-            for record, size in zip(records, _each(result.sizes), strict=True):
-                record.size = size
+            if compiles and not (self.compilation.waits or _get_current_dispatch_mode()):
+                self._warn_of_uncompiled(first)
+            result = self.observer.update(program, tiles, state)
+        sizes = [None] * count if result.sizes is None else _each(result.sizes)
+        for record, square_sum, size in zip(records, _each(result.square_sums), sizes, strict=True):
+            record.square_sum, record.size = square_sum, size
         if count_changes is not None:
             count_changes()
 

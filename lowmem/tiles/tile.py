@@ -85,7 +85,7 @@ class Reading:
         """Its tensors, as vectors of the kind "reading"."""
         return {("reading", name): value for name, value in vars(self).items() if isinstance(value, Tensor)}
 
-    @property
+    @functools.cached_property
     def form(self) -> tuple[Any, ...]:
         """Everything about it that compiled code depends on."""
         return tuple((key, value.ndim) for key, value in self.tensors.items())

@@ -120,9 +120,9 @@ def stacks(monkeypatch):
     seen = []
     run = updates.Updates._run
 
-    def noted(self, program, records, *args):
+    def noted(self, records, *args):
         seen.append((len(records), records[0].param.numel()))
-        run(self, program, records, *args)
+        run(self, records, *args)
 
     monkeypatch.setattr(updates.Updates, "_run", noted)
     return seen
