@@ -76,16 +76,12 @@ class Compilation:
         self._new: dict[tuple[Program, Any], CompiledUpdate | None] = {}  # code on which ranks have not agreed
         self._own: str | None = None  # the error of this rank
         self._bound: dict[ParamRecord, Bound] = {}
+        self._warns = self._requested is True  # of updates that are not compiled, once
 
     @property
     def active(self) -> bool:
         """Returns whether updates are compiled now."""
         return self._decided and self.failure is None
-
-    @property
-    def waits(self) -> bool:
-        """Returns whether ranks have not agreed on new code yet."""
-        return bool(self._new)
 
     def decide(self) -> None:
         """Decides whether to compile: as requested, or with "auto" where it pays. Every rank calls it.
@@ -130,16 +126,18 @@ class Compilation:
         """
         program, made_for = record.program, None
         if program.rule.materializes:
+            self._warn(record)
             return None
         varying = tiles.grad.dtype, tiles.scalars.names, tiles.reading.form
         # a dispatch mode (fake tensors, a memory tracker) has to see each operation, which compiled code hides
         if _get_current_dispatch_mode() is None:
-            where = tuple(state.data_ptr() for state in states.values())
-            made_for = program, varying, tiles.grad.is_contiguous(), where
+            where = map(Tensor.data_ptr, filter(torch.is_tensor, states.values()))  # users may add other values
+            made_for = program, varying, tiles.grad.is_contiguous(), *where
         bound = self._bound.get(record)
         if bound is None or bound.made_for != made_for:
             bound = self._bind(record, tiles, states, varying, made_for)
             if bound is None:
+                self._warn(record)
                 return None
         args = bound.args | _numbers(tiles)
         results = bound.update.run(tiles, bound.places, args, program.held(states))
@@ -151,12 +149,13 @@ class Compilation:
     ) -> Bound | None:
         """Finds or compiles the code of an update, and makes the arguments that stay. made_for: None forbids it."""
         self._bound.pop(record, None)
-        program, data = record.program, {name: state.data for name, state in states.items()}  # a view keeps its base
+        program, tensors = record.program, {name: state for name, state in states.items() if torch.is_tensor(state)}
+        data = {name: tensor.data for name, tensor in tensors.items()}  # whose views do not keep the states
         places, held = pieces(tiles.layout, program.group) or [], program.held(data)
-        tensors = *tiles.weight.parts, *(part for each in held.values() for part in each.parts)
+        parts = *tiles.weight.parts, *(part for each in held.values() for part in each.parts)
         dtypes = [part.dtype for storage in (program.weight, *program.states.values()) for part in storage.parts]
-        fits = made_for is not None and bool(places) and [tensor.dtype for tensor in tensors] == dtypes
-        fits = fits and all(each.is_contiguous() and each.device == tiles.device for each in (tiles.grad, *tensors))
+        fits = made_for is not None and bool(places) and [part.dtype for part in parts] == dtypes
+        fits = fits and all(each.is_contiguous() and each.device == tiles.device for each in (tiles.grad, *parts))
         several = self._parameters.placement.several
         if not (fits or several):
             return None
@@ -184,9 +183,22 @@ class Compilation:
         if is_one:
             args |= update.in_blocks({name: each.parts for name, each in held.items()}, places[0])
         bound = self._bound
-        alive = [ref(state, lambda _: bound.pop(record, None)) for state in states.values()]
+        alive = [ref(state, lambda _: bound.pop(record, None)) for state in tensors.values()]
         bound[record] = Bound(made_for, update, places, args, alive)
         return bound[record]
+
+    def _warn(self, record: ParamRecord) -> None:
+        """Warns once of an update that is not compiled although compile=True. A failure of the compiler raises."""
+        if self._warns and self.failure is None and not (self._new or _get_current_dispatch_mode()):
+            self._warns = False
+            cause = "the shape or strides of the parameter do not allow it"
+            if not is_traceable(record.rule):
+                cause = "the rule is a third-party optimizer" if record.rule.materializes else "it cannot be traced"
+            logger.warning(
+                "compile=True, but the update of parameter %r by rule %r is not compiled: %s. There may be more such "
+                "parameters. They are updated by slower code with the same result", record.name, record.rule.name,
+                cause,
+            )  # fmt: skip
 
     def _compile(self, program: Program, kind: Kind, forms: Sequence[Form]) -> CompiledUpdate | None:
         """Compiles an update. Returns None if this fails, or has failed in this step, or the rule cannot be traced."""

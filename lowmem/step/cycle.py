@@ -221,11 +221,6 @@ class StepCycle:
                 "accumulated, but the last backward of the step, outside `with opt.accumulate():`, has not run"
             )
 
-    def load(self, step: int, seed: int) -> None:
-        """Continues after `step` from weights and states that were loaded."""
-        self.step, self.seed = step, seed
-        self.accept_torn()
-
     def accept_torn(self) -> None:
         """Continues from the weights as they are, although the last step may be torn."""
         self.torn = self._running = None

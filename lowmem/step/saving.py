@@ -194,7 +194,8 @@ def load(loop: StepLoop, saved: Mapping[str, Any], *, numbered: bool) -> None:
             parameters.groups[int(name.removeprefix(GROUP))].memory.update(copies)
     loop.clipping.scaler.load_state_dict(saved.get("loss_scale"))
     loop.report.load_state_dict(saved.get("nonfinite"))
-    loop.cycle.load(saved["step"], saved["seed"])
+    loop.cycle.step, loop.cycle.seed = saved["step"], saved["seed"]
+    loop.cycle.accept_torn()
 
 
 def _check(loop: StepLoop, saved: Mapping[str, Any]) -> dict[str, Owner]:

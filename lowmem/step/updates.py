@@ -1,6 +1,5 @@
 """Runs the updates of parameters: large ones one by one, small ones in stacks, shards after they are measured."""
 
-import logging
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -8,7 +7,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from lowmem.step.changes import Changes
 from lowmem.step.clipping import Clipping, Decision
@@ -23,8 +21,6 @@ from lowmem.tiles.storage import Float, Held, Shown
 from lowmem.tiles.stored import StoredTiles, begin_storage
 from lowmem.tiles.sweep import Reading, Scalars, Sweep
 from lowmem.tiles.transfers import to_device
-
-logger = logging.getLogger(__name__)
 
 # Elements up to which a parameter is small: launching its update takes longer than the update. With stacks, small
 # parameters are never compiled: eager torch sums so few elements in one order, so a parameter gets the same bits
@@ -84,7 +80,6 @@ class Updates:
         self._states, self.changes = parameters.states, Changes(parameters.records, parameters.device)
         self.compilation = Compilation(parameters)
         self._batching = parameters.config.batching
-        self._warns = parameters.config.compile is True  # of updates that are not compiled, once
         self._numbers: dict[AddedGroup, Mapping[str, float]] = {}  # of this step
         self._sent: dict[torch.device, Sent] = {}  # in this step
         self._together: dict[Program, int] = {}  # number of its parameters that are updated as one
@@ -263,27 +258,12 @@ class Updates:
         )
         result = self.compilation.run(first, tiles, state) if compiles else None
         if result is None:
-            if compiles and not (self.compilation.waits or _get_current_dispatch_mode()):
-                self._warn_of_uncompiled(first)
             result = self.observer.update(program, tiles, state)
         sizes = [None] * count if result.sizes is None else _each(result.sizes)
         for record, square_sum, size in zip(records, _each(result.square_sums), sizes, strict=True):
             record.square_sum, record.size = square_sum, size
         if count_changes is not None:
             count_changes()
-
-    def _warn_of_uncompiled(self, record: ParamRecord) -> None:
-        """Warns once of an update that is not compiled although compile=True. A failure of the compiler raises."""
-        if self._warns and self.compilation.failure is None:
-            self._warns = False
-            cause = "the shape or strides of the parameter do not allow it"
-            if not is_traceable(record.rule):
-                cause = "the rule is a third-party optimizer" if record.rule.materializes else "it cannot be traced"
-            logger.warning(
-                "compile=True, but the update of parameter %r by rule %r is not compiled: %s. There may be more such "
-                "parameters. They are updated by slower code with the same result", record.name, record.rule.name,
-                cause,
-            )  # fmt: skip
 
 
 def initial_tensors(program: Program, names: Iterable[str], shard: Tensor) -> dict[str, Tensor]:
