@@ -174,11 +174,15 @@ class FusedTrainerMixin(_Base):
         """Compares the ranks, the checkpoint and the rows of a run before its first step."""
         epochs, steps_per_epoch, *others, max_steps = super().set_initial_training_values(args, dataloader, *rest)
         samples = len(self.train_dataset) if has_length(self.train_dataset) else None
-        processes.require_alike(self.args, self.fused, self.layers, samples, self._run.resumed)
-        if self.args.save_strategy != "no":
+        saves, resumed = self.args.save_strategy != "no", self._run.resumed
+        compared = saves or resumed is not None or self.args.world_size > 1
+        order = resuming.Order(self, dataloader, max_steps, compared=compared)
+        data = None if order.is_stream else order.record["data"]  # a stream may be split by rank
+        processes.require_alike(self.args, self.fused, self.layers, samples, data, resumed)
+        if saves:
             processes.require_shared_disk(Path(self.args.output_dir))
         self.remove_callback(resuming.Rows)
-        self._run.rows = rows = resuming.Rows(self, dataloader, steps_per_epoch, max_steps, self._run.resumed)
+        self._run.rows = rows = resuming.Rows(self, dataloader, order, steps_per_epoch, max_steps, resumed)
         self.add_callback(rows)
         if not rows.left:  # transformers 5.23 (trainer.py) would train a step of an epoch that is not complete
             epochs = min(epochs, rows.start[0])
@@ -303,7 +307,7 @@ class FusedTrainerMixin(_Base):
         if self.model is not None:  # otherwise the next trial of a hyperparameter search creates one
             adapters.check(self.model, self.args, sharded=self._inputs.sharded, saves=saves)
         folder = checkpoint.to_resume(resume_from_checkpoint, Path(self.args.output_dir))
-        self._run = resuming.Run(folder)
+        self._run = resuming.Run(folder, checkpoint.earlier_steps(folder, Path(self.args.output_dir)))
         arguments.check_callbacks(self.callback_handler.callbacks, resumed=folder is not None)
         if resume_from_checkpoint or args:  # a class may have a `train` without arguments
             args = None if folder is None else str(folder), *args
@@ -316,7 +320,7 @@ class FusedTrainerMixin(_Base):
         """Saves into a staging directory. Rank 0 writes everything except the random states of the other ranks."""
         run_dir, name = Path(super()._get_output_dir(trial)), f"checkpoint-{self.state.global_step}"
         try:
-            with checkpoint.saving(run_dir, name) as self._run.staged:
+            with checkpoint.saving(run_dir, name, self._run.earlier) as self._run.staged:
                 super()._save_checkpoint(model, trial)
                 if self.state.best_model_checkpoint == str(self._run.staged):
                     self.state.best_model_checkpoint = str(run_dir / name)
@@ -324,6 +328,7 @@ class FusedTrainerMixin(_Base):
                         self.state.save_to_json(str(self._run.staged / checkpoint.TRAINER_STATE_FILE))
         finally:
             self._run.staged = None
+        self._run.earlier.append(self.state.global_step)
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(run_dir / name))
         self._rotate(run_dir)
@@ -403,8 +408,11 @@ class FusedTrainerMixin(_Base):
             load_weights(target, Path(resume_from_checkpoint))
 
     def _load_best_model(self) -> None:
-        if self._inherits("_load_best_model"):
-            self._load_from_checkpoint(self.state.best_model_checkpoint)
+        best = Path(self.state.best_model_checkpoint)
+        if not best.is_dir():  # as transformers does, which would otherwise lose the last weights
+            logger.warning("the best checkpoint %s is gone, so the weights of the last step stay loaded", best)
+        elif self._inherits("_load_best_model"):
+            self._load_from_checkpoint(str(best))
         else:
             super()._load_best_model()
 

@@ -12,8 +12,7 @@ for word in "$@"; do
     case "$option $word" in *" --output_dir="*) run="${word#*=}" ;; "--output_dir "*) run="$word" ;; esac
     option="$word"
 done
-[ ! -e "$run/config.yaml" ] || set -- "$@" --resume_from_checkpoint last  # it has run before
-lowmem sft --config configs/quickstart.yaml "$@"
+lowmem sft --config configs/quickstart.yaml --resume_from_checkpoint auto "$@"
 for signature in 'def is_valid(name)' 'def write(self, data)' 'def set_timeout(self, seconds)'; do
     echo "$signature"
     echo "    $(lowmem generate "$run" "Document this function of files:

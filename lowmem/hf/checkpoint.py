@@ -9,10 +9,11 @@ are, so that saving and resuming need no more memory than training.
 import functools
 import json
 import logging
+import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -36,6 +37,7 @@ OPTIMIZER_FILE = "optimizer.safetensors"
 TRAINER_STATE_FILE = "trainer_state.json"
 SCHEDULER_FILE = "scheduler.pt"
 CHECKSUMS_FILE = "checksums.txt"
+TIMELINE_FILE = "timeline.json"
 
 # The files by which a directory is recognized as a model.
 _CONFIGURATIONS = (CONFIG_NAME, ADAPTER_CONFIG_NAME)
@@ -222,9 +224,12 @@ def to_resume(requested: str | bool | None, run_dir: Path) -> Path | None:
 
 
 @contextmanager
-def saving(run_dir: Path, name: str | None = None) -> Iterator[Path]:
+def saving(run_dir: Path, name: str | None = None, earlier: Sequence[int] = ()) -> Iterator[Path]:
     """A context in which every rank saves into the directory that it yields. When it ends, rank 0 renames the directory
     to the checkpoint `name` in `run_dir`, or without a name moves its files, the final model, into `run_dir` itself.
+
+    Args:
+        earlier: the steps of the checkpoints from which this one continues.
 
     Raises:
         CheckpointError: a file cannot be written. Earlier checkpoints stay complete.
@@ -239,6 +244,8 @@ def saving(run_dir: Path, name: str | None = None) -> Iterator[Path]:
         if state.is_main_process and name is None:
             publish_model(staged, run_dir)
         elif state.is_main_process:
+            saved = [number for number, _ in map(_history, candidates(run_dir)) if number < math.inf]
+            (staged / TIMELINE_FILE).write_text(json.dumps({"saved": max(saved, default=0) + 1, "earlier": [*earlier]}))
             publish(staged, run_dir / str(name))
     except (OSError, RuntimeError, SafetensorError) as error:
         if isinstance(error, RuntimeError) and not _FILE_ERROR.search(str(error)):
@@ -290,12 +297,13 @@ def publish_model(staged: Path, folder: Path) -> None:
 def rotate(run_dir: Path, step: int, limit: int | None, best: str | None) -> None:
     """Removes the oldest checkpoints until `limit` are left, but never the checkpoint of `step` or the best one.
 
-    Checkpoints of later steps count as older: the run was resumed from an earlier step.
+    Those that are not in the timeline of the last checkpoint are removed first.
     """
     remove(run_dir / _REMOVED)  # left by a run that was killed here
     if limit is None or limit <= 0:
         return
-    folders = sorted(candidates(run_dir), key=lambda folder: (_number(folder) <= step, _number(folder)))
+    kept = timeline(run_dir)
+    folders = sorted(candidates(run_dir), key=lambda folder: (folder in kept, _number(folder)))
     protected = {Path(path).resolve() for path in (run_dir / f"checkpoint-{step}", best) if path}
     for folder in [folder for folder in folders if folder.resolve() not in protected][: max(0, len(folders) - limit)]:
         _set_aside(folder, _REMOVED)  # so that a partly removed directory does not look like a checkpoint
@@ -324,24 +332,57 @@ def remove(folder: Path) -> None:
 
 
 def candidates(run_dir: Path) -> list[Path]:
-    """The checkpoints in a run directory, complete or not, newest first, also one that was being replaced."""
+    """The checkpoints in a run directory, complete or not, also one that was being replaced, the last saved first."""
     paths = [path for home in (run_dir / _REPLACED, run_dir) for path in home.glob("checkpoint-*")]
     checkpoints = {path.name: path for path in paths if _DIRECTORY.fullmatch(path.name)}
-    return sorted(checkpoints.values(), key=_number, reverse=True)
+    return sorted(checkpoints.values(), key=lambda folder: (_history(folder)[0], _number(folder)), reverse=True)
+
+
+def timeline(run_dir: Path) -> list[Path]:
+    """The last saved checkpoint, and after it those from which it continues. Checkpoints of later steps than the one
+    from which a run was resumed are not among them.
+    """
+    found: list[Path] = []
+    steps = None
+    for folder in candidates(run_dir):
+        if steps is None or _number(folder) in steps:
+            found.append(folder)
+            steps = _history(folder)[1] if steps is None else steps
+    return found
+
+
+def earlier_steps(folder: Path | None, run_dir: Path) -> list[int]:
+    """The steps of the checkpoints in `run_dir` from which a run continues that resumes from `folder`."""
+    if folder is None or run_dir.resolve() not in folder.resolve().parents:
+        return []
+    step, steps = _number(folder), _history(folder)[1]
+    steps = [_number(each) for each in candidates(run_dir)] if steps is None else steps
+    return [*(each for each in steps if each < step), step]
 
 
 def _number(folder: Path) -> int:
     return int(folder.name.rpartition("-")[2])
 
 
+def _history(folder: Path) -> tuple[float, list[int] | None]:
+    """The number of a checkpoint in the order in which they were saved, and the steps of those before it. An earlier
+    version did not write them: 0 and None. Where they are damaged: infinity and None.
+    """
+    try:
+        saved = read_json(folder / TIMELINE_FILE)
+    except CheckpointError:
+        return (math.inf if (folder / TIMELINE_FILE).exists() else 0), None
+    return saved["saved"], saved["earlier"]
+
+
 def find_last(run_dir: Path, check: Callable[[Path], None] = check_resumable) -> tuple[Path, list[str]]:
-    """Returns the checkpoint of the highest step that passes `check`, and the errors of the checkpoints after it.
+    """Returns the last checkpoint of the timeline that passes `check`, and the errors of the checkpoints after it.
 
     Raises:
         CheckpointError: no checkpoint passes.
     """
     damaged = []
-    for folder in candidates(run_dir):
+    for folder in timeline(run_dir):
         try:
             check(folder)
         except CheckpointError as error:

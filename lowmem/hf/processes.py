@@ -36,12 +36,18 @@ _TOO_SLOW = re.compile(r"tim(?:ed|e)[ -]?out", re.IGNORECASE)
 
 
 def require_alike(
-    args: "TrainingArguments", config: FusedConfig, layers: LayersConfig, samples: int | None, resumed: Path | None
+    args: "TrainingArguments",
+    config: FusedConfig,
+    layers: LayersConfig,
+    samples: int | None,
+    data: str | None,
+    resumed: Path | None,
 ) -> None:
     """Raises `ConfigError` on every rank of the process group unless all were started alike.
 
     Args:
         samples: the number of training samples; None if it is unknown.
+        data: a fingerprint of them, tokenized; None if it is unknown.
         resumed: the checkpoint that the run resumes from.
     """
     if not in_group():
@@ -49,6 +55,7 @@ def require_alike(
     facts: dict[str, Any] = {f"the version of {name}": version(name) for name in ("torch", "transformers")}
     facts["the version of lowmem"] = lowmem.__version__
     facts["the number of training samples"] = samples
+    facts["the fingerprint of the tokenized training data"] = data
     facts["the checkpoint"] = resumed and resumed.name
     facts |= {name: getattr(args, name) for name in _ARGUMENTS if hasattr(args, name)}
     facts |= {f"fused.{option.name}": getattr(config, option.name) for option in fields(config)}

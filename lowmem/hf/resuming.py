@@ -7,7 +7,7 @@ import json
 import logging
 import math
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -94,6 +94,7 @@ class Rows(TrainerCallback):  # type: ignore[misc]
     Args:
         trainer: the trainer of this rank.
         loader: its training data, prepared by Accelerate.
+        order: of its rows.
         steps_per_epoch, max_steps: as the trainer counts them.
         checkpoint: the directory from which the run resumes, or None.
 
@@ -109,12 +110,10 @@ class Rows(TrainerCallback):  # type: ignore[misc]
     """
 
     def __init__(
-        self, trainer: Any, loader: Any, steps_per_epoch: int, max_steps: int, checkpoint: Path | None
+        self, trainer: Any, loader: Any, order: Order, steps_per_epoch: int, max_steps: int, checkpoint: Path | None
     ) -> None:
         args = trainer.args
-        self._trainer, self._loader, self._folder = trainer, loader, checkpoint
-        compared = args.save_strategy != "no" or checkpoint is not None
-        self._order = Order(trainer, loader, max_steps, compared=compared)
+        self._trainer, self._loader, self._order, self._folder = trainer, loader, order, checkpoint
         self._random_states = TemporaryDirectory()  # of the beginning of this epoch
         step = 0 if checkpoint is None else read_json(checkpoint / TRAINER_STATE_FILE)["global_step"]
         self.left = checkpoint is None or step < max_steps
@@ -194,21 +193,28 @@ class Run:
 
     Attributes:
         resumed: the checkpoint that it resumes from.
+        earlier: the steps of the checkpoints that it has saved or resumed from.
         rows: its place in the training data; None in a custom training loop.
         staged: the directory of the checkpoint that is being saved.
         traffic: of a streamed model, when it was last logged (see `sharding.traffic`).
     """
 
     resumed: Path | None = None
+    earlier: list[int] = field(default_factory=list)
     rows: Rows | None = None
     staged: Path | None = None
     traffic: tuple[float, int, float] = (0.0, 0, 0.0)
 
 
+def steps_with_completions(args: TrainingArguments) -> int:
+    """The number of steps that share completions, of TRL's GRPO and RLOO."""
+    micro_batches = getattr(args, "steps_per_generation", 1) * getattr(args, "num_iterations", 1)
+    return math.lcm(micro_batches, args.gradient_accumulation_steps) // args.gradient_accumulation_steps
+
+
 def require_step_with_completions(args: TrainingArguments, step: int, checkpoint: Path) -> None:
     """Raises `CheckpointError` if the next step of TRL's GRPO or RLOO reuses completions of the steps before it."""
-    micro_batches = getattr(args, "steps_per_generation", 1) * getattr(args, "num_iterations", 1)
-    every = math.lcm(micro_batches, args.gradient_accumulation_steps) // args.gradient_accumulation_steps
+    every = steps_with_completions(args)
     if step % every:
         raise CheckpointError(
             f"{checkpoint} was saved between steps that share completions, which checkpoints do not store. Resume from "

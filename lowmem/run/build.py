@@ -28,6 +28,10 @@ _WITH_REWARDS = ("grpo", "rloo")
 FIRST_ROWS = 100
 
 
+class EvaluationStopped(Exception):
+    """Raised by a callback to end an evaluation during training, after which the checkpoint is saved."""
+
+
 @cache
 def trainer_class(name: str) -> Any:
     """Returns the fused subclass of one of TRL's trainers for a run: `FusedDPOTrainer` for "DPOTrainer"."""
@@ -36,12 +40,20 @@ def trainer_class(name: str) -> Any:
 
 
 class _OfRun:
-    """Names the row that TRL cannot prepare. `whole` has the data of `sft` before `max_length` cuts off rows."""
+    """Names the row that TRL cannot prepare, and stops evaluations. `whole` has the data of `sft` before `max_length`
+    cuts off rows.
+    """
 
     def __init__(self, *args: Any, **options: Any) -> None:
         self.whole: dict[str, Any] = {}  # by their names: "train" and "eval"
         super().__init__(*args, **options)
         _require_template(self.train_dataset, self.processing_class, self.args)  # type: ignore[attr-defined]
+
+    def _maybe_log_save_evaluate(self, *args: Any, **options: Any) -> None:
+        try:
+            super()._maybe_log_save_evaluate(*args, **options)  # type: ignore[misc]
+        except EvaluationStopped:
+            super()._maybe_log_save_evaluate(*args, **options)  # type: ignore[misc]
 
     def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, *options: Any) -> Any:
         prepare = super()._prepare_dataset  # type: ignore[misc]

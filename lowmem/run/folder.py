@@ -14,7 +14,7 @@ from lowmem.errors import ConfigError
 from lowmem.files import write_file, writing
 from lowmem.hf import checkpoint
 from lowmem.run.environment import CONFIG, write_environment
-from lowmem.run.recipe import LAST, Recipe
+from lowmem.run.recipe import AUTO, LAST, Recipe
 from lowmem.run.report import METRICS
 from lowmem.run.secrets import redacted
 from lowmem.run.terminal import train_command, warn
@@ -36,7 +36,7 @@ class RunFolder:
 
     Args:
         path: `output_dir` of the run.
-        resume: its `resume_from_checkpoint`: a checkpoint, `LAST`, or None for a new run.
+        resume: its `resume_from_checkpoint`: a checkpoint, `LAST`, `AUTO`, or None for a new run.
         rank: rank 0 creates the folder and writes all files except tracebacks.
     """
 
@@ -82,15 +82,16 @@ class RunFolder:
             raise
 
     def start(self) -> str | bool | None:
-        """Returns `resume_from_checkpoint` for a trainer: True for the newest intact checkpoint in the folder."""
-        if self.resume == LAST:
+        """Returns `resume_from_checkpoint` for a trainer: True for the last intact checkpoint in the folder."""
+        if self.resume in (LAST, AUTO):
             if checkpoint.candidates(self.path):
                 return True
-            warn(f"{self.path} has no checkpoint yet, so the run starts from the beginning")
+            if self.begun:
+                warn(f"{self.path} has no checkpoint yet, so the run starts from the beginning")
             return None
         if self.resume is not None and not Path(self.resume).is_dir():
             raise ConfigError(
-                f"resume_from_checkpoint: there is no directory {self.resume}. Use {LAST!r} for the newest checkpoint "
+                f"resume_from_checkpoint: there is no directory {self.resume}. Use {LAST!r} for the last checkpoint "
                 "in output_dir"
             )
         return self.resume
@@ -129,7 +130,7 @@ class RunFolder:
             raise ConfigError(
                 f"output_dir {self.path} has no run to resume. Omit --resume_from_checkpoint to start one."
             )
-        if names and self.resume is None:
+        if names and (self.resume is None or (self.resume == AUTO and not is_run)):
             what = "already contains a run" if is_run else f"is not empty (it contains {min(names)})"
             go_on = f"Continue it with --resume_from_checkpoint {LAST}, set" if is_run else "Set"
             raise ConfigError(

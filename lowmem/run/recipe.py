@@ -31,8 +31,8 @@ from lowmem.run.parser import Parser, check_keys, dataclasses_of
 from lowmem.run.terminal import warn
 from lowmem.run.yaml_file import SECTIONS, Setting, configured
 
-# The value of `resume_from_checkpoint` for the newest intact checkpoint in `output_dir`.
-LAST = "last"
+# Values of `resume_from_checkpoint` for the last intact checkpoint in `output_dir`. AUTO starts a run if it has none.
+LAST, AUTO = "last", "auto"
 
 # By default trainers show a loss that is NaN as 0, and let the progress bar follow the log level of transformers.
 _DEFAULTS = {"logging_nan_inf_filter": False, "disable_tqdm": False}

@@ -16,6 +16,7 @@ from transformers.trainer_utils import has_length
 from lowmem.errors import ConfigError, LowmemError
 from lowmem.hf.adapters import OTHERS_FILE
 from lowmem.hf.arguments import Inputs
+from lowmem.hf.resuming import steps_with_completions
 from lowmem.placements import in_group
 from lowmem.run import build, data, plan, precheck, report, ways
 from lowmem.run.boundary import blaming, blaming_libraries, is_out_of_memory, reason
@@ -107,8 +108,8 @@ class _Beginning(TrainerCallback):  # type: ignore[misc]
 
 
 class _StopOnSignal(TrainerCallback):  # type: ignore[misc]
-    """On the first Ctrl-C or SIGTERM, ends training with a checkpoint after the current step. A second Ctrl-C ends it
-    at once. A second SIGTERM does not: a cluster and a launcher may both send one.
+    """On the first Ctrl-C or SIGTERM, ends training with a checkpoint after the current step, and evaluates no more. A
+    second Ctrl-C ends it at once. A second SIGTERM does not: a cluster and a launcher may both send one.
     """
 
     def __init__(self) -> None:
@@ -135,17 +136,37 @@ class _StopOnSignal(TrainerCallback):  # type: ignore[misc]
                 signal.signal(number, handler)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._stop(args, state, control)
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self.number is not None:  # its last step was saved
+            control.should_save = control.should_evaluate = False
+        self._stop(args, state, control)
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._stop(args, state, control, saved=True)
+
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Ends an evaluation. It may take longer than a cluster waits."""
+        if self._stop(args, state, control):
+            raise build.EvaluationStopped
+
+    def _stop(self, args: Any, state: Any, control: Any, *, saved: bool = False) -> bool:
         """Stops in the same step on every rank, although a signal may reach them in different steps. The Trainer, which
-        counts tokens, waits for all ranks in every micro-batch, so waiting here hardly takes longer.
+        counts tokens, waits for all ranks in every micro-batch, so waiting here hardly takes longer. Steps that share
+        completions are trained until their last.
         """
+        if self.number is not None or state.global_step % steps_with_completions(args):
+            return False
         number = self._received
         if in_group():
             largest = torch.tensor(number, device=args.device)
             distributed.all_reduce(largest, op=distributed.ReduceOp.MAX)
             number = int(largest)
         if number:
-            control.should_save = control.should_training_stop = True
-            self.number = number
+            self.number, control.should_save, control.should_evaluate = number, not saved, False
+            control.should_training_stop = True
+        return bool(number)
 
 
 def _print_end(command: str, trainer: Any, run_dir: Path, *, stopped: bool) -> None:

@@ -25,6 +25,7 @@ DIFFERENCES = {  # what rank 1 has in place of what rank 0 has
     "hyper": ({"fused": {"betas": (0.8, 0.9)}}, "fused.hyper is {} on rank 0 and {'betas': (0.8, 0.9)} on rank 1"),
     "layers": ({"layers": {"mlp_tile": 64}}, "layers.mlp_tile is None on rank 0 and 64 on rank 1"),
     "version": ({"version": "5.0"}, f"the version of torch is '{version('torch')}' on rank 0 and '5.0'"),
+    "data": ({"data": "5a"}, "the fingerprint of the tokenized training data is None on rank 0 and '5a' on rank 1"),
     "checkpoint": ({"checkpoint": "run/checkpoint-4"}, "the checkpoint is None on rank 0 and 'checkpoint-4' on rank 1"),
     "nothing": ({}, None),
 }
@@ -39,7 +40,9 @@ def started(rank, other, folder):
     processes.version = lambda name: other.get("version", version(name))
     try:
         with joined(rank):
-            processes.require_alike(TrainingArguments(**arguments), config, layers, samples, checkpoint)
+            processes.require_alike(
+                TrainingArguments(**arguments), config, layers, samples, other.get("data"), checkpoint
+            )
     except ConfigError as error:
         return str(error)
     finally:
@@ -54,10 +57,11 @@ def test_every_rank_names_the_differences(two, other, message, tmp_path):
     assert first is None if message is None else first.startswith(message)
 
 
-def trained(rank, folder, samples, apart=False, save="no"):
-    """The error of a trainer's `train`, and how many steps it has taken; rank 1 has `samples` samples."""
+def trained(rank, folder, samples, apart=False, save="no", order=1):
+    """The error of a trainer's `train`, and how many steps it has taken; rank 1 has `samples` samples in `order`."""
     with joined(rank):
-        rows = build(CAUSAL, folder, True, use_cpu=True).train_dataset[: samples if rank else 12]
+        rows = build(CAUSAL, folder, True, use_cpu=True).train_dataset
+        rows = rows[:samples][::order] if rank else rows[:12]
         folder = f"{folder}/{rank}" if apart else folder
         options = {"use_cpu": True, "max_steps": 2, "save_strategy": save}
         trainer = build(CAUSAL, folder, True, {"train_dataset": rows}, **options)
@@ -72,6 +76,8 @@ def test_trainers_with_different_data_take_no_step(two, tmp_path):
     for message, steps in two.run(trained, str(tmp_path), 11):
         assert re.match("the number of training samples is 12 on rank 0 and 11 on rank 1", message)
         assert steps == 0
+    for message, steps in two.run(trained, str(tmp_path), 12, False, "no", -1):
+        assert message.startswith("the fingerprint of the tokenized training data is ") and steps == 0
     assert two.run(trained, str(tmp_path), 12) == [(None, 2)] * 2
 
 

@@ -1,0 +1,134 @@
+"""Where runs stop, what they save then, and from where they continue."""
+
+import os
+import shutil
+import signal
+
+import pytest
+from support.runs import lowmem, write
+from transformers import TrainerCallback
+
+from lowmem.hf import checkpoint
+from lowmem.run import build
+from lowmem.trainer import FusedTrainerMixin
+
+pytestmark = pytest.mark.usefixtures("sketched_pictures")
+
+EPOCHS = {"max_steps": 6, "per_device_train_batch_size": 3, "test_split_size": 0.25, "logging_steps": 1}  # of 4 steps
+STRATEGIES = {
+    "steps": {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 1},
+    "epoch": {"save_strategy": "epoch", "eval_strategy": "epoch"},
+    "best": {"save_strategy": "best", "metric_for_best_model": "loss", "eval_strategy": "steps", "eval_steps": 1},
+}
+CASES = [
+    ("steps", "on_step_end", 1), ("steps", "on_step_end", 2), ("steps", "on_step_end", 6), ("steps", "on_evaluate", 1),
+    ("steps", "on_prediction_step", 2), ("steps", "on_save", 2), ("epoch", "on_step_end", 4),
+    ("epoch", "on_prediction_step", 4), ("epoch", "on_save", 4), ("best", "on_step_end", 2),
+    ("best", "on_prediction_step", 1),
+]  # fmt: skip
+
+
+def run(folder, *words, **changes):
+    return lowmem("sft", "--config", write(folder, **{**EPOCHS, **changes}), *words)
+
+
+def stopping(monkeypatch, moment, step):
+    """Sends a signal to the next run at a moment of a step. Returns a list of the evaluations that end after it."""
+    original, evaluations = build.trainer, []
+
+    class Stop(TrainerCallback):
+        sent = False
+
+        def on_evaluate(self, *_, **__):
+            if self.sent:
+                evaluations.append(None)
+
+    def send(self, args, state, control, **_):
+        if state.global_step == step and not self.sent:
+            self.sent = True
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    setattr(Stop, moment, send)
+
+    def with_stop(*args, **options):
+        trainer = original(*args, **options)
+        trainer.add_callback(Stop())
+        monkeypatch.setattr(build, "trainer", original)
+        return trainer
+
+    monkeypatch.setattr(build, "trainer", with_stop)
+    return evaluations
+
+
+@pytest.fixture(scope="module")
+def complete(tmp_path_factory):
+    """The weights of runs that were not stopped, by strategy."""
+    found = {}
+    for strategy, settings in STRATEGIES.items():
+        folder = tmp_path_factory.mktemp(strategy)
+        assert run(folder, **settings).status == 0
+        found[strategy] = (folder / "run" / "model.safetensors").read_bytes()
+    return found
+
+
+@pytest.mark.parametrize(("strategy", "moment", "step"), CASES)
+def test_a_stop_saves_at_once_and_evaluates_no_more(strategy, moment, step, complete, tmp_path, run_dir, monkeypatch):
+    settings = STRATEGIES[strategy]
+    evaluations = stopping(monkeypatch, moment, step)
+    stopped = run(tmp_path, "--resume_from_checkpoint", "auto", **settings)  # which starts it
+    assert stopped.status == 128 + signal.SIGTERM, stopped.out
+    at = step + (moment == "on_evaluate")  # an evaluation had ended: after the next step
+    assert f"stopped at step {at}; continue with: " in stopped.out
+    assert not evaluations
+    assert checkpoint.find_last(run_dir) == (run_dir / f"checkpoint-{at}", [])
+    continued = run(tmp_path, "--resume_from_checkpoint", "auto", **settings)
+    assert continued.status == 0, continued.err
+    assert (run_dir / "model.safetensors").read_bytes() == complete[strategy]
+
+
+def test_a_stop_trains_the_steps_that_share_completions(tmp_path, run_dir, monkeypatch):
+    stopping(monkeypatch, "on_step_end", 1)
+    path = write(tmp_path, "grpo", max_steps=6, num_iterations=2, save_strategy="steps", save_steps=100)
+    assert lowmem("grpo", "--config", path).status == 128 + signal.SIGTERM
+    assert [folder.name for folder in checkpoint.candidates(run_dir)] == ["checkpoint-2"]
+    continued = lowmem("grpo", "--config", run_dir / "config.yaml", "--resume_from_checkpoint", "last")
+    assert continued.status == 0, continued.err
+
+
+def test_the_last_checkpoint_belongs_to_the_run_that_was_resumed(tmp_path, run_dir, monkeypatch):
+    """A run goes back to an earlier checkpoint, and is stopped there: what it has left behind is not continued."""
+    save = {"save_strategy": "steps", "save_steps": 1, "max_steps": 5}
+    assert run(tmp_path, **save).status == 0
+    stopping(monkeypatch, "on_step_end", 3)
+    words = "--resume_from_checkpoint", run_dir / "checkpoint-2", "--learning_rate", 1e-4
+    assert run(tmp_path, *words, **save).status == 128 + signal.SIGTERM
+    assert checkpoint.find_last(run_dir) == (run_dir / "checkpoint-3", [])
+    limited = run(tmp_path, "--resume_from_checkpoint", "last", "--save_total_limit", 2, **save | {"max_steps": 4})
+    assert limited.status == 0 and "mean loss" in limited.out
+    assert [folder.name for folder in checkpoint.candidates(run_dir)] == ["checkpoint-4", "checkpoint-3"]
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", checkpoint.TIMELINE_FILE])
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before_it_in_its_run(file, tmp_path, run_dir):
+    save = {"save_strategy": "steps", "save_steps": 1}
+    assert run(tmp_path, **save, max_steps=4).status == 0
+    back = "--resume_from_checkpoint", run_dir / "checkpoint-1", "--output_dir", run_dir
+    assert run(tmp_path, *back, **save, max_steps=2).status == 0
+    (run_dir / "checkpoint-2" / file).write_bytes(b"{")
+    folder, (reason,) = checkpoint.find_last(run_dir)
+    assert "checkpoint-2" in reason
+    if file == checkpoint.TIMELINE_FILE:  # nothing says what came before
+        assert folder == run_dir / "checkpoint-4"
+    else:
+        assert folder == run_dir / "checkpoint-1"
+
+
+def test_a_best_checkpoint_that_is_gone_does_not_end_a_run(tmp_path, run_dir, monkeypatch, caplog):
+    load = FusedTrainerMixin._load_best_model
+    monkeypatch.setattr(
+        FusedTrainerMixin, "_load_best_model",
+        lambda self: (shutil.rmtree(self.state.best_model_checkpoint), load(self)),
+    )  # fmt: skip
+    ended = run(tmp_path, **STRATEGIES["best"], load_best_model_at_end=True)
+    assert ended.status == 0 and (run_dir / "model.safetensors").exists()
+    assert "is gone, so the weights of the last step stay loaded" in caplog.text
