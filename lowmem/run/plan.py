@@ -158,7 +158,7 @@ def _phases(trainer: Any, step: StepMemory, ranks: int, device: torch.device, *,
     gathered = largest + largest // ranks if sharded else largest * quantizes  # and the shard, padded
     states = (step.items[STATES] + step.host_states) * (ranks if sharded else 1)
     checkpoint = sum(weights) + (0 if args.save_only_model else states)
-    kept = 1 if args.save_total_limit is None else args.save_total_limit
+    kept = args.save_total_limit or _saves(args)
     on_host = 0  # weights as they are in the files, which are mapped
     if by_rows:
         on_host, unit = quantizes * sum(map(nbytes, params)), unit * (converts or not on_cpu)
@@ -180,6 +180,15 @@ def _phases(trainer: Any, step: StepMemory, ranks: int, device: torch.device, *,
         phases["resume"] = Phase(max(load.device, moved.device), max(load.host, moved.host), kept * checkpoint)
     phases["end"] = moved._replace(disk=(kept * checkpoint if args.save_strategy != "no" else 0) + sum(weights))
     return phases
+
+
+def _saves(args: Any) -> int:
+    """The number of checkpoints of a run, as far as its arguments say it; else 1."""
+    if args.save_strategy == "epoch":
+        return math.ceil(args.num_train_epochs)
+    if args.save_strategy == "steps" and args.save_steps < 1:
+        return math.ceil(1 / args.save_steps)
+    return max(1, math.ceil(args.max_steps / args.save_steps)) if args.save_strategy == "steps" else 1
 
 
 def _largest_unit(model: Any, placement: str) -> int:

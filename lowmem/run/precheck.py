@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,17 @@ from lowmem.run.terminal import out, rank, size, stage, warn
 
 # The weights of a model that is not planned: its run is faster than its plan.
 _SMALL = 256 << 20
+
+# CUDA's context, which this process has on its GPU already, and a plan reserves.
+_CONTEXT = 1 << 29
+
+# Control groups, in which SLURM, Docker and Kubernetes limit the memory of processes: the groups of this process; all
+# groups; and by kind (version 2, version 1) their folder, the files of the limit and the use, and the cache in the use.
+_OWN_GROUPS, _GROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
+_FILES = {
+    "": (".", "max", "current", "inactive_file"),
+    "memory": ("memory", "limit_in_bytes", "usage_in_bytes", "total_inactive_file"),
+}
 
 # Variables of launchers, which a plan in another process must not see.
 _OF_LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_", "ACCELERATE_", "TORCHELASTIC_")
@@ -46,8 +58,8 @@ def _problem(recipe: Recipe) -> str | None:
     except ConfigError:  # loading the model will say it
         return None
     on_gpu = args.device.type != "cpu"
-    on_host = psutil.virtual_memory().available // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    memory = torch.cuda.mem_get_info(args.device)[0] if on_gpu else on_host
+    on_host = free_on_host() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    memory = torch.cuda.mem_get_info(args.device)[0] + _CONTEXT if on_gpu else on_host
     with stage("planning the memory of the run"):
         planned, text = plan_elsewhere(recipe, memory)
     if planned is None:
@@ -56,7 +68,8 @@ def _problem(recipe: Recipe) -> str | None:
     if planned["needed"] > memory:  # what makes it fit
         out.print(text, soft_wrap=True)
     host, disk = (max(phase[where] for phase in planned["phases"].values()) for where in ("host", "disk"))
-    if (free := shutil.disk_usage(args.output_dir).free) < disk:
+    replaced = sum(file.stat().st_size for file in Path(args.output_dir).rglob("*") if file.is_file())
+    if (free := shutil.disk_usage(args.output_dir).free + replaced) < disk:
         warn(f"{args.output_dir} needs {size(disk)} for checkpoints, but its disk has {size(free)}")
     out.print(f"memory     {size(planned['needed'])} of {size(memory)} per process (planned)", soft_wrap=True)
     if planned["needed"] > memory:
@@ -67,6 +80,23 @@ def _problem(recipe: Recipe) -> str | None:
         return None
     problem = f"it needs {size(need)} {where}, which has {size(has)}"
     return f"the run does not fit: {problem}. --force trains nevertheless"
+
+
+def free_on_host() -> int:
+    """The bytes of host memory that are free for this process: of the machine, and of its control groups."""
+    free: int = psutil.virtual_memory().available
+    lines = _OWN_GROUPS.read_text().splitlines() if _OWN_GROUPS.exists() else []  # Linux has them
+    for _, kind, path in (line.split(":", 2) for line in lines):
+        if kind not in _FILES:
+            continue
+        root, *files, cache = _FILES[kind]
+        group = _GROUPS / root / path.lstrip("/")
+        for folder in (group, *group.parents):
+            with suppress(OSError, ValueError):  # a container sees no files above its own; "max" is no limit
+                limit, used = (int((folder / f"memory.{name}").read_text()) for name in files)
+                stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+                free = min(free, limit - used + int(stat.get(cache, 0)))
+    return max(0, free)
 
 
 def plan_elsewhere(recipe: Recipe, memory: int | None = None) -> tuple[dict[str, Any] | None, str]:

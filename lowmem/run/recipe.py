@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import yaml
 from torch import nn
+from transformers import AutoConfig
 
 from lowmem.errors import ConfigError, LowmemError, require_packages
 from lowmem.hf.arguments import Inputs, check_number
@@ -117,10 +118,13 @@ class Recipe:
         """Returns what the messages of a dataclass of TRL are about: the file, or the command line."""
         return f"{self.file or 'the command line'}: {kind.__name__}"
 
-    @property
+    @cached_property
     def dtype(self) -> torch.dtype:
         """The dtype in which weights are loaded."""
         name = (self.training.model_init_kwargs or {}).get("dtype", self.model.dtype)
+        if name == "auto":  # as the files say
+            with blaming("model_name_or_path"):
+                name = AutoConfig.from_pretrained(self.model.model_name_or_path, **self.source).dtype
         dtype = getattr(torch, str(name).removeprefix("torch."), None)
         return dtype if isinstance(dtype, torch.dtype) else torch.get_default_dtype()
 

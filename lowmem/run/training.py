@@ -17,7 +17,7 @@ from lowmem.errors import ConfigError, LowmemError
 from lowmem.hf.adapters import OTHERS_FILE
 from lowmem.hf.arguments import Inputs
 from lowmem.hf.resuming import steps_with_completions
-from lowmem.placements import in_group
+from lowmem.placements import in_group, streaming_of
 from lowmem.run import build, data, plan, precheck, report, ways
 from lowmem.run.boundary import blaming, blaming_libraries, is_out_of_memory, reason
 from lowmem.run.description import describe
@@ -178,7 +178,8 @@ def _print_end(command: str, trainer: Any, run_dir: Path, *, stopped: bool) -> N
     out.print("done", style="bold")
     topics = {"results": f"{run_dir}: model, config.yaml, metrics.jsonl, loss.png"}
     code = getattr(trainer.model.config, "auto_map", None)  # which `generate` does not execute
-    if trainer.model.can_generate() and not (code or (run_dir / OTHERS_FILE).exists()):
+    fits = streaming_of(trainer.model) is None  # `generate` loads the model as a whole
+    if fits and trainer.model.can_generate() and not (code or (run_dir / OTHERS_FILE).exists()):
         topics["try it"] = f"lowmem generate {shlex.quote(str(run_dir))} 'a prompt'"
     print_topics(topics)
 

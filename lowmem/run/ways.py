@@ -40,10 +40,10 @@ class Way:
     @property
     def words(self) -> str:
         """The arguments on the command line."""
-        values = self.values if self.ranks is None else {**self.values, "ranks": self.ranks}
-        texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in values.items()}
-        words = (f"--{name} {shlex.quote(text)}" for name, text in texts.items())
-        return " ".join(words).replace("--fsdp true", "--fsdp")  # which takes no value
+        texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in self.values.items()}
+        words = " ".join(f"--{name} {shlex.quote(text)}" for name, text in texts.items())
+        words = words.replace("--fsdp true", "--fsdp")  # which takes no value
+        return words if self.ranks is None else f"{words} with {self.ranks} processes".lstrip()
 
 
 def ways(recipe: Recipe, ranks: int = 1) -> list[Way]:

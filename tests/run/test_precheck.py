@@ -43,6 +43,43 @@ def test_a_run_that_fits_says_what_it_needs(config, monkeypatch):
     assert "loading the model" in ended.out and "does not fit" not in ended.err
 
 
+GROUPS = {
+    "version 2": ("0::/job/step\n", "job", "max current", "inactive_file"),
+    "version 1": (
+        "4:memory:/job/step\n3:cpuset:/\n",
+        "memory/job",
+        "limit_in_bytes usage_in_bytes",
+        "total_inactive_file",
+    ),
+    "no limit": ("0::/job\n", "job", "", ""),
+}
+
+
+@pytest.mark.parametrize("case", GROUPS)
+def test_the_limit_of_a_control_group_counts(case, tmp_path, monkeypatch):
+    """SLURM limits the group of a job, above the group of this process."""
+    groups, folder, names, stat = GROUPS[case]
+    (tmp_path / "groups").write_text(groups)
+    (tmp_path / folder / "step").mkdir(parents=True)
+    for name, number in zip(names.split(), (3 << 30, 2 << 30), strict=bool(names)):
+        (tmp_path / folder / f"memory.{name}").write_text(f"{number}\n")
+    (tmp_path / folder / "memory.stat").write_text(f"anon 1\n{stat} {1 << 30}\n" if stat else "")
+    monkeypatch.setattr(precheck, "_OWN_GROUPS", tmp_path / "groups")
+    monkeypatch.setattr(precheck, "_GROUPS", tmp_path)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=128 << 30))
+    assert precheck.free_on_host() == (2 << 30 if names else 128 << 30)
+
+
+def test_the_dtype_of_the_files_is_planned(config, tmp_path, monkeypatch):
+    """2 GiB of float32 weights would not fit."""
+    sizes = {**SIZES, "hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 8}
+    LlamaConfig(**sizes, vocab_size=1 << 18, dtype="bfloat16").save_pretrained(tmp_path / "model")
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=4 << 30))
+    ended = runs.lowmem("sft", "--config", config, "--dtype", "auto")
+    assert "of 4.00 GiB per process (planned)" in ended.out and "does not fit" not in ended.err
+    assert "does not fit" in runs.lowmem("sft", "--config", config, "--dtype", "float32").err
+
+
 @pytest.mark.parametrize("weights", [0, 2**20])
 def test_a_small_model_and_a_command_without_a_plan_are_trained(config, tmp_path, monkeypatch, weights):
     """Without weights the plan of an unsupported argument is tried, and the reason printed."""
