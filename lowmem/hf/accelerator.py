@@ -8,6 +8,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from lowmem.errors import ConfigError
 from lowmem.hf.sharding import StreamedSharding
@@ -33,12 +34,14 @@ class FusedAccelerator(Accelerator):  # type: ignore[misc]
         accelerator.scaler = None  # the optimizer scales the loss
 
     def prepare(self, *objects: Any, **options: Any) -> Any:
-        """Prepares data loaders. If the model is to be sharded, shards it and returns the optimizer unchanged."""
+        """Prepares data loaders. If the model is to be sharded, shards it, and returns it and the optimizer unchanged."""
         only_data = not any(isinstance(item, nn.Module | torch.optim.Optimizer) for item in objects)
         if not self.trainer._inputs.sharded or only_data:
             return super().prepare(*objects, **options)
         self.trainer._shard()
-        return objects if len(objects) > 1 else objects[0]
+        prepare = super().prepare
+        prepared = [prepare(item) if isinstance(item, DataLoader) else item for item in objects]
+        return tuple(prepared) if len(prepared) > 1 else prepared[0]
 
     def prepare_model(self, model: nn.Module, *args: Any, **options: Any) -> Any:
         """Moves a model to its device and adds autocast, or shards it. In evaluation mode, Accelerate does not wrap it

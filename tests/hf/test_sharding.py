@@ -103,6 +103,21 @@ def test_weights_of_another_dtype_stay_in_the_files_until_they_are_sharded(shard
             assert torch.equal(weights[name], weight), name
 
 
+def rows_of_a_loop(rank, path, folder, sharding):
+    """The rows that this rank gets in a custom loop, whose loader is prepared with the model."""
+    with joined(rank):
+        trainer = build("SFT", folder, True, {"model": path}, use_cpu=True, **SHARDED[sharding])
+        loader = torch.utils.data.DataLoader(range(8), batch_size=2)
+        _, _, loader = trainer.accelerator.prepare(trainer.model, trainer.create_optimizer(), loader)
+        return torch.cat([*loader]).tolist()
+
+
+def test_a_loop_that_prepares_all_at_once_gives_each_rank_its_rows(sharded_ranks, tmp_path):
+    sharding, ranks = sharded_ranks
+    rows = ranks.run(rows_of_a_loop, saved().name, str(tmp_path), sharding)
+    assert sorted(rows[0] + rows[1]) == [*range(8)]
+
+
 def trained_twice(rank, folder, sharding, trials):
     def new():
         torch.manual_seed(0)
