@@ -4,6 +4,7 @@ from an optimizer that a method of its class creates.
 
 import copy
 import inspect
+import re
 from dataclasses import fields, replace
 from typing import Any
 
@@ -197,15 +198,16 @@ def _named(args: TrainingArguments, optim: str) -> tuple[str, dict[str, Any]]:
     """Returns the rule of an optimizer that `optim` can name, and its hyperparameters."""
     if optim in _OURS:
         return optim, {}
+    if eight := re.fullmatch(r"(?:paged_)?(adamw|lion)(?:_bnb)?_8bit", optim):
+        raise UnsupportedError(
+            f"optim={optim!r}: omit it, and write fused: {{rule: {eight[1]}, state_storage: 8bit}}, in Python "
+            f"FusedConfig(rule={eight[1]!r}, state_storage='8bit'), which needs no bitsandbytes"
+        )
     try:
         cls, hyper = Trainer.get_optimizer_cls_and_kwargs(args)
     except (ImportError, ValueError) as error:  # its package is not installed, or it needs the model
         raise ConfigError(f"optim={optim!r}: {str(error).replace(str(args.optim), optim)}") from error
     if hyper.get("optim_bits") == 8:
-        raise UnsupportedError(
-            f"optim={optim!r}: Hugging Face selects 32-bit states for embeddings by the names of modules, which a "
-            "fused update does not know. Set fused.rule to the class, which then uses 8-bit states for every large "
-            "parameter"
-        )
+        raise UnsupportedError(f"optim={optim!r} has 8-bit states. Write fused: {{rule: adamw, state_storage: 8bit}}")
     path = "adamw" if cls is torch.optim.AdamW else f"{cls.__module__}.{cls.__qualname__}"
     return path, {name: value for name, value in hyper.items() if name not in ("lr", "fused")}

@@ -90,7 +90,7 @@ REFUSED = {
     "8 bits": (
         None,
         {"optim": "adamw_bnb_8bit"},
-        "optim='adamw_bnb_8bit': .*(32-bit states for embeddings|pip install|not installed)",
+        r"optim='adamw_bnb_8bit': omit it, and write fused: \{rule: adamw, state_storage: 8bit\}",
     ),
     "another weight decay": (None, {"optim": "sgd", "optim_args": "weight_decay=0.1"}, "contradicts weight_decay=0.0"),
 }
