@@ -10,7 +10,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -139,10 +139,24 @@ def _parser() -> argparse.ArgumentParser:
 def train(command: argparse.Namespace, rest: Sequence[str]) -> int:
     """`lowmem sft` and the other training commands."""
     recipe = _recipe(command, rest, _train_options, device=None)
+    one = recipe.values.get("use_cpu") or recipe.values.get("fused.placement") == "streamed"
+    count = _count("--num_processes", recipe.options.num_processes, 1 if one else max(1, torch.cuda.device_count()))
+    if count > 1 and "WORLD_SIZE" not in os.environ:
+        _launch(count, [command.training, *rest], recipe.values)
     from lowmem.run import training
 
     stopped = training.train(recipe)
     return 0 if stopped is None else 128 + stopped
+
+
+def _launch(count: int, words: Sequence[str], values: Mapping[str, Any]) -> NoReturn:
+    """Replaces this process by torchrun, which starts the command `count` times."""
+    shards = next((name for name in ("fsdp", "deepspeed") if values.get(name)), None)
+    how = "each with all weights" if shards is None else f"which share the weights ({shards})"
+    out.print(f"starting {count} processes, {how}; --num_processes 1 starts one", soft_wrap=True)
+    sys.stdout.flush()
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={count}"]
+    os.execv(sys.executable, [*torchrun, "-m", "lowmem", *words])
 
 
 def inspect(command: argparse.Namespace, rest: Sequence[str]) -> None:
@@ -239,6 +253,7 @@ def _count(name: str, value: int | None, default: int) -> int:
 def _train_options(parser: Any) -> None:
     group = parser.add_argument_group("lowmem: memory")
     group.add_argument("--force", action="store_true", help="do not check that the run fits in the free memory")
+    group.add_argument("--num_processes", type=int, metavar="N", help="processes to start (one per visible GPU)")
 
 
 def _inspect_options(parser: Any) -> None:

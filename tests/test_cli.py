@@ -10,6 +10,7 @@ import re
 import shlex
 import shutil
 import signal
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from support.runs import assets, inside, logged, lowmem, train, write
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, TrainerCallback, set_seed
 
 from benchmarks import families
-from lowmem import rules
+from lowmem import cli, rules
 from lowmem.run import build, plan, report, ways
 
 pytestmark = pytest.mark.usefixtures("sketched_pictures")
@@ -283,6 +284,28 @@ def test_a_run_that_was_not_moved_is_continued_without_a_warning(folder, tmp_pat
         assert lowmem("sft", "--config", path).status == 0
     ended = resume(tmp_path / (folder or "trainer_output"), "--max_steps", 3)
     assert (ended.status, ended.err) == (0, "")
+
+
+@pytest.mark.parametrize(("words", "count"), [("", 2), ("--num_processes 3", 3), ("--num_processes 1", 1)])
+def test_one_process_per_visible_gpu(words, count, tmp_path, monkeypatch):
+    class Replaced(Exception):
+        """This process is another program."""
+
+    launched = []
+
+    def execv(_, arguments):
+        launched.extend(arguments)
+        raise Replaced
+
+    monkeypatch.setattr(cli, "torch", SimpleNamespace(cuda=SimpleNamespace(device_count=lambda: 2)))
+    monkeypatch.setattr(os, "execv", execv)
+    path = str(write(tmp_path, use_cpu=None, max_steps=1))
+    ended = lowmem("sft", "--config", path, *words.split())
+    if count == 1:
+        assert (ended.status, launched) == (0, []), ended.err
+    else:
+        assert f"starting {count} processes, each with all weights" in ended.out
+        assert launched[4:] == [f"--nproc_per_node={count}", "-m", "lowmem", "sft", "--config", path, *words.split()]
 
 
 def test_ctrl_c_before_training_or_twice_leaves_no_files(tmp_path, run_dir, monkeypatch):

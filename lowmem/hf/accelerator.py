@@ -34,7 +34,7 @@ class FusedAccelerator(Accelerator):  # type: ignore[misc]
         accelerator.scaler = None  # the optimizer scales the loss
 
     def prepare(self, *objects: Any, **options: Any) -> Any:
-        """Prepares data loaders. If the model is to be sharded, shards it, and returns it and the optimizer unchanged."""
+        """Prepares data loaders. If the model is to be sharded, shards it and returns the optimizer unchanged."""
         only_data = not any(isinstance(item, nn.Module | torch.optim.Optimizer) for item in objects)
         if not self.trainer._inputs.sharded or only_data:
             return super().prepare(*objects, **options)

@@ -104,7 +104,7 @@ class Parser(TrlParser):
             ConfigError: there is no such argument, or the value is not of its type.
         """
         action = self._option_string_actions.get(f"--{setting.name}")
-        if action is None or action.nargs == 0 or setting.name == "config":
+        if action is None or action.nargs == 0 or setting.name == "config" or setting.name in _OF_LAUNCHERS:
             self.unknown(setting.name, setting.place)
         hint, value, takes_list = self.hints.get(action.dest, Any), setting.value, action.nargs == "+"
         is_list = isinstance(value, list)
