@@ -343,7 +343,10 @@ class FusedTrainerMixin(_Base):
                 "gradients, and you may need to continue from an older checkpoint", step, streak
             )  # fmt: skip
         elif self.is_world_process_zero():
-            checkpoint.rotate(run_dir, step, self.args.save_total_limit, self.state.best_model_checkpoint)
+            push = getattr(self, "push_in_progress", None)
+            published = None if push is None or push.is_done() else self._run.published
+            kept = self.state.best_model_checkpoint, published
+            checkpoint.rotate(run_dir, step, self.args.save_total_limit, *kept)
         self.accelerator.wait_for_everyone()
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
@@ -369,8 +372,9 @@ class FusedTrainerMixin(_Base):
         super().create_model_card(*args, **kwargs)
         card, base = Path(self.args.output_dir, "README.md"), getattr(self.model.config, "_name_or_path", "")
         if self.is_world_process_zero() and card.exists() and Path(base).is_dir():
+            where = getattr(self, "hub_model_id", None) or self.args.output_dir
             # TRL 1.16 (base_trainer.py) writes None for a model from a directory or outside the Hub
-            text = card.read_text("utf-8").replace('model="None"', f'model="{self.args.output_dir}"')
+            text = card.read_text("utf-8").replace('model="None"', f'model="{where}"')
             card.write_text(re.sub(r"\[None\]\(\S*\)", lambda _: f"`{Path(base).name}`", text), "utf-8")
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:

@@ -294,17 +294,17 @@ def publish_model(staged: Path, folder: Path) -> None:
     flush(folder)
 
 
-def rotate(run_dir: Path, step: int, limit: int | None, best: str | None) -> None:
-    """Removes the oldest checkpoints until `limit` are left, but never the checkpoint of `step` or the best one.
+def rotate(run_dir: Path, step: int, limit: int | None, *kept: str | Path | None) -> None:
+    """Removes the oldest checkpoints until `limit` are left, but never the checkpoint of `step` or those of `kept`.
 
     Those that are not in the timeline of the last checkpoint are removed first.
     """
     remove(run_dir / _REMOVED)  # left by a run that was killed here
     if limit is None or limit <= 0:
         return
-    kept = timeline(run_dir)
-    folders = sorted(candidates(run_dir), key=lambda folder: (folder in kept, _number(folder)))
-    protected = {Path(path).resolve() for path in (run_dir / f"checkpoint-{step}", best) if path}
+    line = timeline(run_dir)
+    folders = sorted(candidates(run_dir), key=lambda folder: (folder in line, _number(folder)))
+    protected = {Path(path).resolve() for path in (run_dir / f"checkpoint-{step}", *kept) if path}
     for folder in [folder for folder in folders if folder.resolve() not in protected][: max(0, len(folders) - limit)]:
         _set_aside(folder, _REMOVED)  # so that a partly removed directory does not look like a checkpoint
         remove(run_dir / _REMOVED)

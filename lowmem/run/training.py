@@ -18,7 +18,7 @@ from lowmem.hf.adapters import OTHERS_FILE
 from lowmem.hf.arguments import Inputs
 from lowmem.hf.resuming import steps_with_completions
 from lowmem.placements import in_group, streaming_of
-from lowmem.run import build, data, plan, precheck, report, ways
+from lowmem.run import build, data, plan, precheck, publishing, report, ways
 from lowmem.run.boundary import blaming, blaming_libraries, is_out_of_memory, reason
 from lowmem.run.description import describe
 from lowmem.run.folder import RunFolder
@@ -48,7 +48,8 @@ def train(recipe: Recipe) -> int | None:
         counts = data.check(trainer, train, evaluation)
         with blaming_libraries("this model cannot be trained so"):  # such as with packed samples
             trainer.create_optimizer()  # raises what it does not support before anything is written
-        print_topics({**describe(trainer), "data": counts})
+        topics = {**describe(trainer), "data": counts}
+        print_topics(topics)
         _require_metric(trainer)
         beginning, stop = _Beginning(recipe, folder), _StopOnSignal()
         trainer.add_callback(beginning)
@@ -59,8 +60,9 @@ def train(recipe: Recipe) -> int | None:
             beginning.on_step_end()  # also if no step was left to train
             if stop.number is None:
                 folder.save_model(trainer)
-        if recipe.training.push_to_hub and stop.number is None:
-            trainer.push_to_hub(dataset_name=recipe.script.dataset_name)
+        if recipe.training.push_to_hub and stop.number is None and rank() == 0:
+            with blaming(f"push_to_hub: {folder.path} has the complete model, but its upload failed"):
+                publishing.publish(trainer, recipe, folder.path, topics)
         if in_group():  # a process that ends without leaving it aborts
             distributed.barrier()
             distributed.destroy_process_group()
