@@ -189,8 +189,8 @@ def plan(command: argparse.Namespace, rest: Sequence[str]) -> int:
 
     options, ranks = recipe.options, _count("--ranks", recipe.options.ranks, 1)
     memory = None if options.memory is None else parse_bytes(options.memory, "--memory")
-    with stage("planning a run"):
-        planned = planning.plan(recipe, ranks)
+    stage("planning a run")
+    planned = planning.plan(recipe, ranks)
     print_topics(planned.summary)
     out.print()
     out.print(_step_table(planned.step))
@@ -219,8 +219,8 @@ def profile(command: argparse.Namespace, rest: Sequence[str]) -> None:
     from lowmem.run import profile as profiling
 
     steps, folder = _count("--steps", recipe.options.steps, 2), recipe.options.out or Path("profile")
-    with stage("planning the run and taking steps"):
-        result = profiling.profile(recipe, steps, folder)
+    stage("planning the run and taking steps")
+    result = profiling.profile(recipe, steps, folder)
     table = _table("peak of tensors", "measured", "planned", numbers=["measured", "planned"])
     planned = {**result.planned["items"], "total": result.planned["peak"]} if result.planned else {}
     for kind, nbytes in {**result.measured.items, "total": result.measured.peak}.items():
@@ -236,10 +236,11 @@ def _recipe(
     command: argparse.Namespace, rest: Sequence[str], options: Callable[[Any], None], device: str | None = "gpu"
 ) -> "Recipe":
     """The recipe of a training command with further options, for this machine or the device that `--device` names."""
-    with stage("starting"):
-        configured(rest)  # sets environment variables before libraries are imported
-        _quiet()
-        from lowmem.run.recipe import parse
+    stage("starting")
+    configured(rest)  # sets environment variables before libraries are imported
+    _quiet()
+    from lowmem.run.recipe import parse
+
     return parse(command.training, rest, device=device, more=options)
 
 
@@ -286,12 +287,12 @@ def _fitting(recipe: "Recipe", ranks: int, memory: int) -> tuple["Recipe | None"
     from lowmem.run import ways
 
     fitting, needs = None, {}
-    with stage("planning arguments that reduce memory"):
-        for way, changed, needed in ways.planned(recipe, ranks, memory):
-            needs[way.words] = needed
-            verdict = Text("fits", "green") if needed <= memory else "does not fit"
-            out.print(Text.assemble(f"  {way.words}  {size(needed)}, ", verdict, f" ({way.cost})"), soft_wrap=True)
-            fitting = changed if fitting is None and needed <= memory else fitting
+    stage("planning arguments that reduce memory")
+    for way, changed, needed in ways.planned(recipe, ranks, memory):
+        needs[way.words] = needed
+        verdict = Text("fits", "green") if needed <= memory else "does not fit"
+        out.print(Text.assemble(f"  {way.words}  {size(needed)}, ", verdict, f" ({way.cost})"), soft_wrap=True)
+        fitting = changed if fitting is None and needed <= memory else fitting
     return fitting, needs
 
 
@@ -378,7 +379,7 @@ def _show_rule(name: str, model: Path | None) -> None:
 
 
 def _quiet() -> None:
-    """Limits libraries to errors, without progress bars and without reports to their authors."""
+    """Limits libraries to errors and, on a terminal, progress bars, without reports to their authors."""
     import datasets
     import huggingface_hub
     import transformers
@@ -388,5 +389,6 @@ def _quiet() -> None:
     warnings.filterwarnings("ignore", category=FutureWarning)  # for developers of libraries
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    datasets.disable_progress_bars()
+    if not out.is_terminal:
+        transformers.logging.disable_progress_bar()
+        datasets.disable_progress_bars()

@@ -60,8 +60,8 @@ def _problem(recipe: Recipe) -> str | None:
     on_gpu = args.device.type != "cpu"
     on_host = free_on_host() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     memory = torch.cuda.mem_get_info(args.device)[0] + _CONTEXT if on_gpu else on_host
-    with stage("planning the memory of the run"):
-        planned, text = plan_elsewhere(recipe, memory)
+    stage("planning the memory of the run")
+    planned, text = plan_elsewhere(recipe, memory)
     if planned is None:
         out.print(f"memory     not planned: {text}", soft_wrap=True)
         return None

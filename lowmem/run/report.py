@@ -1,4 +1,4 @@
-"""The log lines of a run, its progress bar, metrics.jsonl, and the picture that is drawn from it at the end."""
+"""The log lines of a run, its progress bar, metrics.jsonl, and the picture that is drawn from it."""
 
 import json
 import math
@@ -39,7 +39,8 @@ class _Bar(ProgressCallback):  # type: ignore[misc]
 
 
 class RunReport(TrainerCallback):  # type: ignore[misc]
-    """Writes log lines, metrics.jsonl and, on a terminal, a progress bar; at the end, even after an error, loss.png.
+    """Writes log lines, metrics.jsonl and, on a terminal, a progress bar; with every checkpoint, and at the end, even
+    after an error, loss.png.
 
         with RunReport(run_dir).attached(trainer):
             trainer.train()
@@ -79,11 +80,7 @@ class RunReport(TrainerCallback):  # type: ignore[misc]
         finally:
             if self.bar.training_bar is not None:
                 self.bar.training_bar.close()
-            if self.records:
-                try:
-                    draw(self.run_dir, self.records)
-                except LowmemError as error:  # the weights are worth more than the picture
-                    self._print(str(error), "red")
+            self._draw()
 
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: torch.nn.Module, optimizer: Any = None, **_: Any
@@ -106,6 +103,7 @@ class RunReport(TrainerCallback):  # type: ignore[misc]
         if state.is_world_process_zero and compiling > 0:
             self._print(f"compiled the optimizer in {compiling:.1f} s", "dim")
         self.seconds += now - self.last_time - compiling
+        self.first_time += compiling
         self.last_time, self.compile_seconds = now, compile_seconds
         if state.global_step == state.max_steps and args.logging_strategy != "no":
             # transformers 5.23 (trainer.py) adds the loss of steps after the last log line to the mean of rank 0 alone
@@ -114,7 +112,16 @@ class RunReport(TrainerCallback):  # type: ignore[misc]
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.last_time = time.perf_counter()
 
-    on_save = on_evaluate
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._draw()
+        self.last_time = time.perf_counter()
+
+    def _draw(self) -> None:
+        if self.records:
+            try:
+                draw(self.run_dir, self.records)
+            except LowmemError as error:  # the weights are worth more than the picture
+                self._print(str(error), "red")
 
     def _log(self, trainer: Any, log: Callable[..., None], logs: Record, *args: Any, **kwargs: Any) -> None:
         """Logs as a trainer does, with the metrics of this report, so that trackers get them, and writes them."""

@@ -2,12 +2,9 @@
 
 import os
 import shlex
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
-from rich.text import Text
 
 # The columns of a line where the output is not a terminal.
 _IN_A_FILE = 200
@@ -36,15 +33,9 @@ def train_command(command: str, run_dir: Path, save_only_model: bool = False) ->
     return f"lowmem {command} --config {config} {again}{launcher}"
 
 
-@contextmanager
-def stage(activity: str) -> Iterator[None]:
-    """Says what is going on while nothing else is printed: on a terminal until it is over, else in a line."""
-    if out.is_terminal:
-        with out.status(Text(activity)):
-            yield
-    else:
-        out.print(f"{activity} ...")
-        yield
+def stage(activity: str) -> None:
+    """Says what begins. On a terminal, progress bars of libraries follow."""
+    out.print(f"{activity} ...")
 
 
 def size(nbytes: float) -> str:

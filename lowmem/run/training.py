@@ -41,10 +41,10 @@ def train(recipe: Recipe) -> int | None:
         checkpoint = folder.start()
         if not recipe.options.force:
             precheck.require_fit(recipe)
-        with stage("loading the data"):
-            train, evaluation = data.load(recipe)
-        with stage("loading the model and tokenizing"):
-            trainer = build.trainer(recipe, train, evaluation)
+        stage("loading the data")
+        train, evaluation = data.load(recipe)
+        stage("loading the model and tokenizing")
+        trainer = build.trainer(recipe, train, evaluation)
         counts = data.check(trainer, train, evaluation)
         with blaming_libraries("this model cannot be trained so"):  # such as with packed samples
             trainer.create_optimizer()  # raises what it does not support before anything is written

@@ -4,6 +4,7 @@ import errno
 import io
 import json
 import math
+import re
 import sys
 from pathlib import Path
 
@@ -214,6 +215,20 @@ def test_throughput_excludes_the_time_of_evaluation(trainer, run_dir, clock):
     trained.add_callback(Slow())
     train(trained, run_dir)
     assert [line["tokens_per_second"] for line in metrics(run_dir) if "loss" in line] == [13.0] * 4
+
+
+def test_the_time_left_does_not_count_compilation(trainer, run_dir, clock):
+    class Compile(TrainerCallback):
+        def on_step_end(self, args, state, control, optimizer=None, **kwargs):
+            if state.global_step == 1:
+                clock[0] += 1000.0
+                optimizer.compile_seconds = 1000.0
+
+    trained = trainer()
+    trained.add_callback(Compile())
+    printed = train(trained, run_dir)
+    assert "compiled the optimizer in 1000.0 s" in printed
+    assert re.findall(r"(\S+) left", printed) == ["0:00:03", "0:00:02", "0:00:01", "0:00:00"]
 
 
 @pytest.mark.skipif(sys.platform != "linux" and not torch.cuda.is_available(), reason="the peak cannot be reset")
