@@ -124,7 +124,8 @@ class Recipe:
         name = (self.training.model_init_kwargs or {}).get("dtype", self.model.dtype)
         if name == "auto":  # as the files say
             with blaming("model_name_or_path"):
-                name = AutoConfig.from_pretrained(self.model.model_name_or_path, **self.source).dtype
+                path, revision = self.model.model_name_or_path, self.model.model_revision
+                name = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=False).dtype
         dtype = getattr(torch, str(name).removeprefix("torch."), None)
         return dtype if isinstance(dtype, torch.dtype) else torch.get_default_dtype()
 
