@@ -21,10 +21,8 @@ STRATEGIES = {
     "best": {"save_strategy": "best", "metric_for_best_model": "loss", "eval_strategy": "steps", "eval_steps": 1},
 }
 CASES = [
-    ("steps", "on_step_end", 1), ("steps", "on_step_end", 2), ("steps", "on_step_end", 6), ("steps", "on_evaluate", 1),
-    ("steps", "on_prediction_step", 2), ("steps", "on_save", 2), ("epoch", "on_step_end", 4),
-    ("epoch", "on_prediction_step", 4), ("epoch", "on_save", 4), ("best", "on_step_end", 2),
-    ("best", "on_prediction_step", 1),
+    ("steps", "on_step_end", 2), ("steps", "on_step_end", 6), ("steps", "on_evaluate", 1), ("steps", "on_save", 2),
+    ("epoch", "on_step_end", 4), ("epoch", "on_prediction_step", 4), ("best", "on_step_end", 2),
 ]  # fmt: skip
 
 

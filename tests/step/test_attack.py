@@ -105,7 +105,7 @@ def loops(draw, rule):
 @pytest.mark.filterwarnings("ignore")  # of schedulers, about steps that an overflow skips
 @pytest.mark.parametrize("rule", HYPER)
 def test_loops_train_as_in_plain_pytorch(rule):
-    @settings(max_examples=1000 if FULL else 25, derandomize=not FULL, database=None)
+    @settings(max_examples=1000 if FULL else 8, derandomize=not FULL, database=None)
     @given(loops(rule))
     def check(s):
         attack.compare(s)

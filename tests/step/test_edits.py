@@ -288,7 +288,7 @@ def loops(draw, rule: str, rounding: str) -> Settings:
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 @pytest.mark.parametrize("rule", RULES)
 def test_edited_weights_are_trained_as_they_are(rule, rounding):
-    @settings(max_examples=200 if FULL else 8, derandomize=True, database=None, deadline=None)
+    @settings(max_examples=200 if FULL else 4, derandomize=True, database=None, deadline=None)
     @given(loops(rule, rounding))
     def check(s: Settings) -> None:
         compare(s)
