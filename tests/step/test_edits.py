@@ -182,7 +182,7 @@ class Plain:
             self.dtypes[param] = param.dtype
         elif rounding == "master":
             distance, half = (shown - want).abs(), spacing(shown, param.dtype) / 2
-            changed = distance > error + half
+            changed = ~(distance <= error + half)  # also from infinity
             unclear = (distance - half).abs() < 2 * error + half / 100  # may be seen as an edit, or not
             error += half * (unclear | (shown.frexp().mantissa.abs() == 0.5))  # below a power of 2 numbers are closer
         elif rounding.startswith("compensated") and torch.equal(shown.nan_to_num(), self.seen.get(param, want)):
