@@ -344,8 +344,8 @@ class FusedTrainerMixin(_Base):
             )  # fmt: skip
         elif self.is_world_process_zero():
             push = getattr(self, "push_in_progress", None)
-            published = None if push is None or push.is_done() else self._run.published
-            kept = self.state.best_model_checkpoint, published
+            published = () if push is None or push.is_done() else self._run.published
+            kept = self.state.best_model_checkpoint, *published
             checkpoint.rotate(run_dir, step, self.args.save_total_limit, *kept)
         self.accelerator.wait_for_everyone()
 

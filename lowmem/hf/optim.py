@@ -208,6 +208,10 @@ def _named(args: TrainingArguments, optim: str) -> tuple[str, dict[str, Any]]:
     except (ImportError, ValueError) as error:  # its package is not installed, or it needs the model
         raise ConfigError(f"optim={optim!r}: {str(error).replace(str(args.optim), optim)}") from error
     if hyper.get("optim_bits") == 8:
-        raise UnsupportedError(f"optim={optim!r} has 8-bit states. Write fused: {{rule: adamw, state_storage: 8bit}}")
+        raise UnsupportedError(
+            f"optim={optim!r}: Hugging Face selects 32-bit states for embeddings by the names of modules, which a "
+            "fused update does not know. Set fused.rule to the class, which then uses 8-bit states for every large "
+            "parameter"
+        )
     path = "adamw" if cls is torch.optim.AdamW else f"{cls.__module__}.{cls.__qualname__}"
     return path, {name: value for name, value in hyper.items() if name not in ("lr", "fused")}

@@ -196,7 +196,7 @@ class Run:
         earlier: the steps of the checkpoints that it has saved or resumed from.
         rows: its place in the training data; None in a custom training loop.
         staged: the directory of the checkpoint that is being saved.
-        published: the last checkpoint that is uploaded.
+        published: the checkpoints that the last uploads read.
         traffic: of a streamed model, when it was last logged (see `sharding.traffic`).
     """
 
@@ -204,7 +204,7 @@ class Run:
     earlier: list[int] = field(default_factory=list)
     rows: Rows | None = None
     staged: Path | None = None
-    published: Path | None = None
+    published: tuple[Path, ...] = ()
     traffic: tuple[float, int, float] = (0.0, 0, 0.0)
 
 

@@ -60,7 +60,6 @@ class _OfRun:
         # transformers 5.23 (trainer.py) copies it over the final model, and uploads all of the run folder
         if self._run.staged is None and self.is_world_process_zero():  # type: ignore[attr-defined]
             publish_checkpoint(self, Path(checkpoint_folder))
-            self._run.published = Path(checkpoint_folder)  # type: ignore[attr-defined]
 
     def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, *options: Any) -> Any:
         prepare = super()._prepare_dataset  # type: ignore[misc]

@@ -39,14 +39,16 @@ def publish(trainer: Any, recipe: Recipe, folder: Path, topics: dict[str, str]) 
 def publish_checkpoint(trainer: Any, folder: Path) -> None:
     """Starts to upload a checkpoint, as `hub_strategy` says, unless an upload is in progress. Rank 0 calls it."""
     args, current = trainer.args, trainer.push_in_progress
-    if args.hub_strategy == HubStrategy.END or not (args.hub_always_push or current is None or current.is_done()):
+    busy = current is not None and not current.is_done()
+    if args.hub_strategy == HubStrategy.END or (busy and not args.hub_always_push):
         return
     message = f"Training in progress, step {trainer.state.global_step}"
     uploads = [_upload(trainer, folder, message, allow_patterns=[*_MODEL], run_as_future=True)]
     if args.hub_strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
         name = "last-checkpoint" if args.hub_strategy == HubStrategy.CHECKPOINT else folder.name
         uploads.append(_upload(trainer, folder, f"{message}, checkpoint", path_in_repo=name, run_as_future=True))
-    trainer.push_in_progress = PushInProgress(uploads)
+    trainer.push_in_progress = PushInProgress([*(current.jobs if busy else ()), *uploads])
+    trainer._run.published = *(trainer._run.published if busy else ()), folder
 
 
 def _upload(trainer: Any, folder: Path, message: str, *, path_in_repo: str | None = None, **options: Any) -> Any:

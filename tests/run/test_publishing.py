@@ -57,6 +57,27 @@ def test_only_what_a_model_needs_is_published(strategy, uploads, tmp_path, run_d
     assert uploads == {}
 
 
+@pytest.mark.parametrize("always", [False, True])
+def test_a_checkpoint_that_is_uploaded_is_not_removed(always, uploads, tmp_path, run_dir, monkeypatch):
+    """The first upload takes until the run ends. With `hub_always_push`, others begin before."""
+    note, first = HfApi.upload_folder, Future()
+
+    def slow(self, *, run_as_future=False, **options):
+        done = note(self, run_as_future=run_as_future, **options)
+        return first if run_as_future and len(uploads) == 1 else done
+
+    monkeypatch.setattr(HfApi, "upload_folder", slow)
+    monkeypatch.setattr(
+        transformers.Trainer, "_finish_current_push", lambda self: first.done() or first.set_result(None)
+    )
+    save = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 1, "max_steps": 3}
+    path = write(tmp_path, push_to_hub=True, hub_strategy="every_save", hub_always_push=always, **save)
+    assert lowmem("sft", "--config", path).status == 0
+    there = sorted(folder.name for folder in run_dir.glob("checkpoint-*"))
+    assert there == (["checkpoint-1", "checkpoint-2", "checkpoint-3"] if always else ["checkpoint-1", "checkpoint-3"])
+    assert len(uploads) == (4 if always else 2)
+
+
 def test_an_upload_that_fails_names_the_complete_model(uploads, tmp_path, run_dir, monkeypatch):
     def fail(*_, **__):
         raise ConnectionError("no route")
