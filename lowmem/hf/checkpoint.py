@@ -166,6 +166,18 @@ def check_checksums(folder: Path, unread: Collection[str] = ()) -> None:
     Raises:
         CheckpointError: a file is missing or has another checksum, or `checksums.txt` itself is missing or damaged.
     """
+    for name, expected in _listed(folder).items():
+        if not (folder / name).is_file():
+            raise CheckpointError(f"{folder / name} is missing")
+        if name not in unread and checksum(folder / name) != expected:
+            raise CheckpointError(
+                f"{folder / name} is damaged: its checksum differs from the one in {CHECKSUMS_FILE}. If you changed the "
+                f"file on purpose, remove its line from {CHECKSUMS_FILE}"
+            )
+
+
+def _listed(folder: Path) -> dict[str, str]:
+    """The checksums in `checksums.txt`, by the name of the file. Raises `CheckpointError` if it can't be read."""
     path = folder / CHECKSUMS_FILE
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -178,21 +190,16 @@ def check_checksums(folder: Path, unread: Collection[str] = ()) -> None:
         raise CheckpointError(f"{path} is damaged: {error}") from None
     if not lines:
         raise CheckpointError(f"{path} is damaged: it is empty")
+    listed = {}
     for number, line in enumerate(lines, 1):
         match = _CHECKSUM.fullmatch(line)
         if match is None:
             raise CheckpointError(f"{path} is damaged: line {number} is not a checksum and a name")
         expected, name = match.groups()
-        file = folder / name
         if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
             raise CheckpointError(f"{path}: line {number} names {name[:100]!r}, which is outside the checkpoint")
-        if not file.is_file():
-            raise CheckpointError(f"{file} is missing")
-        if name not in unread and checksum(file) != expected:
-            raise CheckpointError(
-                f"{file} is damaged: its checksum differs from the one in {CHECKSUMS_FILE}. If you changed the file on "
-                f"purpose, remove its line from {CHECKSUMS_FILE}"
-            )
+        listed[name] = expected
+    return listed
 
 
 def to_resume(requested: str | bool | None, run_dir: Path) -> Path | None:
@@ -368,11 +375,19 @@ def _history(folder: Path) -> tuple[float, list[int] | None]:
     """The number of a checkpoint in the order in which they were saved, and the steps of those before it. An earlier
     version did not write them: 0 and None. Where they are damaged: infinity and None.
     """
+    path = folder / TIMELINE_FILE
+    if not path.exists() and not (folder / CHECKSUMS_FILE).exists():
+        return 0, None
     try:
-        saved = read_json(folder / TIMELINE_FILE)
-    except CheckpointError:
-        return (math.inf if (folder / TIMELINE_FILE).exists() else 0), None
-    return saved["saved"], saved["earlier"]
+        expected = _listed(folder).get(TIMELINE_FILE)
+        if expected is None and not path.exists():
+            return 0, None
+        match read_json(path):
+            case {"saved": int(saved), "earlier": list(earlier)} if expected in (None, checksum(path)):
+                return saved, earlier
+    except (CheckpointError, OSError):
+        pass
+    return math.inf, None
 
 
 def find_last(run_dir: Path, check: Callable[[Path], None] = check_resumable) -> tuple[Path, list[str]]:

@@ -54,7 +54,7 @@ def link_to_itself(path):
 HOW = {"cut": cut, "empty": overwrite(b""), "junk": overwrite(b"\x80\x02junk" * 9), "gone": os.unlink}
 HOW |= {"a link to itself": link_to_itself}
 NAMES = ["model.safetensors", "optimizer.safetensors", "scheduler.pt", "rng_state.pth", "trainer_state.json"]
-NAMES += ["config.json", "tokenizer.json"]
+NAMES += ["config.json", "tokenizer.json", "timeline.json"]
 
 
 @pytest.mark.parametrize("damage", HOW.values(), ids=HOW)
@@ -65,6 +65,14 @@ def test_a_damaged_file_is_named_and_the_checkpoint_before_is_used(run, name, da
     assert last == run / "checkpoint-2"
     assert name in reason and NEWEST in reason
     assert len(reason.replace(str(run), "")) < 400
+
+
+@pytest.mark.parametrize("content", [{"saved": 9, "earlier": []}, {"saved": None}, [], {"saved": 3, "earlier": None}])
+def test_a_timeline_with_other_values_does_not_hide_the_checkpoint_before(run, content):
+    (run / NEWEST / "timeline.json").write_text(json.dumps(content))
+    last, (reason,) = checkpoint.find_last(run)
+    assert last == run / "checkpoint-2"
+    assert "timeline.json is damaged" in reason
 
 
 def test_a_flipped_bit_in_any_file_is_found(run):
@@ -97,7 +105,8 @@ def test_one_rank_looks_for_the_checkpoint_once(two, newest, run):
         flip(run / NEWEST / "model.safetensors")
     (path, read, warned), (other, unread, silent) = two.run(looked_for, True, str(run))
     assert path == other == str(run / (NEWEST if newest == "intact" else "checkpoint-2"))
-    assert len(set(read)) == len(read) > 0
+    large = [file for file in read if file.name != "timeline.json"]  # a timeline decides the order, too
+    assert len(set(large)) == len(large) > 0
     assert unread == silent == []
     assert len(warned) == (newest == "damaged")
 
