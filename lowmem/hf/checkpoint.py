@@ -167,12 +167,13 @@ def check_checksums(folder: Path, unread: Collection[str] = ()) -> None:
         CheckpointError: a file is missing or has another checksum, or `checksums.txt` itself is missing or damaged.
     """
     for name, expected in _listed(folder).items():
-        if not (folder / name).is_file():
-            raise CheckpointError(f"{folder / name} is missing")
-        if name not in unread and checksum(folder / name) != expected:
+        file = folder / name
+        if not file.is_file():
+            raise CheckpointError(f"{file} is missing")
+        if name not in unread and checksum(file) != expected:
             raise CheckpointError(
-                f"{folder / name} is damaged: its checksum differs from the one in {CHECKSUMS_FILE}. If you changed the "
-                f"file on purpose, remove its line from {CHECKSUMS_FILE}"
+                f"{file} is damaged: its checksum differs from the one in {CHECKSUMS_FILE}. If you changed the file on "
+                f"purpose, remove its line from {CHECKSUMS_FILE}"
             )
 
 
