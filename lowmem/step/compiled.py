@@ -14,12 +14,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from lowmem.errors import ConfigError
+from lowmem.kernels.kernels import Batch, Kernels, Values
+from lowmem.kernels.tables import Member
 from lowmem.placements.ranks import on_rank
 from lowmem.rules import ParamSpec, UpdateRule
 from lowmem.step.parameters import Parameters
 from lowmem.step.program import Program, Result
 from lowmem.step.record import ParamRecord
-from lowmem.tiles.blocks import Form, form_of, pieces
+from lowmem.tiles.blocks import form_of, pieces
 from lowmem.tiles.graph import try_compiler
 from lowmem.tiles.layout import Place
 from lowmem.tiles.quantized import QuantizedWeight
@@ -34,23 +36,42 @@ logger = logging.getLogger(__name__)
 # With fewer trainable elements compilation takes longer than it saves.
 COMPILE_FROM = 1 << 25
 
+# Types of devices on which updates are kernels of Triton. For others Inductor compiles them.
+KERNELS = {"cuda"}
+
+Update = Stages | OneTile | Kernels
+
 # Compiled updates, which parameters of all sizes share, by rule, or by its class if it has no attributes.
 # None: the rule cannot be traced.
-_TRACED: WeakKeyDictionary[Any, dict[tuple[ParamSpec, Kind], tuple[Stages, OneTile]] | None] = WeakKeyDictionary()
+_TRACED: WeakKeyDictionary[Any, dict[tuple[ParamSpec, Kind], Any] | None] = WeakKeyDictionary()
 
 
 class Bound(NamedTuple):
     """The compiled update of one parameter, with what stays from step to step.
 
-    made_for: what it depends on; see `Compilation.run`.  places: of tiles.  args: states, as the code takes them.
+    made_for: what it depends on; see `Compilation.bind`.  places: of tiles.  args: states, as the code takes them.
     alive: references to the states. With the first one that is freed, or replaced, the views of the others are.
     """
 
     made_for: Any
-    update: Stages | OneTile
+    update: Update
     places: Sequence[Place]
     args: Arguments
     alive: Sequence[ReferenceType[Tensor]]
+
+
+class Launched(NamedTuple):
+    """A parameter whose update is launched together with others.
+
+    place: of the numbers of its group among those of the step, and of the key of its noise.  shard: of the weight.
+    """
+
+    record: ParamRecord
+    tiles: StoredTiles
+    states: Mapping[str, Tensor]
+    place: tuple[int, int]
+    bound: Bound
+    shard: Tensor
 
 
 class Compilation:
@@ -72,9 +93,10 @@ class Compilation:
     def __init__(self, parameters: Parameters) -> None:
         self._parameters, self._requested = parameters, parameters.config.compile
         self._step, self._decided = 0, False
-        self._new: dict[tuple[Program, Any], Stages | OneTile | None] = {}  # code on which ranks have not agreed
+        self._new: dict[tuple[Program, Any], Update | None] = {}  # code on which ranks have not agreed
         self._own: str | None = None  # the error of this rank
         self._bound: dict[ParamRecord, Bound] = {}
+        self._batches: dict[tuple[ParamRecord, ...], tuple[list[Bound], Batch]] = {}
         self._warns = self._requested is True  # of updates that are not compiled, once
 
     @property
@@ -123,6 +145,39 @@ class Compilation:
 
         Every rank calls it for the same parameters, also if it has no elements of a shard.
         """
+        bound = self.bind(record, tiles, states)
+        if bound is None:
+            return None
+        assert not isinstance(bound.update, Kernels)
+        args = bound.args | _numbers(tiles)
+        results = bound.update.run(tiles, bound.places, args, record.program.held(states))
+        measured = tiles.reading.square_sums
+        return Result(results["square_sums"] if measured is None else measured, results.get("sizes"))
+
+    def launches(self, record: ParamRecord) -> bool:
+        """Returns whether the update of a parameter is launched by kernels, unless its tensors do not allow it."""
+        return self.active and record.param.device.type in KERNELS and not record.program.rule.materializes
+
+    def launch(self, batch: Sequence[Launched], values: Values) -> Result:
+        """Updates parameters that have the same kernels, by one launch per pass. Ranks of shards call it together."""
+        records = tuple(each.record for each in batch)
+        bounds, known = [each.bound for each in batch], self._batches.get(records)
+        if known is None or any(one is not other for one, other in zip(known[0], bounds, strict=True)):
+            kernels, ranks = bounds[0].update, records[0].program.ranks
+            assert isinstance(kernels, Kernels)
+            known = self._batches[records] = bounds, Batch(kernels, [_member(*each[:4]) for each in batch], ranks)
+        results = known[1].run([each.tiles.grad for each in batch], values)
+        measured = values.reading.square_sums
+        square_sums = results.square_sums if measured is None else measured
+        assert square_sums is not None
+        return Result(square_sums, results.sizes)
+
+    def bind(
+        self, record: ParamRecord, tiles: StoredTiles, states: Mapping[str, Tensor], place: tuple[int, int] = (0, 0)
+    ) -> Bound | None:
+        """Returns the compiled update of a parameter; None if there is none for it. Every rank calls it for the same
+        parameters, also if it has no elements of a shard. place: see `Launched`.
+        """
         program, made_for = record.program, None
         if program.rule.materializes:
             self._warn(record)
@@ -130,40 +185,47 @@ class Compilation:
         varying = tiles.grad.dtype, tiles.scalars.names, tiles.reading.form
         # a dispatch mode (fake tensors, a memory tracker) has to see each operation, which compiled code hides
         if _get_current_dispatch_mode() is None:
-            where = map(Tensor.data_ptr, filter(torch.is_tensor, states.values()))  # users may add other values
-            made_for = program, varying, tiles.grad.is_contiguous(), *where
+            tensors = *tiles.weight.parts, *filter(torch.is_tensor, states.values())  # users may add other values
+            is_aligned = tiles.grad.data_ptr() % 16 == 0
+            made_for = program, varying, place, tiles.grad.is_contiguous(), is_aligned, *map(Tensor.data_ptr, tensors)
         bound = self._bound.get(record)
         if bound is None or bound.made_for != made_for:
             bound = self._bind(record, tiles, states, varying, made_for)
             if bound is None:
                 self._warn(record)
-                return None
-        args = bound.args | _numbers(tiles)
-        results = bound.update.run(tiles, bound.places, args, program.held(states))
-        measured = tiles.reading.square_sums
-        return Result(results["square_sums"] if measured is None else measured, results.get("sizes"))
+        return bound
 
     def _bind(
         self, record: ParamRecord, tiles: StoredTiles, states: Mapping[str, Tensor], varying: Any, made_for: Any
     ) -> Bound | None:
         """Finds or compiles the code of an update, and makes the arguments that stay. made_for: None forbids it."""
-        self._bound.pop(record, None)
+        self._forget(record)
         program, tensors = record.program, {name: state for name, state in states.items() if torch.is_tensor(state)}
         data = {name: tensor.data for name, tensor in tensors.items()}  # whose views do not keep the states
-        places, held = pieces(tiles.layout, program.group) or [], program.held(data)
+        held = program.held(data)
         parts = *tiles.weight.parts, *(part for each in held.values() for part in each.parts)
         dtypes = [part.dtype for storage in (program.weight, *program.states.values()) for part in storage.parts]
-        fits = made_for is not None and bool(places) and [part.dtype for part in parts] == dtypes
+        fits = made_for is not None and [part.dtype for part in parts] == dtypes
         fits = fits and all(each.is_contiguous() and each.device == tiles.device for each in (tiles.grad, *parts))
-        several = self._parameters.placement.several
+        places, several = list[Place](), self._parameters.placement.several
+        if tiles.device.type in KERNELS:
+            member = _member(record, tiles, data, (0, 0))
+            # ranks would have to agree on alignment
+            aligned = program.ranks is None and member.is_aligned and tiles.grad.data_ptr() % 16 == 0
+            fits = fits and member.fits
+            variant: Any = program.layout.one_line and not program.small, aligned
+        else:
+            places = pieces(tiles.layout, program.group) or []
+            fits = fits and bool(places)
+            forms = tuple(dict.fromkeys(form_of(place.rect.size) for place in places))
+            variant = len(places) == 1 and program.ranks is None, forms
         if not (fits or several):
             return None
-        is_one = len(places) == 1 and program.ranks is None
         args: Arguments = {}
         for name, kept in program.small.items() if fits else ():
             args[kept.extent, name] = data[name].view((*extent(kept.extent, tiles.shape), *kept.extra))
-        if varying not in program.compiled and (program, varying) not in self._new:
-            forms = tuple(dict.fromkeys(form_of(place.rect.size) for place in places))
+        key = varying, variant
+        if key not in program.compiled and (program, key) not in self._new:
             kind = Kind(
                 ((GRAD, Float(tiles.grad.dtype)), ("param", program.weight), *program.states.items()),
                 program.group,
@@ -172,18 +234,17 @@ class Compilation:
                 batched=tiles.shape[0] > 1,
                 numbers=tiles.scalars.names,
             )
-            self._new[program, varying] = self._compile(program, kind, forms, is_one) if fits else None
+            self._new[program, key] = self._compile(program, kind, variant) if fits else None
             if program.ranks is not None or not several:  # ranks of shards update in one order
                 self.settle()
-        update: Stages | OneTile | None = program.compiled.get(varying)
+        update: Update | None = program.compiled.get(key)
         if update is None or not fits:
             return None
         if isinstance(update, OneTile):
             args |= update.in_blocks({name: each.parts for name, each in held.items()}, places[0].rect.size)
-        bound = self._bound
-        alive = [ref(state, lambda _: bound.pop(record, None)) for state in tensors.values()]
-        bound[record] = Bound(made_for, update, places, args, alive)
-        return bound[record]
+        alive = [ref(state, lambda _: self._forget(record)) for state in tensors.values()]
+        self._bound[record] = Bound(made_for, update, places, args, alive)
+        return self._bound[record]
 
     def _warn(self, record: ParamRecord) -> None:
         """Warns once of an update that is not compiled although compile=True. A failure of the compiler raises."""
@@ -198,11 +259,16 @@ class Compilation:
                 cause,
             )  # fmt: skip
 
-    def _compile(self, program: Program, kind: Kind, forms: Sequence[Form], is_one: bool) -> Stages | OneTile | None:
+    def _forget(self, record: ParamRecord) -> None:
+        """Drops what was made for the tensors of a parameter."""
+        self._bound.pop(record, None)
+        self._batches.clear()
+
+    def _compile(self, program: Program, kind: Kind, variant: Any) -> Update | None:
         """Compiles an update. Returns None if this fails, or has failed in this step, or the rule cannot be traced."""
         update, start = None, time.perf_counter()
         try:
-            update = traced(program, kind, forms, is_one) if self._own is None else None
+            update = traced(program, kind, variant) if self._own is None else None
         except Exception as error:
             self._own = f"{type(error).__name__}{on_rank()}: {error}"
         Compilation.seconds += time.perf_counter() - start
@@ -232,9 +298,11 @@ def _numbers(tiles: StoredTiles) -> Arguments:
     return args
 
 
-def traced(program: Program, kind: Kind, forms: Sequence[Form], is_one: bool) -> Stages | OneTile | None:
-    """Returns the compiled update of a kind of parameters, for tiles of these forms, or that are one tile. None: the
-    rule cannot be traced. Raises the compiler's error.
+def traced(program: Program, kind: Kind, variant: Any) -> Update | None:
+    """Returns the compiled update of a kind of parameters. None: the rule cannot be traced. Raises the compiler's error.
+
+    variant: on a GPU, whether the parameters are single lines, and aligned; otherwise whether they are one tile, and
+    the forms of their tiles.
     """
     rule, key = program.rule, (program.spec, kind)
     updates = _TRACED.setdefault(_key(rule), {})
@@ -243,8 +311,16 @@ def traced(program: Program, kind: Kind, forms: Sequence[Form], is_one: bool) ->
     try:
         if key not in updates:
             trace = trace_update(kind, lambda sweep, states: rule.update(sweep, program.spec, states))
-            updates[key] = Stages(trace), OneTile(trace)
-        codes = updates[key][is_one].codes(forms)
+            updates[key] = trace, Stages(trace), OneTile(trace), {}
+        trace, stages, one_tile, kernels = updates[key]
+        if kind.device.type in KERNELS:
+            if variant not in kernels:
+                kernels[variant] = Kernels(trace, line=variant[0], aligned=variant[1])
+            update: Update = kernels[variant]
+            codes = [update]
+        else:
+            update = one_tile if variant[0] else stages
+            codes = update.codes(variant[1])
     except Exception as error:  # of the rule, or of PyTorch's tracer, such as for a branch on the value of a tensor
         updates.clear()
         _TRACED[_key(rule)] = None
@@ -253,7 +329,16 @@ def traced(program: Program, kind: Kind, forms: Sequence[Form], is_one: bool) ->
         return None
     for code in codes:
         code.compile()
-    return updates[key][is_one]
+    return update
+
+
+def _member(record: ParamRecord, tiles: StoredTiles, states: Mapping[str, Tensor], place: tuple[int, int]) -> Member:
+    """Returns a parameter as kernels take it."""
+    program = record.program
+    held = {"param": tiles.weight, **program.held(states)}
+    parts = {(name, n): part for name, each in held.items() for n, part in enumerate(each.parts)}
+    small = {(kept.extent, name): states[name] for name, kept in program.small.items()}
+    return Member(program.layout, parts, small, *place)
 
 
 def is_traceable(rule: UpdateRule) -> bool:
