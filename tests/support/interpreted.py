@@ -1,7 +1,8 @@
-"""Triton's interpreter with the arithmetic of a GPU, in the tests and in the processes that they start (LOWMEM_TRITON=1).
+"""Triton's interpreter with the arithmetic of the eager sweep, for tests of kernels on a CPU (LOWMEM_TRITON=1).
 
-triton 3.6, runtime/interpreter.py: it truncates to bfloat16, has no fused multiply-add, no libdevice, drops NaN from
-maxima, takes a loop over elements for other reductions, and needs an index that numpy 2.4 does not make of an array.
+triton 3.6, runtime/interpreter.py: it truncates to bfloat16, has no fused multiply-add and no libdevice, loops over
+elements in a reduction that it does not know, and needs an index that numpy 2.4 does not make of an array. torch's root
+on a CPU is not rounded correctly, unlike that of a GPU.
 """
 
 import os
@@ -45,6 +46,13 @@ def install():
 
         return cast
 
+    def root(self, arg):
+        import torch
+
+        if arg.data.dtype != np.float32:
+            return handle(np.sqrt(arg.data), arg.dtype.scalar)
+        return handle(torch.from_numpy(np.ascontiguousarray(arg.data)).sqrt().numpy(), arg.dtype.scalar)
+
     def patch_tensor(tensor, scope, before=module._patch_lang_tensor):
         before(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
@@ -60,4 +68,4 @@ def install():
     builder.create_fma, module._patch_lang_tensor, module.ReduceOps.apply_impl = fma, patch_tensor, reduce
     for name in ("create_fp_trunc", "create_fp_ext", "create_fp_to_fp"):
         setattr(builder, name, casts(getattr(builder, name)))
-    libdevice.pow = power
+    builder.create_precise_sqrt, libdevice.pow = root, power

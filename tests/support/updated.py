@@ -1,7 +1,6 @@
 """Parameters that are updated by kernels and, as a reference, by the eager sweep from the same start."""
 
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -68,21 +67,23 @@ class Parameter:
     def draws(self):
         return any(storage.draws for storage in self.storages.values())
 
-    def traced(self, reading):
+    def kind(self, reading):
+        numbers = Scalars.of(self.numbers(1))
         args = {**self.small, **reading.tensors}
-        numbers = self.by_rule.scalars(self.hyper, 1)
-        args["numbers", "single"], args["numbers", "double"] = Scalars.of(numbers).single, Scalars.of(numbers).double
+        args["numbers", "single"], args["numbers", "double"] = numbers.single, numbers.double
         if self.draws:
             args["key", ""] = torch.zeros((), dtype=torch.int32)
-        kind = Kind(
+        return Kind(
             ((GRAD, Float(self.grad)), *self.storages.items()),
             max(storage.group for storage in self.storages.values()),
             signature(args),
             torch.device("cpu"),
             batched=self.layout.shape[0] > 1,
-            numbers=tuple(numbers),
+            numbers=numbers.names,
         )
-        return trace_update(kind, lambda sweep, states: self.by_rule.update(sweep, self.spec, states))
+
+    def traced(self, reading):
+        return trace_update(self.kind(reading), lambda sweep, states: self.by_rule.update(sweep, self.spec, states))
 
     def gradient(self, step):
         return self.memory(self.shape, self.grad).copy_(torch.randn(self.shape) * 0.01 * step)
@@ -100,7 +101,10 @@ class Parameter:
 
     def expect(self, grad, step, reading):
         """Updates the reference."""
-        held = {name: Held(s, tuple(self.expected[name, n] for n, _ in enumerate(s.parts))) for name, s in self.storages.items()}
+        held = {
+            name: Held(s, tuple(self.expected[name, n] for n, _ in enumerate(s.parts)))
+            for name, s in self.storages.items()
+        }
         weight, small = held.pop("param"), {name: state for (_, name), state in self.expected_small.items()}
         tiles = StoredTiles(
             self.layout, weight, grad, reading, Scalars.of(self.numbers(step)),
@@ -126,3 +130,56 @@ class Parameter:
         for own, expected in ((self.tensors, self.expected), (self.small, self.expected_small)):
             for key, tensor in own.items():
                 tensor.copy_(expected[key])
+
+
+def batches_of(parameters, reading, aligned=False):
+    """Yields parameters of one kind, and their batch."""
+    from lowmem.kernels import Batch, Kernels, is_line
+
+    kinds = {}
+    for each in parameters:
+        spec = replace(each.spec, view=None), tuple(each.spec.states.items())
+        kinds.setdefault((each.kind(reading), each.layout.shape[1] == 1, spec), []).append(each)
+    for of in kinds.values():
+        traced = of[0].traced(reading)
+        kernels = Kernels(traced, line=is_line(traced, of[0].layout.shape), aligned=aligned)
+        yield of, Batch(kernels, [each.member(n * len(each.numbers(1)), n) for n, each in enumerate(of)])
+
+
+def run(batch, of, grads, step, reading):
+    """Updates the parameters of a batch."""
+    from lowmem.kernels import Values
+
+    numbers = [number for each in of for number in each.numbers(step).values()]
+    keys = torch.tensor([each.key(step) for each in of], dtype=torch.int32)
+    return batch.run(grads, Values(torch.tensor(numbers, dtype=torch.float64), keys, reading))
+
+
+def update(parameters, steps=2, reading=None, aligned=False):
+    """Updates parameters by kernels and as expected. Each step begins from equal tensors.
+
+    Returns:
+        By tensor, the number of elements that differ after some step, and the largest difference relative to the
+        largest element.
+    """
+    reading, worst = reading or Reading(), {}
+    for of, batch in batches_of(parameters, reading, aligned):
+        for step in range(1, steps + 1):
+            grads = [each.gradient(step) for each in of]
+            result = run(batch, of, grads, step, reading)
+            for n, (each, grad) in enumerate(zip(of, grads, strict=True)):
+                square_sums, sizes = each.expect(grad, step, reading)
+                if result.square_sums is not None:
+                    close(result.square_sums[n : n + 1], square_sums)
+                assert (result.sizes is None) == (sizes is None)
+                if sizes is not None:
+                    close(result.sizes[n : n + 1].float(), sizes)
+                for key, (different, relative) in each.differences().items():
+                    before = worst.get(key, (0, 0.0))
+                    worst[key] = before[0] + different, max(before[1], relative)
+                each.equalize()
+    return worst
+
+
+def close(one, other):
+    torch.testing.assert_close(one, other, rtol=1e-5, atol=0, equal_nan=True)
