@@ -25,6 +25,7 @@ PARTS = {
         "placements/test_where_shards_are.py", *STREAMED,
     ],
     "LOWMEM_COMPILED": ["rules/test_moments.py"],
+    "LOWMEM_TRITON": ["kernels/test_kernels.py"],
 }  # fmt: skip
 
 

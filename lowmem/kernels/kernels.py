@@ -1,0 +1,167 @@
+"""The kernels of one kind of parameters, and their launches for parameters that are updated together."""
+
+import functools
+import hashlib
+import linecache
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lowmem.kernels.source import Source
+from lowmem.kernels.tables import FOLD, Member, Tables
+from lowmem.tiles.stored import Across
+from lowmem.tiles.tile import Reading
+from lowmem.tiles.traced import TracedUpdate
+
+# How Triton compiles: it does not load ahead, nor contract multiplies and adds.
+OPTIONS: dict[str, Any] = {"num_stages": 1, "enable_fp_fusion": False}
+WARPS_BETWEEN, WARPS_FOLD = 8, 4
+
+
+class Values(NamedTuple):
+    """What is other in each step, on the device.
+
+    numbers: of all groups, one after another, float64.  keys: of the noise of all parameters, int32; None: none are
+    needed.  reading: of the gradients of a batch; its scalars are the same for all members.
+    """
+
+    numbers: Tensor
+    keys: Tensor | None
+    reading: Reading
+
+
+class Result(NamedTuple):
+    """square_sums: of the gradients, unless they were known.  sizes: see `UpdateRule.update`. Float64 [members]."""
+
+    square_sums: Tensor | None
+    sizes: Tensor | None
+
+
+class Kernels:
+    """The kernels of an update, for any number of parameters of any sizes."""
+
+    def __init__(self, update: TracedUpdate, *, line: bool, aligned: bool) -> None:
+        """line: parameters are updated `is_line`.  aligned: and each `Member.is_aligned`, as its gradients are. Raises
+        `UnsupportedError` for an operation that is not known.
+        """
+        self.source = Source(update, line=line, aligned=aligned)
+        self._held: dict[tuple[Any, ...], Any] = {}  # compiled for a device
+
+    @functools.cached_property
+    def functions(self) -> dict[str, Any]:
+        """Triton's functions by name."""
+        from lowmem.kernels import device
+
+        name = f"lowmem.kernels.generated_{hashlib.sha256(self.source.text.encode()).hexdigest()[:16]}"
+        linecache.cache[name] = (
+            len(self.source.text),
+            None,
+            self.source.text.splitlines(keepends=True),
+            name,
+        )  # where Triton reads it
+        shared = {each: getattr(device, each) for each in device.__all__}
+        found: dict[str, Any] = {"__name__": name, "triton": device.triton, "tl": device.tl, **shared}
+        exec(compile(self.source.text, name, "exec"), found)  # noqa: S102 (written by this package alone)
+        return found
+
+    def launch(self, launch: "Launch", args: Sequence[Any], device: torch.device) -> None:
+        """Launches a kernel on a device, which is the current one. Triton compiles it at the first time."""
+        key, args = (launch.name, launch.constants, device.index), (*launch.args, *args, *launch.constants)
+        if (held := self._held.get(key)) is not None:
+            held[launch.grid, 1, 1](*args)
+        else:
+            function = self.functions[launch.name]
+            self._held[key] = function[launch.grid,](*args, num_warps=launch.warps, **OPTIONS)
+
+
+class Launch(NamedTuple):
+    """name: of the kernel.  grid: number of programs.  args: its first arguments.  constants: its last ones."""
+
+    name: str
+    grid: int
+    warps: int
+    args: tuple[Tensor, ...]
+    constants: tuple[Any, ...] = ()
+
+
+class Sum(NamedTuple):
+    """A part of the workspace that is summed over ranks, or of which they take the maximum."""
+
+    part: slice
+    largest: bool
+
+
+class Batch:
+    """Parameters that are updated together. All that is static about them is on their device."""
+
+    def __init__(self, kernels: Kernels, members: Sequence[Member], across: Across | None = None) -> None:
+        """across: the ranks that have the other shards of all of them."""
+        self._kernels, self._members, self._across = kernels, members, across
+        self.device = members[0].tensors["param", 0].device
+        source = kernels.source
+        tables = Tables(source, members)
+        self._size = tables.size
+        self._scalars = self._sent([[0] * len(source.scalars.slots)] * len(tables.slices), torch.float64)
+        rectangles, slices = self._sent(tables.rectangles), self._sent(tables.slices)
+        programs = self._sent(tables.programs(tables.tiles), torch.int32)
+        self._steps = list[Launch | Sum]()
+        for name, n in source.steps:
+            if name.startswith("between"):
+                self._steps.append(Launch(name, len(tables.slices), WARPS_BETWEEN, (programs, slices)))
+                continue
+            if len(programs):
+                self._steps.append(Launch(name, len(programs), source.tile.warps, (programs, rectangles)))
+            for largest in (False, True):
+                if folds := tables.folds(n, largest):
+                    args = self._sent(folds.programs, torch.int32), self._sent(folds.jobs), self._sent(folds.pieces)
+                    self._steps.append(Launch("fold", len(args[0]), WARPS_FOLD, args, (largest, *FOLD)))
+                    if across is not None:
+                        self._steps.append(Sum(tables.totals[n, largest], largest))
+        self._pinned = [
+            (torch.empty(len(members), dtype=torch.int64, pin_memory=True), torch.cuda.Event())
+            for _ in range(2 if self.device.type == "cuda" else 0)
+        ]  # pointers of gradients, in turn
+
+    def _sent(self, numbers: Sequence[Any], dtype: torch.dtype = torch.int64) -> Tensor:
+        return torch.tensor(numbers, dtype=dtype).to(self.device)
+
+    @property
+    def launches(self) -> int:
+        """Number of launches of a run."""
+        return sum(isinstance(step, Launch) for step in self._steps)
+
+    def run(self, grads: Sequence[Tensor], values: Values) -> Result:
+        """Updates the members. grads: of each, contiguous, in the order of its tensors."""
+        pointers = [grad.data_ptr() for grad in grads]
+        assert not (self._kernels.source.aligned and any(pointer % 16 for pointer in pointers)), (
+            "a gradient is not aligned"
+        )
+        work = torch.empty(self._size, dtype=torch.float32, device=self.device)
+        results = torch.empty(len(self._kernels.source.results), len(grads), dtype=torch.float64, device=self.device)
+        keys = values.numbers if values.keys is None else values.keys
+        reading = (getattr(values.reading, name) for name in self._kernels.source.scalars.reading)
+        with torch.cuda.device(self.device) if self._pinned else nullcontext():
+            args = self._pointers(pointers), values.numbers, keys, self._scalars, work, results, *reading
+            for step in self._steps:
+                if isinstance(step, Sum):
+                    assert self._across is not None
+                    work[step.part] = self._across.all_reduce([work[step.part]], largest=step.largest)[0]
+                else:
+                    self._kernels.launch(step, (work,) if step.name == "fold" else args, self.device)
+        found = dict(zip(self._kernels.source.results, results, strict=True))
+        return Result(found.get("square_sums"), found.get("sizes"))
+
+    def _pointers(self, pointers: Sequence[int]) -> Tensor:
+        """Sends pointers without waiting for the device, unless it has not yet got those of the run before the last."""
+        if not self._pinned:
+            return torch.tensor(pointers, dtype=torch.int64)
+        self._pinned.reverse()
+        buffer, sent = self._pinned[0]
+        sent.synchronize()
+        buffer.numpy()[:] = pointers
+        found = buffer.to(self.device, non_blocking=True)
+        sent.record()
+        return found

@@ -1,0 +1,199 @@
+"""The tables of parameters that are updated together: their rectangles and slices, and places in the workspace."""
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from lowmem.kernels.source import Source
+from lowmem.tiles.layout import WIDEST, Layout
+
+# Lines and columns of partial sums that a program of `fold` takes at a time.
+FOLD = 32, 128
+
+
+class Rectangle(NamedTuple):
+    """A rectangle of one slice of a parameter. element: its first one in the tensors of the shard."""
+
+    member: int
+    slice: int
+    row: int
+    col: int
+    rows: int
+    cols: int
+    stride: int
+    element: int
+
+
+class Member(NamedTuple):
+    """One parameter.
+
+    layout: of its shard.  tensors: of the weight ("param") and of states of its size, by name and number of the part.
+    small: its other states, by kind and name.  group: place of its group's numbers.  key: number of its noise key.
+    """
+
+    layout: Layout
+    tensors: Mapping[tuple[str, int], Tensor]
+    small: Mapping[tuple[str, str], Tensor]
+    group: int = 0
+    key: int = 0
+
+    @property
+    def _views(self) -> list[Tensor]:
+        return self.layout.views(self.tensors["param", 0])
+
+    @property
+    def fits(self) -> bool:
+        """Returns whether kernels can update it: its tensors are contiguous, and so are the rows of its rectangles."""
+        views = [view for view in self._views if view.numel() > len(view)]
+        rows = all(view.shape[2] == 1 or view.stride(2) == 1 for view in views)
+        rows = rows and all(max(view.stride(1), view.shape[1]) < 1 << 31 for view in views)
+        return rows and all(each.is_contiguous() for each in (*self.tensors.values(), *self.small.values()))
+
+    @property
+    def is_aligned(self) -> bool:
+        """Returns whether all rows begin at multiples of 16 elements, and all tensors at multiples of 16 bytes."""
+        pointers = all(each.data_ptr() % 16 == 0 for each in self.tensors.values())
+        return pointers and all((each.cols | each.stride | each.element) % 16 == 0 for each in self.rectangles(0))
+
+    def rectangles(self, number: int) -> Iterator[Rectangle]:
+        """Yields the rectangles of its slices on this rank. number: of the member."""
+        weight = self.tensors["param", 0]
+        for view, rectangle in zip(self._views, self.layout.rectangles, strict=True):
+            batch, rows, cols = view.shape
+            first, outer = (view.data_ptr() - weight.data_ptr()) // weight.itemsize, rectangle.rect
+            for n, start in itertools.product(range(batch if rows else 0), range(0, cols, WIDEST)):
+                yield Rectangle(
+                    number, outer.batch.start + n, outer.rows.start, outer.cols.start + start, rows,
+                    min(WIDEST, cols - start), view.stride(1) if rows > 1 else cols,
+                    first + n * view.stride(0) + start,
+                )  # fmt: skip
+
+
+class Folds(NamedTuple):
+    """Arguments of `fold`."""
+
+    programs: list[int]
+    jobs: list[tuple[int, ...]]
+    pieces: list[tuple[int, ...]]
+
+
+class Tables:
+    """Everything static about parameters that are updated together, on the host.
+
+    Attributes:
+        tiles: number of programs of each rectangle.
+        rectangles, slices: the tables of kernels.
+        totals: the parts of the workspace with the sums of a pass, by its number, and by whether they are maxima.
+        size: of the workspace.
+    """
+
+    def __init__(self, source: Source, members: Sequence[Member]) -> None:
+        self._source, self._members, self._storages = source, members, dict(source.update.kind.storages)
+        shapes = [member.layout.shape for member in members]
+        self._slices = [(n, index) for n, (batch, *_) in enumerate(shapes) for index in range(batch)]
+        numbers = {each: n for n, each in enumerate(self._slices)}
+        found = (each for n, member in enumerate(members) for each in member.rectangles(n))
+        self._rectangles = sorted(found, key=lambda each: (each.member, each.slice))
+        self._slice_of = [numbers[each.member, each.slice] for each in self._rectangles]
+        down, across = source.tile.strip
+        self._strips = [(-(-each.rows // down), -(-each.cols // across)) for each in self._rectangles]
+        self.tiles = [down * across for down, across in self._strips]
+        self._first = [0, *itertools.accumulate(self.tiles)]
+        rows, cols = ([shapes[n][side] for n, _ in self._slices] for side in (1, 2))
+        self._lengths = {"row": rows, "row_max": rows, "col": cols, "scalar": [1] * len(self._slices)}
+        self._places = dict[tuple[str, Any], list[int]]()  # in the workspace, of rectangles or slices
+        self.totals, self.size = dict[tuple[int, bool], slice](), 0
+        self._give_places()
+        self.rectangles = self._table(source.rectangles.keys, self._of_rectangle, len(self._rectangles))
+        self.slices = self._table(source.slices.keys, self._of_slice, len(self._slices))
+
+    @staticmethod
+    def _table(keys: Any, column: Any, count: int) -> list[list[int]]:
+        return [[column(*key, n) for key in keys] for n in range(count)]
+
+    @staticmethod
+    def programs(counts: Sequence[int]) -> list[int]:
+        """Returns what each program works on, given the number of programs of each."""
+        return [n for n, count in enumerate(counts) for _ in range(count)]
+
+    def _sums(self, number: int, largest: bool) -> Iterator[tuple[tuple[int, int], str]]:
+        """The sums or the maxima of a pass: key and kind."""
+        for n, (kind, _) in enumerate(self._source.update.passes[number].sums or ()):
+            if (kind == "row_max") is largest:
+                yield (number, n), kind
+
+    def _give_places(self) -> None:
+        def place(kind: str, name: Any, sizes: Sequence[int]) -> None:
+            *self._places[kind, name], self.size = itertools.accumulate(sizes, initial=self.size)
+
+        for n, largest in itertools.product(range(len(self._source.update.passes)), (False, True)):
+            start = self.size
+            for key, kind in self._sums(n, largest):
+                place("total", key, self._lengths[kind])
+            self.totals[n, largest] = slice(start, self.size)
+        for node, kind in self._source.vectors.items():
+            place("vector", node, self._lengths[kind])
+        kept = most = self.size
+        for n, _ in enumerate(self._source.update.passes):
+            self.size = kept  # the partial sums of earlier passes have been summed
+            for largest in (False, True):
+                for key, kind in self._sums(n, largest):
+                    place("partial", key, [lines * length for lines, _, length in self._partial(kind)])
+            most = max(most, self.size)
+        self.size = most
+
+    def _partial(self, kind: str) -> Iterator[tuple[int, int, int]]:
+        """The partial sums of each rectangle: lines, start in the sum, length of a line."""
+        for each, (down, across) in zip(self._rectangles, self._strips, strict=True):
+            if kind == "scalar":
+                yield down * across, 0, 1
+            else:
+                yield (down, each.col, each.cols) if kind == "col" else (across, each.row, each.rows)
+
+    def folds(self, number: int, largest: bool) -> Folds | None:
+        """Returns the sums or the maxima that follow a pass; None if it has none."""
+        programs, jobs, pieces = list[int](), list[tuple[int, ...]](), list[tuple[int, ...]]()
+        for key, kind in self._sums(number, largest):
+            of_slice: list[list[tuple[int, ...]]] = [[] for _ in self._slices]
+            for n, place, piece in zip(self._slice_of, self._places["partial", key], self._partial(kind), strict=True):
+                of_slice[n].append((place, *piece))
+            for here, place, length in zip(of_slice, self._places["total", key], self._lengths[kind], strict=True):
+                first = len(programs)
+                programs += [len(jobs)] * -(-length // FOLD[1])
+                jobs.append((first, place, length, len(pieces), len(here)))
+                pieces += here
+        return Folds(programs, jobs, pieces) if jobs else None
+
+    def _of_rectangle(self, kind: str, name: Any, number: int) -> int:
+        """A column of a rectangle."""
+        each, member = self._rectangles[number], self._members[self._rectangles[number].member]
+        if kind == "pointer":
+            tensor, group = member.tensors[name], self._storages[name[0]].parts[name[1]].group
+            return tensor.data_ptr() + each.element // group * tensor.itemsize
+        if kind == "partial":
+            return self._places[kind, name][number]
+        if kind == "vector":
+            start = each.row if self._source.vectors[name] == "row" else each.col
+            return self._places[kind, name][self._slice_of[number]] + start
+        line = each.slice * member.layout.shape[1] + each.row
+        high, low = divmod(each.col + (1 << 31), 1 << 32)
+        return {
+            "first": self._first[number], "rows": each.rows, "cols": each.cols, "stride": each.stride,
+            "member": each.member, "group": member.group, "slice": self._slice_of[number], "offset": each.element,
+            "line": (line + (1 << 31)) % (1 << 32) - (1 << 31), "key": member.key, "high": high, "low": low - (1 << 31),
+        }[kind]  # fmt: skip
+
+    def _of_slice(self, kind: str, name: Any, number: int) -> int:
+        """A column of a slice."""
+        n, index = self._slices[number]
+        member = self._members[n]
+        batch, rows, cols = member.layout.shape
+        if kind == "state":
+            return member.small[name].data_ptr() + index * (member.small[name].nbytes // batch)
+        if kind in ("total", "vector"):
+            return self._places[kind, name][number]
+        if kind == "result":
+            return self._source.results.index(name) * len(self._members) + n
+        return {"rows": rows, "cols": cols, "slices": batch, "index": index, "member": n, "group": member.group}[kind]
