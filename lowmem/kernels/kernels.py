@@ -67,6 +67,9 @@ class Kernels:
         exec(compile(self.source.text, name, "exec"), found)  # noqa: S102 (written by this package alone)
         return found
 
+    def compile(self) -> None:
+        """Compiles them."""
+
     def launch(self, launch: "Launch", args: Sequence[Any], device: torch.device) -> None:
         """Launches a kernel on a device, which is the current one. Triton compiles it at the first time."""
         key, args = (launch.name, launch.constants, device.index), (*launch.args, *args, *launch.constants)

@@ -96,7 +96,9 @@ class Compilation:
         self._new: dict[tuple[Program, Any], Update | None] = {}  # code on which ranks have not agreed
         self._own: str | None = None  # the error of this rank
         self._bound: dict[ParamRecord, Bound] = {}
+        # launched in this step and in the last one
         self._batches: dict[tuple[ParamRecord, ...], tuple[list[Bound], Batch]] = {}
+        self._earlier = self._batches
         self._warns = self._requested is True  # of updates that are not compiled, once
 
     @property
@@ -130,6 +132,7 @@ class Compilation:
     def begin(self, step: int) -> None:
         """Begins a step, in which an error may be over."""
         self._step = step
+        self._earlier, self._batches = self._batches, {}
         if str(step).rstrip("0") == "1":
             self.failure = None
             self._allow_decoding()
@@ -161,11 +164,12 @@ class Compilation:
     def launch(self, batch: Sequence[Launched], values: Values) -> Result:
         """Updates parameters that have the same kernels, by one launch per pass. Ranks of shards call it together."""
         records = tuple(each.record for each in batch)
-        bounds, known = [each.bound for each in batch], self._batches.get(records)
+        bounds, known = [each.bound for each in batch], self._batches.get(records) or self._earlier.get(records)
         if known is None or any(one is not other for one, other in zip(known[0], bounds, strict=True)):
             kernels, ranks = bounds[0].update, records[0].program.ranks
             assert isinstance(kernels, Kernels)
-            known = self._batches[records] = bounds, Batch(kernels, [_member(*each[:4]) for each in batch], ranks)
+            known = bounds, Batch(kernels, [_member(*each[:4]) for each in batch], ranks)
+        self._batches[records] = known
         results = known[1].run([each.tiles.grad for each in batch], values)
         measured = values.reading.square_sums
         square_sums = results.square_sums if measured is None else measured
@@ -199,7 +203,7 @@ class Compilation:
         self, record: ParamRecord, tiles: StoredTiles, states: Mapping[str, Tensor], varying: Any, made_for: Any
     ) -> Bound | None:
         """Finds or compiles the code of an update, and makes the arguments that stay. made_for: None forbids it."""
-        self._forget(record)
+        self._bound.pop(record, None)
         program, tensors = record.program, {name: state for name, state in states.items() if torch.is_tensor(state)}
         data = {name: tensor.data for name, tensor in tensors.items()}  # whose views do not keep the states
         held = program.held(data)
@@ -242,9 +246,12 @@ class Compilation:
             return None
         if isinstance(update, OneTile):
             args |= update.in_blocks({name: each.parts for name, each in held.items()}, places[0].rect.size)
-        alive = [ref(state, lambda _: self._forget(record)) for state in tensors.values()]
-        self._bound[record] = Bound(made_for, update, places, args, alive)
-        return self._bound[record]
+        if isinstance(update, Kernels):  # tables have addresses
+            args = {}
+        bound = self._bound
+        alive = [ref(state, lambda _: bound.pop(record, None)) for state in tensors.values()]
+        bound[record] = Bound(made_for, update, places, args, alive)
+        return bound[record]
 
     def _warn(self, record: ParamRecord) -> None:
         """Warns once of an update that is not compiled although compile=True. A failure of the compiler raises."""
@@ -258,11 +265,6 @@ class Compilation:
                 "parameters. They are updated by slower code with the same result", record.name, record.rule.name,
                 cause,
             )  # fmt: skip
-
-    def _forget(self, record: ParamRecord) -> None:
-        """Drops what was made for the tensors of a parameter."""
-        self._bound.pop(record, None)
-        self._batches.clear()
 
     def _compile(self, program: Program, kind: Kind, variant: Any) -> Update | None:
         """Compiles an update. Returns None if this fails, or has failed in this step, or the rule cannot be traced."""
