@@ -25,11 +25,11 @@ from lowmem.tiles.blocks import form_of, pieces
 from lowmem.tiles.graph import try_compiler
 from lowmem.tiles.layout import Place
 from lowmem.tiles.quantized import QuantizedWeight
-from lowmem.tiles.stages import OneTile, Stages
+from lowmem.tiles.stages import Code, OneTile, Stages
 from lowmem.tiles.storage import Float
 from lowmem.tiles.stored import StoredTiles
 from lowmem.tiles.tile import extent
-from lowmem.tiles.traced import GRAD, Arguments, Kind, signature, trace_update
+from lowmem.tiles.traced import GRAD, Arguments, Kind, TracedUpdate, signature, trace_update
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ Update = Stages | OneTile | Kernels
 
 # Compiled updates, which parameters of all sizes share, by rule, or by its class if it has no attributes.
 # None: the rule cannot be traced.
-_TRACED: WeakKeyDictionary[Any, dict[tuple[ParamSpec, Kind], Any] | None] = WeakKeyDictionary()
+_TRACED: WeakKeyDictionary[Any, dict[tuple[ParamSpec, Kind], "Traced"] | None] = WeakKeyDictionary()
 
 
 class Bound(NamedTuple):
@@ -300,11 +300,29 @@ def _numbers(tiles: StoredTiles) -> Arguments:
     return args
 
 
+class Traced:
+    """The trace of an update, and what is compiled from it."""
+
+    def __init__(self, update: TracedUpdate) -> None:
+        self._update, self._stages, self._one_tile = update, Stages(update), OneTile(update)
+        self._kernels: dict[tuple[bool, bool], Kernels] = {}
+
+    def code(self, single: bool, form: Any) -> tuple[Update, Sequence[Code | Kernels]]:
+        """Returns an update, and its code that may have to be compiled."""
+        if self._update.kind.device.type not in KERNELS:
+            update = self._one_tile if single else self._stages
+            return update, update.codes(form)
+        if (single, form) not in self._kernels:
+            self._kernels[single, form] = Kernels(self._update, line=single, aligned=form)
+        kernels = self._kernels[single, form]
+        return kernels, [kernels]
+
+
 def traced(program: Program, kind: Kind, variant: Any) -> Update | None:
     """Returns the compiled update of a kind of parameters. None: the rule cannot be traced. Raises the compiler's error.
 
-    variant: on a GPU, whether the parameters are single lines, and aligned; otherwise whether they are one tile, and
-    the forms of their tiles.
+    variant: for kernels, whether parameters are single lines, and whether they are aligned; otherwise whether they are
+    one tile, and the forms of their tiles.
     """
     rule, key = program.rule, (program.spec, kind)
     updates = _TRACED.setdefault(_key(rule), {})
@@ -312,17 +330,8 @@ def traced(program: Program, kind: Kind, variant: Any) -> Update | None:
         return None
     try:
         if key not in updates:
-            trace = trace_update(kind, lambda sweep, states: rule.update(sweep, program.spec, states))
-            updates[key] = trace, Stages(trace), OneTile(trace), {}
-        trace, stages, one_tile, kernels = updates[key]
-        if kind.device.type in KERNELS:
-            if variant not in kernels:
-                kernels[variant] = Kernels(trace, line=variant[0], aligned=variant[1])
-            update: Update = kernels[variant]
-            codes = [update]
-        else:
-            update = one_tile if variant[0] else stages
-            codes = update.codes(variant[1])
+            updates[key] = Traced(trace_update(kind, lambda sweep, states: rule.update(sweep, program.spec, states)))
+        update, codes = updates[key].code(*variant)
     except Exception as error:  # of the rule, or of PyTorch's tracer, such as for a branch on the value of a tensor
         updates.clear()
         _TRACED[_key(rule)] = None

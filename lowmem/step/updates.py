@@ -155,7 +155,7 @@ class Updates:
         """
         program = record.program
         if self.compilation.launches(record):
-            if self._waiting.add(record, grad):
+            if self._waiting.add(record, grad) or self._shard.moves:
                 del grad
                 self._update_waiting(decision)
             return
@@ -254,7 +254,7 @@ class Updates:
                 )
             for batch in batches.values():
                 self._launch(batch, decision)
-            
+
     def _launch(self, batch: Sequence[Launched], decision: Decision | None) -> None:
         """Launches the kernels of parameters, and notes the results in their records."""
         records, grad = [each.record for each in batch], batch[0].tiles.grad

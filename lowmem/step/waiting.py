@@ -38,7 +38,9 @@ class Waiting:
         number, storage = len(self._order), grad.untyped_storage()
         shared = storage._cdata if storage.nbytes() > grad.nbytes else 0
         self._gradients.append((record, grad))
-        self._order.append(Arrival(record, record.program.span.size * grad.itemsize, shared, int(grad.storage_offset())))
+        self._order.append(
+            Arrival(record, record.program.span.size * grad.itemsize, shared, int(grad.storage_offset()))
+        )
         if self._last[number : number + 1] != [record]:
             self._last = []
         return not self._last or record in self._ends
