@@ -18,7 +18,7 @@ from lowmem.tiles.traced import TracedUpdate
 
 # How Triton compiles: it does not load ahead, nor contract multiplies and adds.
 OPTIONS: dict[str, Any] = {"num_stages": 1, "enable_fp_fusion": False}
-WARPS_BETWEEN, WARPS_FOLD = 8, 4
+WARPS_BETWEEN, WARPS_FOLD = 16, 8
 
 
 class Values(NamedTuple):

@@ -205,5 +205,10 @@ def pass_text(scalars: Scalars, columns: Columns, number: int, reached: Pass, ti
         "row0 = 0" if line else f"col0 = across * {cols}",
         f"rest = C - across * {tile.strip[1]}" if line else f"rest = R - down * {tile.strip[0]}",
     ]
-    body = [*before, f"for step in range(tl.minimum(tl.cdiv(rest, {cols if line else rows}), {tile.steps})):", *(f"    {text}" for text in [*loop, *printer.lines]), *after]
+    body = [
+        *before,
+        f"for step in range(tl.minimum(tl.cdiv(rest, {cols if line else rows}), {tile.steps})):",
+        *(f"    {text}" for text in [*loop, *printer.lines]),
+        *after,
+    ]
     return printer.text.function(f"pass_{number}", scalars.args, start, body)

@@ -136,8 +136,8 @@ class Printer(ABC):
         name, meta, args = op_name(node), node.meta.get("val"), node.args
         if name == "copy":
             return self.cast(self.value(args[1]), meta.dtype)  # type: ignore[arg-type, union-attr]
-        if name in ("full", "full_like", "scalar_tensor", "zeros", "zeros_like", "ones"):
-            fill: Any = {"zeros": 0, "zeros_like": 0, "ones": 1}.get(name, args[name != "scalar_tensor"])
+        if name.removesuffix("_like") in ("full", "scalar_tensor", "zeros", "ones"):
+            fill: Any = {"z": 0, "o": 1}.get(name[0], args[-1])
             return Value(f"tl.full((), {_literal(fill)}, {TYPES[meta.dtype]})", (), meta.dtype)  # type: ignore[union-attr]
         first = self.value(args[0]) if args and isinstance(args[0], fx.Node) else None
         if first is not None and name == "view" and isinstance(args[1], torch.dtype):
