@@ -33,7 +33,8 @@ EXPRESSIONS = {
     "isnan": "{0} != {0}", "lt": "{0} < {1}", "le": "{0} <= {1}", "gt": "{0} > {1}", "ge": "{0} >= {1}",
     "eq": "{0} == {1}", "ne": "{0} != {1}", "bitwise_and": "{0} & {1}", "bitwise_or": "{0} | {1}",
     "bitwise_xor": "{0} ^ {1}", "bitwise_not": "~{0}", "logical_and": "{0} & {1}", "logical_or": "{0} | {1}",
-    "logical_not": "{0} == 0", "lshift": "{0} << {1}", "rshift": "{0} >> {1}",
+    "logical_not": "{0} == 0", "lshift": "{0} << {1}", "bitwise_left_shift": "{0} << {1}",
+    "rshift": "{0} >> {1}", "bitwise_right_shift": "{0} >> {1}",
     "floor_divide": "{0} // {1}", "floordiv": "{0} // {1}", "remainder": "{0} % {1}",  # not negative
 }  # fmt: skip
 # In float64 these are exact as they are.

@@ -1,13 +1,15 @@
 """Kernels in Triton's interpreter have the bits of the eager sweep. They run if LOWMEM_TRITON=1."""
 
+import itertools
 import threading
 
 import numpy as np
 import pytest
 import torch
 from support.interpreted import INTERPRETED
-from support.updated import Parameter, batches_of, one, run, update
+from support.updated import Parameter, batches_of, run, update
 
+from lowmem.kernels.inputs import Tile
 from lowmem.tiles.layout import Layout
 from lowmem.tiles.sweep import Reading
 
@@ -16,11 +18,18 @@ pytestmark = pytest.mark.skipif(not INTERPRETED, reason="runs in tests/test_part
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 
 # Matrices of several programs, with rests of tiles in both directions; experts, a convolution, vectors.
-SHAPES = [(130, 270), (3, 41), (129, 1), (1, 300), (3, 20, 40), (2, 3, 5, 5), (2500,), ()]
+SHAPES = [(35, 70), (33, 1), (1, 80), (3, 18, 30), (2, 3, 5, 5), (1100,), ()]
 NO_CONVOLUTION = [shape for shape in SHAPES if len(shape) < 4]
-GROUPED = [(130, 256), (3, 10, 128), (512,)]  # whose rows are complete groups
+GROUPED = [(35, 128), (3, 9, 64), (576,)]  # whose rows are complete groups
 NUMBERS = Reading(inverse_scale=torch.tensor(0.37), limit=torch.tensor(0.01), clip_coef=torch.tensor(0.77))
 HEURISTIC = {"min_dim_size_to_factor": 2}
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch):
+    """The interpreter takes as long for a small tile as for a large one."""
+    monkeypatch.setattr("lowmem.kernels.source.MATRIX", Tile(8, 64, 2))
+    monkeypatch.setattr("lowmem.kernels.source.LINE", Tile(1, 256, 2))
 
 
 def made(rule, dtype=F32, rounding="nearest", storage="float32", options=None, shapes=SHAPES, **more):
@@ -84,7 +93,7 @@ def test_stacks_of_adafactor(dimensions, shape):
     ("lion", BF16, "compensated8"), ("lion", BF16, "master"),
 )  # fmt: skip
 def test_storages(case):
-    assert_exact(update(made(*case, shapes=[(130, 270), (7,), ()])))
+    assert_exact(update(made(*case, shapes=[(35, 70), (7,), ()])))
 
 
 @cases(
@@ -145,7 +154,7 @@ def test_a_parameter_has_the_same_bits_alone_and_together(rule):
     results = []
     for groups in ([[0, 1, 2]], [[2], [1], [0]], [[1, 2], [0]]):
         torch.manual_seed(0)
-        parameters = made(rule, shapes=[(130, 270), (20, 300), (129, 5)])
+        parameters = made(rule, shapes=[(35, 20), (9, 70), (12, 5)])
         grads = [each.gradient(1) for each in parameters]
         for group in groups:
             of = [parameters[n] for n in group]
@@ -219,9 +228,8 @@ class Ranks:
 
 def shard_of(full, start, stop):
     """The parameter of a rank, which has the elements from start to stop."""
-    shard = Parameter(
-        full.rule, full.shape, full.dtype, full.rounding, full.storage, options=full.options, name=full.name
-    )
+    options = {"options": full.options, "name": full.name}
+    shard = Parameter(full.rule, full.shape, full.dtype, full.rounding, full.storage, **options)
     shard.layout = Layout.of(full.shape, full.spec.view, start, stop)
     for (name, n), tensor in full.tensors.items():
         group = full.storages[name].parts[n].group
@@ -230,36 +238,37 @@ def shard_of(full, start, stop):
 
 
 @cases(
-    ("adalomo", F32), ("lion", BF16, "stochastic", "8bit"),
-    ("adafactor_t2t", F32, "nearest", "float32", {"simulated_quantize_bits": 8}),
+    ("adalomo", F32, "nearest", "float32", {}, (20, 96)), ("adalomo", BF16, "stochastic", "float32", {}, (3, 6, 64)),
+    ("lion", BF16, "stochastic", "8bit", {}, (20, 96)),
+    ("adafactor_t2t", F32, "nearest", "float32", {"simulated_quantize_bits": 8}, (20, 96)),
 )  # fmt: skip
 def test_shards_of_ranks(case):
     """Flat shards: the end of a row, whole rows and the start of a row; one of them is empty."""
-    full, bounds = made(*case, shapes=[(20, 96), (3, 6, 64)]), [(0, 992, 1920, 1920), (0, 480, 928, 1152)]
-    shards = [[shard_of(each, *at[n : n + 2]) for each, at in zip(full, bounds, strict=True)] for n in range(3)]
-    grads = [each.gradient(1) for each in full]
-    for kind, _ in batches_of(full, Reading()):
-        numbers, ranks, failures = [full.index(each) for each in kind], Ranks(3), []
+    *case, shape = case
+    (full,), ranks, failures = made(*case, shapes=[shape]), Ranks(4), []
+    grad, bounds = full.gradient(1), [0, 480, 992, full.tensors["param", 0].numel(), full.tensors["param", 0].numel()]
+    shards = [shard_of(full, *at) for at in itertools.pairwise(bounds)]
 
-        def train(rank):
-            own = [shards[rank][n] for n in numbers]
-            cut = [grads[n].reshape(-1)[slice(*bounds[n][rank : rank + 2])].contiguous() for n in numbers]
-            try:
-                with ranks.turn:
-                    ((_, batch),) = batches_of(own, Reading(), across=ranks)
-                    run(batch, own, cut, 1, Reading())
-            except BaseException as error:
-                failures.append(error)
-                ranks.meeting.abort()
+    def train(shard, at):
+        try:
+            with ranks.turn:
+                ((_, batch),) = batches_of([shard], Reading(), across=ranks)
+                run(batch, [shard], [grad.reshape(-1)[slice(*at)].clone()], 1, Reading())
+        except BaseException as error:
+            failures.append(error)
+            ranks.meeting.abort()
 
-        threads = [threading.Thread(target=train, args=(rank,)) for rank in range(3)]
-        [thread.start() for thread in threads]
-        [thread.join() for thread in threads]
-        assert not failures
-        for n in numbers:
-            full[n].expect(grads[n], 1, one(Reading(), 0))
-            for (name, part), tensor in full[n].tensors.items():
-                parts = [shards[rank][n].tensors[name, part] for rank in range(3)]
-                tensor.copy_(torch.cat(parts).view(tensor.shape))
-            full[n].small = shards[0][n].small
-            assert_close(full[n].differences(), case[1])
+    pairs = zip(shards, itertools.pairwise(bounds), strict=True)
+    threads = [threading.Thread(target=train, args=each) for each in pairs]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert not failures
+    full.expect(grad, 1, Reading())
+    for key, tensor in full.tensors.items():
+        tensor.copy_(torch.cat([shard.tensors[key] for shard in shards]).view(tensor.shape))
+    for shard in shards:
+        full.small = shard.small
+        assert_close(full.differences(), case[1])
+    assert ranks.calls == {"adalomo": 2, "lion": 1, "adafactor_t2t": 3}[full.rule]

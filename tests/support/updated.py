@@ -138,18 +138,28 @@ class Parameter:
                 tensor.copy_(expected[key])
 
 
+KERNELS = {}  # of all tests
+
+
 def batches_of(parameters, reading, aligned=False, across=None):
     """Yields parameters of one kind, and their batch."""
     from lowmem.kernels import Batch, Kernels, is_line
 
     kinds = {}
     for each in parameters:
-        spec = replace(each.spec, view=None), tuple(each.spec.states.items())
+        spec = each.rule, replace(each.spec, view=None), tuple(each.spec.states.items())
         kinds.setdefault((each.kind(one(reading, 0)), each.layout.shape[1] == 1, spec), []).append(each)
-    for of in kinds.values():
-        traced = of[0].traced(one(reading, 0))
-        kernels = Kernels(traced, line=is_line(traced, of[0].layout.shape), aligned=aligned)
-        yield of, Batch(kernels, [each.member(n * len(each.numbers(1)), n) for n, each in enumerate(of)], across)
+    for like, of in kinds.items():
+        if (like, aligned) not in KERNELS:
+            traced = of[0].traced(one(reading, 0))
+            line = is_line(traced, of[0].layout.shape)
+            KERNELS[like, aligned] = Kernels(traced, line=line, aligned=aligned)
+        yield (
+            of,
+            Batch(
+                KERNELS[like, aligned], [each.member(n * len(each.numbers(1)), n) for n, each in enumerate(of)], across
+            ),
+        )
 
 
 def one(reading, n):
@@ -167,8 +177,8 @@ def run(batch, of, grads, step, reading):
 
 
 def update(parameters, steps=2, reading=None, aligned=False, spoil=None):
-    """Updates parameters by kernels and as expected. Each step begins from equal tensors. spoil: the name of a parameter
-    whose gradient is infinite.
+    """Updates parameters by kernels and as expected. Each step begins from equal tensors. spoil: a parameter whose
+    gradient is infinite.
 
     Returns:
         By tensor, the number of elements that differ after some step, and the largest difference relative to the
