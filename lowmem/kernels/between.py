@@ -15,7 +15,7 @@ from lowmem.errors import UnsupportedError
 from lowmem.kernels.inputs import Columns, Scalars
 from lowmem.kernels.printing import REDUCTIONS, Lines, Printer, Value, closure, op_name, source_of
 
-BLOCK = 1024  # elements that a loop takes at a time
+BLOCK = 4096  # elements that a loop takes at a time
 
 # Sides along which a value extends; besides, the number of elements of the last dimension of a state.
 ONE, SLICE, ROW, COL = "one", "slice", "row", "col"

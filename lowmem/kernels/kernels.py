@@ -18,7 +18,7 @@ from lowmem.tiles.traced import TracedUpdate
 
 # How Triton compiles: it does not load ahead, nor contract multiplies and adds.
 OPTIONS: dict[str, Any] = {"num_stages": 1, "enable_fp_fusion": False}
-WARPS_BETWEEN, WARPS_FOLD = 8, 4
+WARPS_BETWEEN, WARPS_FOLD = 16, 8
 
 
 class Values(NamedTuple):
@@ -98,7 +98,11 @@ class Sum(NamedTuple):
 
 
 class Batch:
-    """Parameters that are updated together. All that is static about them is on their device."""
+    """Parameters that are updated together. All that is static about them is on their device.
+
+    Attributes:
+        steps: of a run.
+    """
 
     def __init__(self, kernels: Kernels, members: Sequence[Member], across: Across | None = None) -> None:
         """across: the ranks that have the other shards of all of them."""
@@ -110,19 +114,19 @@ class Batch:
         self._scalars = self._sent([[0] * len(source.scalars.slots)] * len(tables.slices), torch.float64)
         rectangles, slices = self._sent(tables.rectangles), self._sent(tables.slices)
         programs = self._sent(tables.programs(tables.tiles), torch.int32)
-        self._steps = list[Launch | Sum]()
+        self.steps = list[Launch | Sum]()
         for name, n in source.steps:
             if name.startswith("between"):
-                self._steps.append(Launch(name, len(tables.slices), WARPS_BETWEEN, (programs, slices)))
+                self.steps.append(Launch(name, len(tables.slices), WARPS_BETWEEN, (programs, slices)))
                 continue
             if len(programs):
-                self._steps.append(Launch(name, len(programs), source.tile.warps, (programs, rectangles)))
+                self.steps.append(Launch(name, len(programs), source.tile.warps, (programs, rectangles)))
             for largest in (False, True):
                 if folds := tables.folds(n, largest):
                     args = self._sent(folds.programs, torch.int32), self._sent(folds.jobs), self._sent(folds.pieces)
-                    self._steps.append(Launch("fold", len(args[0]), WARPS_FOLD, args, (largest, *FOLD)))
+                    self.steps.append(Launch("fold", len(args[0]), WARPS_FOLD, args, (largest, *FOLD)))
                     if across is not None:
-                        self._steps.append(Sum(tables.totals[n, largest], largest))
+                        self.steps.append(Sum(tables.totals[n, largest], largest))
         self._pinned = [
             (torch.empty(len(members), dtype=torch.int64, pin_memory=True), torch.cuda.Event())
             for _ in range(2 if self.device.type == "cuda" else 0)
@@ -134,7 +138,7 @@ class Batch:
     @property
     def launches(self) -> int:
         """Number of launches of a run."""
-        return sum(isinstance(step, Launch) for step in self._steps)
+        return sum(isinstance(step, Launch) for step in self.steps)
 
     def run(self, grads: Sequence[Tensor], values: Values) -> Result:
         """Updates the members. grads: of each, contiguous, in the order of its tensors."""
@@ -148,7 +152,7 @@ class Batch:
         reading = (getattr(values.reading, name) for name in self._kernels.source.scalars.reading)
         with torch.cuda.device(self.device) if self._pinned else nullcontext():
             args = self._pointers(pointers), values.numbers, keys, self._scalars, work, results, *reading
-            for step in self._steps:
+            for step in self.steps:
                 if isinstance(step, Sum):
                     assert self._across is not None
                     work[step.part] = self._across.all_reduce([work[step.part]], largest=step.largest)[0]

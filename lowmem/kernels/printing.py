@@ -33,7 +33,8 @@ EXPRESSIONS = {
     "isnan": "{0} != {0}", "lt": "{0} < {1}", "le": "{0} <= {1}", "gt": "{0} > {1}", "ge": "{0} >= {1}",
     "eq": "{0} == {1}", "ne": "{0} != {1}", "bitwise_and": "{0} & {1}", "bitwise_or": "{0} | {1}",
     "bitwise_xor": "{0} ^ {1}", "bitwise_not": "~{0}", "logical_and": "{0} & {1}", "logical_or": "{0} | {1}",
-    "logical_not": "{0} == 0", "lshift": "{0} << {1}", "rshift": "{0} >> {1}",
+    "logical_not": "{0} == 0", "lshift": "{0} << {1}", "bitwise_left_shift": "{0} << {1}",
+    "rshift": "{0} >> {1}", "bitwise_right_shift": "{0} >> {1}",
     "floor_divide": "{0} // {1}", "floordiv": "{0} // {1}", "remainder": "{0} % {1}",  # not negative
 }  # fmt: skip
 # In float64 these are exact as they are.
@@ -136,8 +137,8 @@ class Printer(ABC):
         name, meta, args = op_name(node), node.meta.get("val"), node.args
         if name == "copy":
             return self.cast(self.value(args[1]), meta.dtype)  # type: ignore[arg-type, union-attr]
-        if name in ("full", "full_like", "scalar_tensor", "zeros", "zeros_like", "ones"):
-            fill: Any = {"zeros": 0, "zeros_like": 0, "ones": 1}.get(name, args[name != "scalar_tensor"])
+        if name.removesuffix("_like") in ("full", "scalar_tensor", "zeros", "ones"):
+            fill: Any = {"z": 0, "o": 1}.get(name[0], args[-1])
             return Value(f"tl.full((), {_literal(fill)}, {TYPES[meta.dtype]})", (), meta.dtype)  # type: ignore[union-attr]
         first = self.value(args[0]) if args and isinstance(args[0], fx.Node) else None
         if first is not None and name == "view" and isinstance(args[1], torch.dtype):

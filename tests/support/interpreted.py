@@ -31,7 +31,7 @@ def install():
     builder, handle = module.InterpreterBuilder, module.TensorHandle
 
     def fma(self, x, y, z):
-        """A product of float32 numbers is exact in float64. (The sum is rounded twice: it matters once in 2²⁹ times.)"""
+        """A product of float32 numbers is exact in float64. A sum rounded twice matters once in 2²⁹ times."""
         wide = x.data.astype(np.float64) * y.data.astype(np.float64) + z.data.astype(np.float64)
         return handle(wide.astype(z.data.dtype), z.dtype.scalar)
 

@@ -13,6 +13,8 @@ from lowmem.tiles.sweep import Reading, Scalars, Sweep
 from lowmem.tiles.tile import extent
 from lowmem.tiles.traced import GRAD, Kind, signature, trace_update
 
+MARGIN = 4096  # elements
+
 
 @dataclass
 class Parameter:
@@ -37,14 +39,14 @@ class Parameter:
         quantized = self.rounding.startswith("int")
         weight = Integer(int(self.rounding[3:])) if quantized else of_weight(self.rounding, self.dtype)
         self.storages = {"param": weight}
-        self.small = {}
+        self.small, self.buffers = {}, []
         for name, state in self.spec.states.items():
             if state.extent == "full":
                 dtype = self.dtype if state.dtype == "weight" else state.dtype
                 self.storages[name] = of_state(self.storage, state.signed) if dtype is None else Float(dtype)
             else:
                 sizes = *extent(state.extent, self.layout.shape), *state.extra
-                self.small[state.extent, name] = torch.zeros(sizes, dtype=state.dtype or torch.float32)
+                self.small[state.extent, name] = self.memory(sizes, state.dtype or torch.float32)
         start = torch.randn(self.shape) * 0.02
         self.tensors = {}
         for name, storage in self.storages.items():
@@ -58,10 +60,14 @@ class Parameter:
         self.expected_small = {key: each.clone() for key, each in self.small.items()}
 
     def memory(self, sizes, dtype):
-        """A tensor of zeros that begins somewhere in memory."""
-        sizes = tuple(sizes)
-        count = torch.Size(sizes).numel()
-        return torch.zeros(count + self.skewed, dtype=dtype)[self.skewed :].view(sizes)
+        """A tensor of zeros between canaries."""
+        count, before = torch.Size(sizes).numel(), MARGIN + self.skewed
+        self.buffers.append(torch.full((before + count + MARGIN,), 7, dtype=dtype))
+        return self.buffers[-1][before : before + count].zero_().view(sizes)
+
+    def is_intact(self):
+        """Whether nothing was written beside its tensors."""
+        return all(bool((part == 7).all()) for each in self.buffers for part in (each[:MARGIN], each[-MARGIN:]))
 
     @property
     def draws(self):
@@ -132,18 +138,33 @@ class Parameter:
                 tensor.copy_(expected[key])
 
 
-def batches_of(parameters, reading, aligned=False):
+KERNELS = {}  # of all tests
+
+
+def batches_of(parameters, reading, aligned=False, across=None):
     """Yields parameters of one kind, and their batch."""
     from lowmem.kernels import Batch, Kernels, is_line
 
     kinds = {}
     for each in parameters:
-        spec = replace(each.spec, view=None), tuple(each.spec.states.items())
-        kinds.setdefault((each.kind(reading), each.layout.shape[1] == 1, spec), []).append(each)
-    for of in kinds.values():
-        traced = of[0].traced(reading)
-        kernels = Kernels(traced, line=is_line(traced, of[0].layout.shape), aligned=aligned)
-        yield of, Batch(kernels, [each.member(n * len(each.numbers(1)), n) for n, each in enumerate(of)])
+        spec = each.rule, replace(each.spec, view=None), tuple(each.spec.states.items())
+        kinds.setdefault((each.kind(one(reading, 0)), each.layout.shape[1] == 1, spec), []).append(each)
+    for like, of in kinds.items():
+        if (like, aligned) not in KERNELS:
+            traced = of[0].traced(one(reading, 0))
+            line = is_line(traced, of[0].layout.shape)
+            KERNELS[like, aligned] = Kernels(traced, line=line, aligned=aligned)
+        yield (
+            of,
+            Batch(
+                KERNELS[like, aligned], [each.member(n * len(each.numbers(1)), n) for n, each in enumerate(of)], across
+            ),
+        )
+
+
+def one(reading, n):
+    """The reading of one of several parameters."""
+    return replace(reading, **{name: each[n : n + 1] for (_, name), each in reading.tensors.items() if each.ndim})
 
 
 def run(batch, of, grads, step, reading):
@@ -155,8 +176,9 @@ def run(batch, of, grads, step, reading):
     return batch.run(grads, Values(torch.tensor(numbers, dtype=torch.float64), keys, reading))
 
 
-def update(parameters, steps=2, reading=None, aligned=False):
-    """Updates parameters by kernels and as expected. Each step begins from equal tensors.
+def update(parameters, steps=2, reading=None, aligned=False, spoil=None):
+    """Updates parameters by kernels and as expected. Each step begins from equal tensors. spoil: a parameter whose
+    gradient is infinite.
 
     Returns:
         By tensor, the number of elements that differ after some step, and the largest difference relative to the
@@ -166,9 +188,12 @@ def update(parameters, steps=2, reading=None, aligned=False):
     for of, batch in batches_of(parameters, reading, aligned):
         for step in range(1, steps + 1):
             grads = [each.gradient(step) for each in of]
+            for each, grad in zip(of, grads, strict=True):
+                if each.name == spoil:
+                    grad.view(-1)[-1] = torch.inf
             result = run(batch, of, grads, step, reading)
             for n, (each, grad) in enumerate(zip(of, grads, strict=True)):
-                square_sums, sizes = each.expect(grad, step, reading)
+                square_sums, sizes = each.expect(grad, step, one(reading, n))
                 if result.square_sums is not None:
                     close(result.square_sums[n : n + 1], square_sums)
                 assert (result.sizes is None) == (sizes is None)
