@@ -53,6 +53,9 @@ class Kernels:
     @functools.cached_property
     def functions(self) -> dict[str, Any]:
         """Triton's functions by name."""
+        import triton
+        import triton.language as tl
+
         from lowmem.kernels import device
 
         name = f"lowmem.kernels.generated_{hashlib.sha256(self.source.text.encode()).hexdigest()[:16]}"
@@ -63,7 +66,7 @@ class Kernels:
             name,
         )  # where Triton reads it
         shared = {each: getattr(device, each) for each in device.__all__}
-        found: dict[str, Any] = {"__name__": name, "triton": device.triton, "tl": device.tl, **shared}
+        found: dict[str, Any] = {"__name__": name, "triton": triton, "tl": tl, **shared}
         exec(compile(self.source.text, name, "exec"), found)  # noqa: S102 (written by this package alone)
         return found
 

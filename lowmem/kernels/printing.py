@@ -163,7 +163,7 @@ class Printer(ABC):
             name, operands = "square", operands[:1]
         if name == "mul" and dtype == torch.bool:
             name = "bitwise_and"
-        args = [self.value(arg) if isinstance(arg, fx.Node) else arg for arg in operands]
+        args: list[Any] = [self.value(arg) if isinstance(arg, fx.Node) else arg for arg in operands]
         common = dtype
         if name in COMPARISONS:
             types = [arg.dtype for arg in args if isinstance(arg, Value) and arg.dtype is not None]

@@ -38,8 +38,8 @@ class Source:
                 self.steps.append((f"between_{n}", n))
             self.steps.append((f"pass_{n}", n))
             text += before + pass_text(self.scalars, self.rectangles, n, reached, self.tile, aligned=aligned)
-        columns = {"RECTANGLE_COLUMNS": self.rectangles.keys, "SLICE_COLUMNS": self.slices.keys}
-        counts = {name: len(of) for name, of in {**columns, "SLOTS": self.scalars.slots}.items()}
-        self.text = "".join(f"{name} = tl.constexpr({count})\n" for name, count in counts.items()) + text
+        columns = (len(each) for each in (self.rectangles.keys, self.slices.keys, self.scalars.slots))
+        counts = zip(("RECTANGLE_COLUMNS", "SLICE_COLUMNS", "SLOTS"), columns, strict=True)
+        self.text = "".join(f"{name} = tl.constexpr({count})\n" for name, count in counts) + text
         self.vectors = {node: str(between.sides[node]) for kind, node in self.slices.keys if kind == "vector"}
         self.results = list(update.graph.results)
