@@ -3,7 +3,7 @@
 import functools
 import hashlib
 import linecache
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -20,16 +20,22 @@ from lowmem.tiles.traced import TracedUpdate
 OPTIONS: dict[str, Any] = {"num_stages": 1, "enable_fp_fusion": False}
 WARPS_BETWEEN, WARPS_FOLD = 16, 8
 
+# What the arguments of kernels point to, except for those of the reading.
+TYPES = {
+    "programs": torch.int32, "table": torch.int64, "grads": torch.int64, "numbers": torch.float64,
+    "keys": torch.int32, "scalars": torch.float64, "work": torch.float32, "results": torch.float64,
+    "jobs": torch.int64, "pieces": torch.int64,
+}  # fmt: skip
+
 
 class Values(NamedTuple):
     """What is other in each step, on the device.
 
-    numbers: of all groups, one after another, float64.  keys: of the noise of all parameters, int32; None: none are
-    needed.  reading: of the gradients of a batch; its scalars are the same for all members.
+    numbers: of all groups, one after another, float64.  keys: of the noise of all parameters, int32.  reading: of the gradients of a batch; its scalars are the same for all members.
     """
 
     numbers: Tensor
-    keys: Tensor | None
+    keys: Tensor
     reading: Reading
 
 
@@ -48,7 +54,7 @@ class Kernels:
         `UnsupportedError` for an operation that is not known.
         """
         self.source = Source(update, line=line, aligned=aligned)
-        self._held: dict[tuple[Any, ...], Any] = {}  # compiled for a device
+        self._held: dict[torch.device, dict[Any, Any]] = {}  # compiled kernels by name and constants
 
     @functools.cached_property
     def functions(self) -> dict[str, Any]:
@@ -70,17 +76,35 @@ class Kernels:
         exec(compile(self.source.text, name, "exec"), found)  # noqa: S102 (written by this package alone)
         return found
 
-    def compile(self) -> None:
-        """Compiles them."""
+    @property
+    def variants(self) -> Iterator[tuple[str, tuple[Any, ...], int]]:
+        """Name, constants and warps of each kernel."""
+        for name, _ in self.source.steps:
+            yield name, (), WARPS_BETWEEN if name.startswith("between") else self.source.tile.warps
+        kinds = {kind for each in self.source.update.passes for kind, _ in each.sums or ()}
+        for largest in {kind == "row_max" for kind in kinds}:
+            yield "fold", (largest, *FOLD), WARPS_FOLD
+
+    def compile(self, device: torch.device) -> None:
+        """Compiles them for a device, if that has not been done. Raises Triton's error."""
+        if device in self._held:
+            return
+        inputs, held = self.source.update.graph.inputs, dict[Any, Any]()
+        types = TYPES | {f"reading_{name}": node.meta["val"].dtype for (_, name), node in inputs.items()}
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            for name, constants, warps in self.variants:
+                function = self.functions[name]
+                args = [types[each] for each in function.arg_names[: len(function.arg_names) - len(constants)]]
+                held[name, constants] = function.warmup(*args, *constants, grid=(1,), num_warps=warps, **OPTIONS)
+        self._held[device] = held
 
     def launch(self, launch: "Launch", args: Sequence[Any], device: torch.device) -> None:
-        """Launches a kernel on a device, which is the current one. Triton compiles it at the first time."""
-        key, args = (launch.name, launch.constants, device.index), (*launch.args, *args, *launch.constants)
-        if (held := self._held.get(key)) is not None:
-            held[launch.grid, 1, 1](*args)
+        """Launches a kernel on a device, which is the current one."""
+        args = *launch.args, *args, *launch.constants
+        if (held := self._held[device][launch.name, launch.constants]) is None:  # in Triton's interpreter
+            self.functions[launch.name][launch.grid,](*args)
         else:
-            function = self.functions[launch.name]
-            self._held[key] = function[launch.grid,](*args, num_warps=launch.warps, **OPTIONS)
+            held[launch.grid, 1, 1](*args)
 
 
 class Launch(NamedTuple):
@@ -88,7 +112,6 @@ class Launch(NamedTuple):
 
     name: str
     grid: int
-    warps: int
     args: tuple[Tensor, ...]
     constants: tuple[Any, ...] = ()
 
@@ -109,8 +132,7 @@ class Batch:
 
     def __init__(self, kernels: Kernels, members: Sequence[Member], across: Across | None = None) -> None:
         """across: the ranks that have the other shards of all of them."""
-        self._kernels, self._members, self._across = kernels, members, across
-        self.device = members[0].tensors["param", 0].device
+        self._kernels, self._across, self.device = kernels, across, members[0].tensors["param", 0].device
         source = kernels.source
         tables = Tables(source, members)
         self._size = tables.size
@@ -120,14 +142,14 @@ class Batch:
         self.steps = list[Launch | Sum]()
         for name, n in source.steps:
             if name.startswith("between"):
-                self.steps.append(Launch(name, len(tables.slices), WARPS_BETWEEN, (programs, slices)))
+                self.steps.append(Launch(name, len(tables.slices), (programs, slices)))
                 continue
             if len(programs):
-                self.steps.append(Launch(name, len(programs), source.tile.warps, (programs, rectangles)))
+                self.steps.append(Launch(name, len(programs), (programs, rectangles)))
             for largest in (False, True):
                 if folds := tables.folds(n, largest):
                     args = self._sent(folds.programs, torch.int32), self._sent(folds.jobs), self._sent(folds.pieces)
-                    self.steps.append(Launch("fold", len(args[0]), WARPS_FOLD, args, (largest, *FOLD)))
+                    self.steps.append(Launch("fold", len(args[0]), args, (largest, *FOLD)))
                     if across is not None:
                         self.steps.append(Sum(tables.totals[n, largest], largest))
         self._pinned = [
@@ -151,10 +173,9 @@ class Batch:
         )
         work = torch.empty(self._size, dtype=torch.float32, device=self.device)
         results = torch.empty(len(self._kernels.source.results), len(grads), dtype=torch.float64, device=self.device)
-        keys = values.numbers if values.keys is None else values.keys
         reading = (getattr(values.reading, name) for name in self._kernels.source.scalars.reading)
         with torch.cuda.device(self.device) if self._pinned else nullcontext():
-            args = self._pointers(pointers), values.numbers, keys, self._scalars, work, results, *reading
+            args = self._pointers(pointers), values.numbers, values.keys, self._scalars, work, results, *reading
             for step in self.steps:
                 if isinstance(step, Sum):
                     assert self._across is not None

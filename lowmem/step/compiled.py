@@ -1,11 +1,12 @@
 """Runs programs as compiled code, which is traced once for each kind of parameters."""
 
+import functools
 import importlib.util
 import logging
 import os
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
@@ -14,8 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from lowmem.errors import ConfigError
-from lowmem.kernels.kernels import Batch, Kernels, Values
-from lowmem.kernels.tables import Member
+from lowmem.kernels import Batch, Kernels, Member, Values, is_line
 from lowmem.placements.ranks import on_rank
 from lowmem.rules import ParamSpec, UpdateRule
 from lowmem.step.parameters import Parameters
@@ -25,7 +25,7 @@ from lowmem.tiles.blocks import form_of, pieces
 from lowmem.tiles.graph import try_compiler
 from lowmem.tiles.layout import Place
 from lowmem.tiles.quantized import QuantizedWeight
-from lowmem.tiles.stages import Code, OneTile, Stages
+from lowmem.tiles.stages import OneTile, Stages
 from lowmem.tiles.storage import Float
 from lowmem.tiles.stored import StoredTiles
 from lowmem.tiles.tile import extent
@@ -217,7 +217,7 @@ class Compilation:
             # ranks would have to agree on alignment
             aligned = program.ranks is None and member.is_aligned and tiles.grad.data_ptr() % 16 == 0
             fits = fits and member.fits
-            variant: Any = program.layout.one_line and not program.small, aligned
+            variant: Any = tiles.shape[1] == 1, aligned
         else:
             places = pieces(tiles.layout, program.group) or []
             fits = fits and bool(places)
@@ -307,19 +307,22 @@ class Traced:
         self._update, self._stages, self._one_tile = update, Stages(update), OneTile(update)
         self._kernels: dict[tuple[bool, bool], Kernels] = {}
 
-    def code(self, single: bool, form: Any) -> tuple[Update, Sequence[Code | Kernels]]:
-        """Returns an update, and its code that may have to be compiled."""
-        if self._update.kind.device.type not in KERNELS:
+    def code(self, single: bool, form: Any) -> tuple[Update, Sequence[Callable[[], None]]]:
+        """Returns an update, and functions that compile its code."""
+        device = self._update.kind.device
+        if device.type not in KERNELS:
             update = self._one_tile if single else self._stages
-            return update, update.codes(form)
+            return update, [code.compile for code in update.codes(form)]
         if (single, form) not in self._kernels:
-            self._kernels[single, form] = Kernels(self._update, line=single, aligned=form)
+            line = single and is_line(self._update, (1, 1, 1))
+            self._kernels[single, form] = Kernels(self._update, line=line, aligned=form)
         kernels = self._kernels[single, form]
-        return kernels, [kernels]
+        return kernels, [functools.partial(kernels.compile, device)]
 
 
 def traced(program: Program, kind: Kind, variant: Any) -> Update | None:
-    """Returns the compiled update of a kind of parameters. None: the rule cannot be traced. Raises the compiler's error.
+    """Returns the compiled update of a kind of parameters; None if the rule cannot be traced. Raises the compiler's
+    error.
 
     variant: for kernels, whether parameters are single lines, and whether they are aligned; otherwise whether they are
     one tile, and the forms of their tiles.
@@ -331,15 +334,15 @@ def traced(program: Program, kind: Kind, variant: Any) -> Update | None:
     try:
         if key not in updates:
             updates[key] = Traced(trace_update(kind, lambda sweep, states: rule.update(sweep, program.spec, states)))
-        update, codes = updates[key].code(*variant)
+        update, compiling = updates[key].code(*variant)
     except Exception as error:  # of the rule, or of PyTorch's tracer, such as for a branch on the value of a tensor
         updates.clear()
         _TRACED[_key(rule)] = None
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
         logger.warning("updates of rule %s are not compiled: %s", rule.name, reason)
         return None
-    for code in codes:
-        code.compile()
+    for compiles in compiling:
+        compiles()
     return update
 
 
@@ -348,7 +351,7 @@ def _member(record: ParamRecord, tiles: StoredTiles, states: Mapping[str, Tensor
     program = record.program
     held = {"param": tiles.weight, **program.held(states)}
     parts = {(name, n): part for name, each in held.items() for n, part in enumerate(each.parts)}
-    small = {(kept.extent, name): states[name] for name, kept in program.small.items()}
+    small: dict[tuple[str, str], Tensor] = {(kept.extent, name): states[name] for name, kept in program.small.items()}
     return Member(program.layout, parts, small, *place)
 
 

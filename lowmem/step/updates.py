@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowmem.kernels.kernels import Values
+from lowmem.kernels import Values
 from lowmem.step.changes import Changes
 from lowmem.step.clipping import Clipping, Decision
 from lowmem.step.compiled import Compilation, Launched, is_traceable
