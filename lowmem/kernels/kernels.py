@@ -31,7 +31,8 @@ TYPES = {
 class Values(NamedTuple):
     """What is other in each step, on the device.
 
-    numbers: of all groups, one after another, float64.  keys: of the noise of all parameters, int32.  reading: of the gradients of a batch; its scalars are the same for all members.
+    numbers: of all groups, one after another, float64.  keys: of the noise of all parameters, int32.  reading: of the
+    gradients of a batch; its scalars are the same for all members.
     """
 
     numbers: Tensor
@@ -89,13 +90,13 @@ class Kernels:
         """Compiles them for a device, if that has not been done. Raises Triton's error."""
         if device in self._held:
             return
-        inputs, held = self.source.update.graph.inputs, dict[Any, Any]()
-        types = TYPES | {f"reading_{name}": node.meta["val"].dtype for (_, name), node in inputs.items()}
+        args, held = self.source.update.kind.args, dict[Any, Any]()
+        types = TYPES | {f"reading_{key[1]}": dtype for key, dtype, _ in args if key[0] == "reading"}
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             for name, constants, warps in self.variants:
                 function = self.functions[name]
-                args = [types[each] for each in function.arg_names[: len(function.arg_names) - len(constants)]]
-                held[name, constants] = function.warmup(*args, *constants, grid=(1,), num_warps=warps, **OPTIONS)
+                pointers = [types[each] for each in function.arg_names[: len(function.arg_names) - len(constants)]]
+                held[name, constants] = function.warmup(*pointers, *constants, grid=(1,), num_warps=warps, **OPTIONS)
         self._held[device] = held
 
     def launch(self, launch: "Launch", args: Sequence[Any], device: torch.device) -> None:
