@@ -102,13 +102,9 @@ class Between:
         for node in roots:
             if self.sides[node] in (ONE, SLICE):
                 main.store(node)
-        start = [
-            "slice = tl.program_id(0)",
-            "row = table + slice * SLICE_COLUMNS",
-            *(f"{name} = {self.columns.load(key)}" for name, key in
-              (("R", "rows"), ("C", "cols"), ("B", "slices"), ("index", "index"), ("member", "member"),
-               ("group", "group"))),
-        ]  # fmt: skip
+        names = {"R": "rows", "C": "cols", "B": "slices"} | {name: name for name in ("index", "member", "group")}
+        start = ["slice = tl.program_id(0)", "row = table + slice * SLICE_COLUMNS"]
+        start += [f"{name} = {self.columns.load(key)}" for name, key in names.items()]
         return main.text.function(f"between_{number}", self.scalars.args, start, main.lines)
 
     def _limit(self, side: Side) -> str:
@@ -116,8 +112,10 @@ class Between:
 
     def _loop_of(self, node: fx.Node) -> tuple[Side, str]:
         """The side of a sum, and the number of its elements."""
-        side, size = self.sides[node.args[0]], node.args[0].meta["val"].shape[-1]  # type: ignore[index, union-attr]
-        return side, str(size) if side == SLICE and isinstance(size, int) else self._limit(side)
+        side, shape = self.sides[node.args[0]], node.args[0].meta["val"].shape  # type: ignore[index, union-attr]
+        if node.args[1:2] not in (([-1],), ([len(shape) - 1],)):
+            raise UnsupportedError(f"{node.format_node()} has no form in Triton")
+        return side, str(shape[-1]) if side == SLICE and isinstance(shape[-1], int) else self._limit(side)
 
     def _print_loop(self, main: "Scope", side: Side, limit: str, nodes: list[fx.Node]) -> None:
         """Prints a loop over a side, which sums nodes or stores them."""
@@ -184,6 +182,9 @@ class Scope(Printer):
         return self.assign(f"tl.load({base} + at, mask=here, other=0)", self._shape, dtype)
 
     def reshaped(self, node: fx.Node, value: Value) -> Value:
+        before, after = ([str(size) for size in each.meta["val"].shape if size != 1] for each in (node.args[0], node))  # type: ignore[union-attr]
+        if value.shape and self._side != SLICE and before != after:
+            raise UnsupportedError(f"{node.format_node()} has no form in Triton")
         return value
 
     def reduced(self, node: fx.Node, value: Value) -> Value:
