@@ -117,8 +117,9 @@ class Batch:
             if len(programs):
                 self.steps.append(Launch(name, len(programs), source.tile.warps, (programs, rectangles)))
             for largest in (False, True):
-                if folds := tables.folds(n, largest):
-                    args = self._sent(folds.programs, torch.int32), self._sent(folds.jobs), self._sent(folds.pieces)
+                of_fold, jobs, pieces = tables.folds(n, largest)
+                if jobs:
+                    args = self._sent(of_fold, torch.int32), self._sent(jobs), self._sent(pieces)
                     self.steps.append(Launch("fold", len(args[0]), WARPS_FOLD, args, (largest, *FOLD)))
                     if across is not None:
                         self.steps.append(Sum(tables.totals[n, largest], largest))
