@@ -54,9 +54,13 @@ class Member(NamedTuple):
 
     @property
     def is_aligned(self) -> bool:
-        """Returns whether all rows begin at multiples of 16 elements, and all tensors at multiples of 16 bytes."""
-        pointers = all(each.data_ptr() % 16 == 0 for each in self.tensors.values())
-        return pointers and all((each.cols | each.stride | each.element) % 16 == 0 for each in self.rectangles(0))
+        """Returns whether all rows begin at multiples of 16 elements, and all rectangles at multiples of 16 bytes."""
+        numel, rectangles = self.tensors["param", 0].numel(), list(self.rectangles(0))
+        return all((each.cols | each.stride | each.element) % 16 == 0 for each in rectangles) and all(
+            (tensor.data_ptr() + each.element // (numel // tensor.numel()) * tensor.itemsize) % 16 == 0
+            for tensor in self.tensors.values()
+            for each in rectangles
+        )
 
     def rectangles(self, number: int) -> Iterator[Rectangle]:
         """Yields the rectangles of its slices on this rank. number: of the member."""

@@ -68,6 +68,7 @@ def install():
     builder.create_fma, module._patch_lang_tensor, module.ReduceOps.apply_impl = fma, patch_tensor, reduce
     for name in ("create_fp_trunc", "create_fp_ext", "create_fp_to_fp"):
         setattr(builder, name, casts(getattr(builder, name)))
+
     def call(self, *args, before=module.InterpretedFunction.__call__, **kwargs):
         """The language of this package's functions has been patched by the kernel that calls them."""
         own = self.fn.__module__.startswith("lowmem.")
