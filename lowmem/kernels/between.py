@@ -8,6 +8,8 @@ sums over them depend on each other, and computes again in each loop what it nee
     column factors                  ┐ a loop over columns
 """
 
+from typing import Any
+
 import torch
 from torch import fx
 
@@ -113,7 +115,7 @@ class Between:
     def _loop_of(self, node: fx.Node) -> tuple[Side, str]:
         """The side of a sum, and the number of its elements."""
         side, shape = self.sides[node.args[0]], node.args[0].meta["val"].shape  # type: ignore[index, union-attr]
-        if node.args[1:2] not in (([-1],), ([len(shape) - 1],)):
+        if node.kwargs or node.args[1:2] not in (([-1],), ([len(shape) - 1],)):
             raise UnsupportedError(f"{node.format_node()} has no form in Triton")
         return side, str(shape[-1]) if side == SLICE and isinstance(shape[-1], int) else self._limit(side)
 
@@ -125,7 +127,7 @@ class Between:
         for total, node in zip(totals, sums, strict=True):
             if op_name(node) == "amax":
                 raise UnsupportedError("a maximum between two passes has no form in Triton")
-            value = inner.value(node.args[0])  # type: ignore[arg-type]
+            value = inner.of_float32(node.args[0])
             inner.lines.append(f"{total.code} += tl.where(here, {value.code}, 0.0)")
         for node in nodes:
             if not self.is_sum(node):
@@ -190,6 +192,12 @@ class Scope(Printer):
     def reduced(self, node: fx.Node, value: Value) -> Value:
         return value  # one element: other sums have been computed by a loop
 
+    def of_float32(self, node: Any) -> Value:
+        """Returns a value that is summed, or stored in the workspace."""
+        if (value := self.value(node)).dtype != torch.float32:
+            raise UnsupportedError(f"{node.format_node()} has no form in Triton, because it is not float32")
+        return value
+
     def store(self, node: fx.Node) -> None:
         """Stores a value: a state, a result, or what a pass reads."""
         between, value = self._between, self.value(node)
@@ -199,6 +207,7 @@ class Scope(Printer):
             pointer = self.text.once(between.columns.pointer("state", key, node.meta["val"].dtype))
             self.lines.append(f"tl.store({pointer}{at}, {value.code}{mask})")
         elif self._shape:
+            value = self.of_float32(node)
             vector = self.text.once(f"work + {between.columns.load('vector', node)}")
             self.lines.append(f"tl.store({vector}{at}, {value.code}{mask})")
         if node in between.results:

@@ -19,6 +19,11 @@ REFUSED = {
     "another order": lambda row, col: row.flip(-1),
     "a sum over slices and rows": lambda row, col: row / row.sum(),
     "a maximum": lambda row, col: row / row.amax(-1, keepdim=True),
+    "a sum in float64": lambda row, col: row / row.double().sum(-1, keepdim=True),
+    "a sum of other dtype": lambda row, col: (row / row.sum(-1, keepdim=True, dtype=torch.float64)).float(),
+    "division that rounds": lambda row, col: row.div(2.0, rounding_mode="floor"),
+    "a remainder": lambda row, col: row % 2.0,
+    "a power": lambda row, col: row**0.7,
     "running sums": lambda row, col: row.cumsum(-1),
 }
 WRITTEN = {
