@@ -10,7 +10,7 @@ from lowmem.kernels.source import Source
 from lowmem.tiles.layout import WIDEST, Layout
 
 # Lines and columns of partial sums that a program of `fold` takes at a time.
-FOLD = 32, 128
+FOLD = 16, 128
 
 
 class Rectangle(NamedTuple):
