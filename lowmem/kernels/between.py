@@ -8,6 +8,8 @@ sums over them depend on each other, and computes again in each loop what it nee
     column factors                  ┐ a loop over columns
 """
 
+from typing import Any
+
 import torch
 from torch import fx
 
@@ -102,13 +104,9 @@ class Between:
         for node in roots:
             if self.sides[node] in (ONE, SLICE):
                 main.store(node)
-        start = [
-            "slice = tl.program_id(0)",
-            "row = table + slice * SLICE_COLUMNS",
-            *(f"{name} = {self.columns.load(key)}" for name, key in
-              (("R", "rows"), ("C", "cols"), ("B", "slices"), ("index", "index"), ("member", "member"),
-               ("group", "group"))),
-        ]  # fmt: skip
+        names = {"R": "rows", "C": "cols", "B": "slices"} | {name: name for name in ("index", "member", "group")}
+        start = ["slice = tl.program_id(0)", "row = table + slice * SLICE_COLUMNS"]
+        start += [f"{name} = {self.columns.load(key)}" for name, key in names.items()]
         return main.text.function(f"between_{number}", self.scalars.args, start, main.lines)
 
     def _limit(self, side: Side) -> str:
@@ -116,8 +114,10 @@ class Between:
 
     def _loop_of(self, node: fx.Node) -> tuple[Side, str]:
         """The side of a sum, and the number of its elements."""
-        side, size = self.sides[node.args[0]], node.args[0].meta["val"].shape[-1]  # type: ignore[index, union-attr]
-        return side, str(size) if side == SLICE and isinstance(size, int) else self._limit(side)
+        side, shape = self.sides[node.args[0]], node.args[0].meta["val"].shape  # type: ignore[index, union-attr]
+        if node.kwargs or node.args[1:2] not in (([-1],), ([len(shape) - 1],)):
+            raise UnsupportedError(f"{node.format_node()} has no form in Triton")
+        return side, str(shape[-1]) if side == SLICE and isinstance(shape[-1], int) else self._limit(side)
 
     def _print_loop(self, main: "Scope", side: Side, limit: str, nodes: list[fx.Node]) -> None:
         """Prints a loop over a side, which sums nodes or stores them."""
@@ -127,7 +127,7 @@ class Between:
         for total, node in zip(totals, sums, strict=True):
             if op_name(node) == "amax":
                 raise UnsupportedError("a maximum between two passes has no form in Triton")
-            value = inner.value(node.args[0])  # type: ignore[arg-type]
+            value = inner.of_float32(node.args[0])
             inner.lines.append(f"{total.code} += tl.where(here, {value.code}, 0.0)")
         for node in nodes:
             if not self.is_sum(node):
@@ -184,10 +184,19 @@ class Scope(Printer):
         return self.assign(f"tl.load({base} + at, mask=here, other=0)", self._shape, dtype)
 
     def reshaped(self, node: fx.Node, value: Value) -> Value:
+        before, after = ([str(size) for size in each.meta["val"].shape if size != 1] for each in (node.args[0], node))  # type: ignore[union-attr]
+        if value.shape and self._side != SLICE and before != after:
+            raise UnsupportedError(f"{node.format_node()} has no form in Triton")
         return value
 
     def reduced(self, node: fx.Node, value: Value) -> Value:
         return value  # one element: other sums have been computed by a loop
+
+    def of_float32(self, node: Any) -> Value:
+        """Returns a value that is summed, or stored in the workspace."""
+        if (value := self.value(node)).dtype != torch.float32:
+            raise UnsupportedError(f"{node.format_node()} has no form in Triton, because it is not float32")
+        return value
 
     def store(self, node: fx.Node) -> None:
         """Stores a value: a state, a result, or what a pass reads."""
@@ -198,6 +207,7 @@ class Scope(Printer):
             pointer = self.text.once(between.columns.pointer("state", key, node.meta["val"].dtype))
             self.lines.append(f"tl.store({pointer}{at}, {value.code}{mask})")
         elif self._shape:
+            value = self.of_float32(node)
             vector = self.text.once(f"work + {between.columns.load('vector', node)}")
             self.lines.append(f"tl.store({vector}{at}, {value.code}{mask})")
         if node in between.results:

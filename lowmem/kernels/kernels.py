@@ -65,16 +65,11 @@ class Kernels:
 
         from lowmem.kernels import device
 
-        name = f"lowmem.kernels.generated_{hashlib.sha256(self.source.text.encode()).hexdigest()[:16]}"
-        linecache.cache[name] = (
-            len(self.source.text),
-            None,
-            self.source.text.splitlines(keepends=True),
-            name,
-        )  # where Triton reads it
-        shared = {each: getattr(device, each) for each in device.__all__}
+        text, shared = self.source.text, {each: getattr(device, each) for each in device.__all__}
+        name = f"lowmem.kernels.generated_{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+        linecache.cache[name] = len(text), None, text.splitlines(keepends=True), name  # where Triton reads it
         found: dict[str, Any] = {"__name__": name, "triton": triton, "tl": tl, **shared}
-        exec(compile(self.source.text, name, "exec"), found)  # noqa: S102 (written by this package alone)
+        exec(compile(text, name, "exec"), found)  # noqa: S102 (written by this package alone)
         return found
 
     @property
@@ -125,7 +120,8 @@ class Sum(NamedTuple):
 
 
 class Batch:
-    """Parameters that are updated together. All that is static about them is on their device.
+    """Parameters that are updated together. All that is static about them is on their device, also pointers to their
+    tensors, which it does not keep alive.
 
     Attributes:
         steps: of a run.
@@ -133,8 +129,8 @@ class Batch:
 
     def __init__(self, kernels: Kernels, members: Sequence[Member], across: Across | None = None) -> None:
         """across: the ranks that have the other shards of all of them."""
-        self._kernels, self._across, self.device = kernels, across, members[0].tensors["param", 0].device
-        source = kernels.source
+        self._kernels, self._across, source = kernels, across, kernels.source
+        self.device = members[0].tensors["param", 0].device
         tables = Tables(source, members)
         self._size = tables.size
         self._scalars = self._sent([[0] * len(source.scalars.slots)] * len(tables.slices), torch.float64)
@@ -148,8 +144,9 @@ class Batch:
             if len(programs):
                 self.steps.append(Launch(name, len(programs), (programs, rectangles)))
             for largest in (False, True):
-                if folds := tables.folds(n, largest):
-                    args = self._sent(folds.programs, torch.int32), self._sent(folds.jobs), self._sent(folds.pieces)
+                of_fold, jobs, pieces = tables.folds(n, largest)
+                if jobs:
+                    args = self._sent(of_fold, torch.int32), self._sent(jobs), self._sent(pieces)
                     self.steps.append(Launch("fold", len(args[0]), args, (largest, *FOLD)))
                     if across is not None:
                         self.steps.append(Sum(tables.totals[n, largest], largest))
@@ -169,21 +166,28 @@ class Batch:
     def run(self, grads: Sequence[Tensor], values: Values) -> Result:
         """Updates the members. grads: of each, contiguous, in the order of its tensors."""
         pointers = [grad.data_ptr() for grad in grads]
-        assert not (self._kernels.source.aligned and any(pointer % 16 for pointer in pointers)), (
-            "a gradient is not aligned"
-        )
+        source, reading = self._kernels.source, values.reading.tensors
+        assert not (source.aligned and any(pointer % 16 for pointer in pointers)), "a gradient is not aligned"
+        assert [name for _, name in reading] == source.scalars.reading, "gradients are read in another way"
         work = torch.empty(self._size, dtype=torch.float32, device=self.device)
-        results = torch.empty(len(self._kernels.source.results), len(grads), dtype=torch.float64, device=self.device)
-        reading = (getattr(values.reading, name) for name in self._kernels.source.scalars.reading)
+        results = torch.empty(len(source.results), len(grads), dtype=torch.float64, device=self.device)
         with torch.cuda.device(self.device) if self._pinned else nullcontext():
-            args = self._pointers(pointers), values.numbers, values.keys, self._scalars, work, results, *reading
+            args = (
+                self._pointers(pointers),
+                values.numbers,
+                values.keys,
+                self._scalars,
+                work,
+                results,
+                *reading.values(),
+            )
             for step in self.steps:
                 if isinstance(step, Sum):
                     assert self._across is not None
                     work[step.part] = self._across.all_reduce([work[step.part]], largest=step.largest)[0]
                 else:
                     self._kernels.launch(step, (work,) if step.name == "fold" else args, self.device)
-        found = dict(zip(self._kernels.source.results, results, strict=True))
+        found = dict(zip(source.results, results, strict=True))
         return Result(found.get("square_sums"), found.get("sizes"))
 
     def _pointers(self, pointers: Sequence[int]) -> Tensor:

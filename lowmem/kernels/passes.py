@@ -123,18 +123,16 @@ class TilePrinter(Printer):
         shape = kernel_shape(node.meta["val"])
         if value.shape == shape or not value.shape or op_name(node) == "expand":
             return value
-        if op_name(node) == "select":
-            raise UnsupportedError("select has no form in Triton")
         return self.assign(f"tl.reshape({value.code}, {list(shape)})", shape, value.dtype)
 
     def reduced(self, node: fx.Node, value: Value) -> Value:
         """A sum or maximum of elements within a tile, such as over a group."""
-        name, dropped = op_name(node), node.args[0].meta["val"].ndim - len(value.shape)  # type: ignore[union-attr]
-        if name == "mean":
-            raise UnsupportedError("mean of a tile has no form in Triton")
-        ((axis,), keep), ndim = (*node.args[1:], False)[:2], len(value.shape) + dropped  # type: ignore[misc]
-        function = "tl.sum({}, {}, keep_dims={})" if name == "sum" else "largest({}, {}, {})"
-        code = function.format(value.code, axis % ndim - dropped, bool(keep))  # type: ignore[operator]
+        functions = {"sum": "tl.sum({}, {}, keep_dims={})", "amax": "largest({}, {}, {})"}
+        name, ndim = op_name(node), node.args[0].meta["val"].ndim  # type: ignore[union-attr]
+        if name not in functions or len(node.args[1]) > 1:  # type: ignore[arg-type]
+            raise UnsupportedError(f"{node.format_node()} has no form in Triton")
+        (axis,), keep = (*node.args[1:], False)[:2]  # type: ignore[misc]
+        code = functions[name].format(value.code, axis % ndim - ndim + len(value.shape), bool(keep))
         return self.assign(code, kernel_shape(node.meta["val"]), value.dtype)
 
 
@@ -190,10 +188,8 @@ def pass_text(scalars: Scalars, columns: Columns, number: int, reached: Pass, ti
             f"base{group} = {'' if line else f'row0.to(tl.int64) * (stride{by}) + '}col0{by}",
             f"offsets{group} = tl.arange(0, {rows})[:, None] * (stride{by}) + {at}",
         ]
-    sizes = [
-        f"{name} = {columns.load(key)}.to(tl.int32)"
-        for name, key in (("R", "rows"), ("C", "cols"), ("stride", "stride"))
-    ]
+    names = {"R": "rows", "C": "cols", "stride": "stride"}
+    sizes = [f"{name} = {columns.load(key)}.to(tl.int32)" for name, key in names.items()]
     sizes += [f"{name} = tl.multiple_of({name}, 16)" for name in ("C", "stride") if aligned]
     start = [
         "row = table + tl.load(programs + tl.program_id(0)) * RECTANGLE_COLUMNS",

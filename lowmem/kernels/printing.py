@@ -26,7 +26,7 @@ EXPRESSIONS = {
     "add": "{0} + {1}", "sub": "{0} - {1}", "rsub": "{1} - {0}", "mul": "{0} * {1}", "neg": "-{0}",
     "abs": "tl.abs({0})", "div": "tl.div_rn({0}, {1})", "reciprocal": "tl.div_rn(1.0, {0})", "sqrt": "tl.sqrt_rn({0})",
     "rsqrt": "tl.div_rn(1.0, tl.sqrt_rn({0}))", "addcdiv": "{0} + tl.div_rn({1}, {2})", "fma": "tl.fma({0}, {1}, {2})",
-    "floor": "tl.floor({0})", "square": "{0} * {0}", "pow": "power({0}, {1})",
+    "floor": "tl.floor({0})", "square": "{0} * {0}",
     "sign": "tl.where({0} > 0, 1.0, tl.where({0} < 0, -1.0, 0.0))",
     "round": "tl.where(tl.abs({0}) < 4194304.0, ({0} + 12582912.0) - 12582912.0, {0})",  # ties to even
     "maximum": "larger({0}, {1})", "minimum": "smaller({0}, {1})", "where": "tl.where({0}, {1}, {2})",
@@ -35,10 +35,17 @@ EXPRESSIONS = {
     "bitwise_xor": "{0} ^ {1}", "bitwise_not": "~{0}", "logical_and": "{0} & {1}", "logical_or": "{0} | {1}",
     "logical_not": "{0} == 0", "lshift": "{0} << {1}", "bitwise_left_shift": "{0} << {1}",
     "rshift": "{0} >> {1}", "bitwise_right_shift": "{0} >> {1}",
-    "floor_divide": "{0} // {1}", "floordiv": "{0} // {1}", "remainder": "{0} % {1}",  # not negative
 }  # fmt: skip
-# In float64 these are exact as they are.
-IN_DOUBLE = {"div": "{0} / {1}", "sqrt": "tl.sqrt({0})", "reciprocal": "1.0 / {0}"}
+# In float64 these are exact as they are, or have no form.
+IN_DOUBLE = {
+    "div": "{0} / {1}", "sqrt": "tl.sqrt({0})", "reciprocal": "1.0 / {0}", "rsqrt": "1.0 / tl.sqrt({0})",
+    "addcdiv": "{0} + {1} / {2}", "pow": "power({0}, {1})", "round": "", "fma": "",
+}  # fmt: skip
+# Of integers, by positive ones: Triton rounds towards zero.
+OF_INTEGERS = {
+    "floor_divide": "({0} - ({0} % {1} + {1}) % {1}) // {1}", "remainder": "({0} % {1} + {1}) % {1}",
+    "floordiv": "{0} // {1}",
+}  # fmt: skip
 COMPARISONS = {"lt", "le", "gt", "ge", "eq", "ne", "isnan"}
 
 
@@ -149,12 +156,12 @@ class Printer(ABC):
             return first
         if first is not None and name == "_to_copy":
             return self.cast(first, meta.dtype)  # type: ignore[union-attr]
-        if first is not None and name in REDUCTIONS:
+        if first is not None and name in REDUCTIONS and not node.kwargs:
             return self.reduced(node, first)
         return self._pointwise(node, name, meta.dtype if isinstance(meta, torch.Tensor) else torch.int64)
 
     def _pointwise(self, node: fx.Node, name: str, dtype: torch.dtype) -> Value:
-        if node.kwargs.get("alpha", 1) != 1 or node.kwargs.get("value", 1) != 1:
+        if any(value != 1 for option, value in node.kwargs.items() if option not in ("min", "max")):
             raise UnsupportedError(f"{node.format_node()} has no form in Triton")
         if name == "clamp":
             return self._clamped(node, dtype)
@@ -166,8 +173,8 @@ class Printer(ABC):
         args: list[Any] = [self.value(arg) if isinstance(arg, fx.Node) else arg for arg in operands]
         common = dtype
         if name in COMPARISONS:
-            types = [arg.dtype for arg in args if isinstance(arg, Value) and arg.dtype is not None]
-            common = torch.promote_types(types[0], types[-1])
+            values = [arg.meta["val"] if isinstance(arg, fx.Node) else arg for arg in operands]
+            common = torch.result_type(values[0], values[-1])
         if name == "where":
             return self._expression(name, [args[0], *(self._like(arg, dtype) for arg in args[1:])], dtype)
         return self._expression(name, [self._like(arg, common) for arg in args], dtype)
@@ -191,13 +198,13 @@ class Printer(ABC):
         return result
 
     def _expression(self, name: str, args: list[Value], dtype: torch.dtype) -> Value:
-        known = EXPRESSIONS | IN_DOUBLE if dtype == torch.float64 else EXPRESSIONS
-        if name not in known:
+        more = IN_DOUBLE if dtype == torch.float64 else {} if dtype.is_floating_point else OF_INTEGERS
+        if not (code := (EXPRESSIONS | more).get(name)):
             raise UnsupportedError(f"{name} has no form in Triton")
         rank = max(len(arg.shape) for arg in args)
         wide = [(1,) * (rank - len(arg.shape)) + arg.shape for arg in args]
         shape = tuple(max(sizes) for sizes in zip(*wide, strict=True))
-        return self.assign(known[name].format(*(_of_rank(arg, rank) for arg in args)), shape, dtype)
+        return self.assign(code.format(*(_of_rank(arg, rank) for arg in args)), shape, dtype)
 
 
 def _of_rank(value: Value, rank: int) -> str:

@@ -10,7 +10,7 @@ from lowmem.kernels.source import Source
 from lowmem.tiles.layout import WIDEST, Layout
 
 # Lines and columns of partial sums that a program of `fold` takes at a time.
-FOLD = 32, 128
+FOLD = 16, 128
 
 
 class Rectangle(NamedTuple):
@@ -46,16 +46,21 @@ class Member(NamedTuple):
     @property
     def fits(self) -> bool:
         """Returns whether kernels can update it: its tensors are contiguous, and so are the rows of its rectangles."""
-        views = [view for view in self._views if view.numel() > len(view)]
-        rows = all(view.shape[2] == 1 or view.stride(2) == 1 for view in views)
-        rows = rows and all(max(view.stride(1), view.shape[1]) < 1 << 31 for view in views)
-        return rows and all(each.is_contiguous() for each in (*self.tensors.values(), *self.small.values()))
+        if not all(each.is_contiguous() for each in (*self.tensors.values(), *self.small.values())):
+            return False
+        views = self._views
+        narrow = all(view.shape[1] == 1 or view.stride(1) < 1 << 28 for view in views)  # int32 counts within a tile
+        return narrow and all(view.shape[2] == 1 or view.stride(2) == 1 for view in views)
 
     @property
     def is_aligned(self) -> bool:
-        """Returns whether all rows begin at multiples of 16 elements, and all tensors at multiples of 16 bytes."""
-        pointers = all(each.data_ptr() % 16 == 0 for each in self.tensors.values())
-        return pointers and all((each.cols | each.stride | each.element) % 16 == 0 for each in self.rectangles(0))
+        """Returns whether all rows begin at multiples of 16 elements, and all rectangles at multiples of 16 bytes."""
+        numel, rectangles = self.tensors["param", 0].numel(), list(self.rectangles(0))
+        return all((each.cols | each.stride | each.element) % 16 == 0 for each in rectangles) and all(
+            (tensor.data_ptr() + each.element // (numel // tensor.numel()) * tensor.itemsize) % 16 == 0
+            for tensor in self.tensors.values()
+            for each in rectangles
+        )
 
     def rectangles(self, number: int) -> Iterator[Rectangle]:
         """Yields the rectangles of its slices on this rank. number: of the member."""
@@ -69,14 +74,6 @@ class Member(NamedTuple):
                     min(WIDEST, cols - start), view.stride(1) if rows > 1 else cols,
                     first + n * view.stride(0) + start,
                 )  # fmt: skip
-
-
-class Folds(NamedTuple):
-    """Arguments of `fold`."""
-
-    programs: list[int]
-    jobs: list[tuple[int, ...]]
-    pieces: list[tuple[int, ...]]
 
 
 class Tables:
@@ -106,12 +103,8 @@ class Tables:
         self._places = dict[tuple[str, Any], list[int]]()  # in the workspace, of rectangles or slices
         self.totals, self.size = dict[tuple[int, bool], slice](), 0
         self._give_places()
-        self.rectangles = self._table(source.rectangles.keys, self._of_rectangle, len(self._rectangles))
-        self.slices = self._table(source.slices.keys, self._of_slice, len(self._slices))
-
-    @staticmethod
-    def _table(keys: Any, column: Any, count: int) -> list[list[int]]:
-        return [[column(*key, n) for key in keys] for n in range(count)]
+        self.rectangles = [self._of_rectangle(n, each) for n, each in enumerate(self._rectangles)]
+        self.slices = [self._of_slice(n, *each) for n, each in enumerate(self._slices)]
 
     @staticmethod
     def programs(counts: Sequence[int]) -> list[int]:
@@ -152,8 +145,8 @@ class Tables:
             else:
                 yield (down, each.col, each.cols) if kind == "col" else (across, each.row, each.rows)
 
-    def folds(self, number: int, largest: bool) -> Folds | None:
-        """Returns the sums or the maxima that follow a pass; None if it has none."""
+    def folds(self, number: int, largest: bool) -> tuple[list[int], list[tuple[int, ...]], list[tuple[int, ...]]]:
+        """Returns the programs, jobs and pieces of `fold` for the sums or the maxima of a pass."""
         programs, jobs, pieces = list[int](), list[tuple[int, ...]](), list[tuple[int, ...]]()
         for key, kind in self._sums(number, largest):
             of_slice: list[list[tuple[int, ...]]] = [[] for _ in self._slices]
@@ -164,36 +157,41 @@ class Tables:
                 programs += [len(jobs)] * -(-length // FOLD[1])
                 jobs.append((first, place, length, len(pieces), len(here)))
                 pieces += here
-        return Folds(programs, jobs, pieces) if jobs else None
+        return programs, jobs, pieces
 
-    def _of_rectangle(self, kind: str, name: Any, number: int) -> int:
-        """A column of a rectangle."""
-        each, member = self._rectangles[number], self._members[self._rectangles[number].member]
-        if kind == "pointer":
-            tensor, group = member.tensors[name], self._storages[name[0]].parts[name[1]].group
-            return tensor.data_ptr() + each.element // group * tensor.itemsize
-        if kind == "partial":
-            return self._places[kind, name][number]
-        if kind == "vector":
-            start = each.row if self._source.vectors[name] == "row" else each.col
-            return self._places[kind, name][self._slice_of[number]] + start
-        line = each.slice * member.layout.shape[1] + each.row
-        high, low = divmod(each.col + (1 << 31), 1 << 32)
-        return {
+    def _of_rectangle(self, number: int, each: Rectangle) -> list[int]:
+        """The columns of a rectangle."""
+        member, of_slice, columns = self._members[each.member], self._slice_of[number], list[int]()
+        line, (high, low) = each.slice * member.layout.shape[1] + each.row, divmod(each.col + (1 << 31), 1 << 32)
+        fixed = {
             "first": self._first[number], "rows": each.rows, "cols": each.cols, "stride": each.stride,
-            "member": each.member, "group": member.group, "slice": self._slice_of[number], "offset": each.element,
-            "line": (line + (1 << 31)) % (1 << 32) - (1 << 31), "key": member.key, "high": high, "low": low - (1 << 31),
-        }[kind]  # fmt: skip
+            "member": each.member, "group": member.group, "slice": of_slice, "offset": each.element, "key": member.key,
+            "line": (line + (1 << 31)) % (1 << 32) - (1 << 31), "high": high, "low": low - (1 << 31),
+        }  # fmt: skip
+        for kind, name in self._source.rectangles.keys:
+            if kind == "pointer":
+                tensor, group = member.tensors[name], self._storages[name[0]].parts[name[1]].group
+                columns.append(tensor.data_ptr() + each.element // group * tensor.itemsize)
+            elif kind == "partial":
+                columns.append(self._places[kind, name][number])
+            elif kind == "vector":
+                start = each.row if self._source.vectors[name] == "row" else each.col
+                columns.append(self._places[kind, name][of_slice] + start)
+            else:
+                columns.append(fixed[kind])
+        return columns
 
-    def _of_slice(self, kind: str, name: Any, number: int) -> int:
-        """A column of a slice."""
-        n, index = self._slices[number]
-        member = self._members[n]
+    def _of_slice(self, number: int, n: int, index: int) -> list[int]:
+        """The columns of a slice: number `index` of member n."""
+        member, columns = self._members[n], list[int]()
         batch, rows, cols = member.layout.shape
-        if kind == "state":
-            return member.small[name].data_ptr() + index * (member.small[name].nbytes // batch)
-        if kind in ("total", "vector"):
-            return self._places[kind, name][number]
-        if kind == "result":
-            return self._source.results.index(name) * len(self._members) + n
-        return {"rows": rows, "cols": cols, "slices": batch, "index": index, "member": n, "group": member.group}[kind]
+        fixed = {"rows": rows, "cols": cols, "slices": batch, "index": index, "member": n, "group": member.group}
+        for kind, name in self._source.slices.keys:
+            if kind == "state":
+                state = member.small[name]
+                columns.append(state.data_ptr() + index * (state.nbytes // batch))
+            elif kind == "result":
+                columns.append(self._source.results.index(name) * len(self._members) + n)
+            else:
+                columns.append(fixed[kind] if kind in fixed else self._places[kind, name][number])
+        return columns

@@ -116,6 +116,8 @@ def test_aligned_tensors_and_tensors_that_are_not():
     skewed = made("lion", BF16, "stochastic", "bfloat16", shapes=[(17, 272)], skewed=1)
     assert not skewed[0].member().is_aligned
     assert_exact(update(skewed))
+    units = made("adalomo", BF16, "int12", shapes=[(3, 1, 64), (3, 8, 64)])  # 2 and 16 bytes of units per slice
+    assert [each.member().is_aligned for each in units] == [False, True]
 
 
 @pytest.mark.parametrize("rule", ["adalomo", "lion"])

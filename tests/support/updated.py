@@ -154,12 +154,9 @@ def batches_of(parameters, reading, aligned=False, across=None):
             traced = of[0].traced(one(reading, 0))
             line = is_line(traced, of[0].layout.shape)
             KERNELS[like, aligned] = Kernels(traced, line=line, aligned=aligned)
-        yield (
-            of,
-            Batch(
-                KERNELS[like, aligned], [each.member(n * len(each.numbers(1)), n) for n, each in enumerate(of)], across
-            ),
-        )
+            KERNELS[like, aligned].compile(torch.device("cpu"))
+        members = [each.member(n * len(each.numbers(1)), n) for n, each in enumerate(of)]
+        yield of, Batch(KERNELS[like, aligned], members, across)
 
 
 def one(reading, n):
