@@ -141,8 +141,11 @@ def train(command: argparse.Namespace, rest: Sequence[str]) -> int:
     recipe = _recipe(command, rest, _train_options, device=None)
     one = recipe.values.get("use_cpu") or recipe.values.get("fused.placement") == "streamed"
     count = _count("--num_processes", recipe.options.num_processes, 1 if one else max(1, torch.cuda.device_count()))
-    if count > 1 and "WORLD_SIZE" not in os.environ:
+    started = os.environ.get("WORLD_SIZE")
+    if started is None and count > 1:
         _launch(count, [command.training, *rest], recipe.values)
+    if recipe.options.num_processes is not None and str(count) != (started or "1"):
+        raise ConfigError(f"--num_processes is {count}, but the launcher started a run of {started}. Leave it out")
     from lowmem.run import training
 
     stopped = training.train(recipe)
