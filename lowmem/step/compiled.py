@@ -23,12 +23,11 @@ from lowmem.tiles.blocks import Form, form_of, pieces
 from lowmem.tiles.graph import try_compiler
 from lowmem.tiles.layout import Place
 from lowmem.tiles.quantized import QuantizedWeight
-from lowmem.tiles.stages import CompiledUpdate
+from lowmem.tiles.stages import OneTile, Stages
 from lowmem.tiles.storage import Float
 from lowmem.tiles.stored import StoredTiles
-from lowmem.tiles.sweep import Sweep, Tiles
 from lowmem.tiles.tile import extent
-from lowmem.tiles.traced import GRAD, Arguments, Kind, signature
+from lowmem.tiles.traced import GRAD, Arguments, Kind, signature, trace_update
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +36,7 @@ COMPILE_FROM = 1 << 25
 
 # Compiled updates, which parameters of all sizes share, by rule, or by its class if it has no attributes.
 # None: the rule cannot be traced.
-_TRACED: WeakKeyDictionary[Any, dict[tuple[ParamSpec, Kind], CompiledUpdate] | None] = WeakKeyDictionary()
+_TRACED: WeakKeyDictionary[Any, dict[tuple[ParamSpec, Kind], tuple[Stages, OneTile]] | None] = WeakKeyDictionary()
 
 
 class Bound(NamedTuple):
@@ -48,7 +47,7 @@ class Bound(NamedTuple):
     """
 
     made_for: Any
-    update: CompiledUpdate
+    update: Stages | OneTile
     places: Sequence[Place]
     args: Arguments
     alive: Sequence[ReferenceType[Tensor]]
@@ -73,7 +72,7 @@ class Compilation:
     def __init__(self, parameters: Parameters) -> None:
         self._parameters, self._requested = parameters, parameters.config.compile
         self._step, self._decided = 0, False
-        self._new: dict[tuple[Program, Any], CompiledUpdate | None] = {}  # code on which ranks have not agreed
+        self._new: dict[tuple[Program, Any], Stages | OneTile | None] = {}  # code on which ranks have not agreed
         self._own: str | None = None  # the error of this rank
         self._bound: dict[ParamRecord, Bound] = {}
         self._warns = self._requested is True  # of updates that are not compiled, once
@@ -164,7 +163,7 @@ class Compilation:
         for name, kept in program.small.items() if fits else ():
             args[kept.extent, name] = data[name].view((*extent(kept.extent, tiles.shape), *kept.extra))
         if varying not in program.compiled and (program, varying) not in self._new:
-            forms = tuple(dict.fromkeys(map(form_of, places)))
+            forms = tuple(dict.fromkeys(form_of(place.rect.size) for place in places))
             kind = Kind(
                 ((GRAD, Float(tiles.grad.dtype)), ("param", program.weight), *program.states.items()),
                 program.group,
@@ -172,16 +171,15 @@ class Compilation:
                 tiles.device,
                 batched=tiles.shape[0] > 1,
                 numbers=tiles.scalars.names,
-                form=forms[0] if is_one else None,
             )
-            self._new[program, varying] = self._compile(program, kind, forms) if fits else None
+            self._new[program, varying] = self._compile(program, kind, forms, is_one) if fits else None
             if program.ranks is not None or not several:  # ranks of shards update in one order
                 self.settle()
-        update: CompiledUpdate | None = program.compiled.get(varying)
+        update: Stages | OneTile | None = program.compiled.get(varying)
         if update is None or not fits:
             return None
-        if is_one:
-            args |= update.in_blocks({name: each.parts for name, each in held.items()}, places[0])
+        if isinstance(update, OneTile):
+            args |= update.in_blocks({name: each.parts for name, each in held.items()}, places[0].rect.size)
         bound = self._bound
         alive = [ref(state, lambda _: bound.pop(record, None)) for state in tensors.values()]
         bound[record] = Bound(made_for, update, places, args, alive)
@@ -200,11 +198,11 @@ class Compilation:
                 cause,
             )  # fmt: skip
 
-    def _compile(self, program: Program, kind: Kind, forms: Sequence[Form]) -> CompiledUpdate | None:
+    def _compile(self, program: Program, kind: Kind, forms: Sequence[Form], is_one: bool) -> Stages | OneTile | None:
         """Compiles an update. Returns None if this fails, or has failed in this step, or the rule cannot be traced."""
         update, start = None, time.perf_counter()
         try:
-            update = traced(program.rule, program.spec, kind, forms) if self._own is None else None
+            update = traced(program, kind, forms, is_one) if self._own is None else None
         except Exception as error:
             self._own = f"{type(error).__name__}{on_rank()}: {error}"
         Compilation.seconds += time.perf_counter() - start
@@ -234,24 +232,19 @@ def _numbers(tiles: StoredTiles) -> Arguments:
     return args
 
 
-def traced(rule: UpdateRule, spec: ParamSpec, kind: Kind, forms: Sequence[Form]) -> CompiledUpdate | None:
-    """Returns the compiled update of a kind of parameters, for tiles of these forms; None if the rule cannot be traced.
-    Raises the compiler's error.
+def traced(program: Program, kind: Kind, forms: Sequence[Form], is_one: bool) -> Stages | OneTile | None:
+    """Returns the compiled update of a kind of parameters, for tiles of these forms, or that are one tile. None: the
+    rule cannot be traced. Raises the compiler's error.
     """
+    rule, key = program.rule, (program.spec, kind)
     updates = _TRACED.setdefault(_key(rule), {})
     if updates is None:
         return None
-
-    def update(tiles: Tiles, states: dict[str, Any]) -> dict[Any, Tensor]:
-        sweep = Sweep(tiles)
-        sizes = rule.update(sweep, spec, states)
-        results = {"square_sums": sweep.square_sums} if tiles.reading.square_sums is None else {}
-        return results if sizes is None else {**results, "sizes": sizes.view(-1)}
-
     try:
-        if (spec, kind) not in updates:
-            updates[spec, kind] = CompiledUpdate(kind, update, forms[0])
-        codes = updates[spec, kind].codes(forms)
+        if key not in updates:
+            trace = trace_update(kind, lambda sweep, states: rule.update(sweep, program.spec, states))
+            updates[key] = Stages(trace), OneTile(trace)
+        codes = updates[key][is_one].codes(forms)
     except Exception as error:  # of the rule, or of PyTorch's tracer, such as for a branch on the value of a tensor
         updates.clear()
         _TRACED[_key(rule)] = None
@@ -260,7 +253,7 @@ def traced(rule: UpdateRule, spec: ParamSpec, kind: Kind, forms: Sequence[Form])
         return None
     for code in codes:
         code.compile()
-    return updates[spec, kind]
+    return updates[key][is_one]
 
 
 def is_traceable(rule: UpdateRule) -> bool:

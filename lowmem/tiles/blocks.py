@@ -9,11 +9,18 @@ a tile [b, r, c] of several rows          a single line [b, 1, c]
 """
 
 import functools
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
 
+import torch
 from torch import Tensor
 
+from lowmem.tiles.graph import realized, tied
 from lowmem.tiles.layout import Layout, Place, Rect
+from lowmem.tiles.storage import Held
+from lowmem.tiles.tile import DIMS, RawTile, Sums
+from lowmem.tiles.traced import GRAD, Arguments, Key, Kind, Pass, reading_of
 
 # Form of a tile (several batch slices, one row per slice): part of the cache key.
 Form = tuple[bool, bool]
@@ -106,18 +113,65 @@ def _regular(outer: Rect) -> Iterator[Rect]:
                 yield Rect(rect.batch, rect.rows, part) if line else Rect(rect.batch, part, rect.cols)
 
 
-def form_of(place: Place) -> Form:
-    """The form of a tile."""
-    batch, rows, _ = place.rect.size
-    return batch > 1, rows == 1
+def form_of(size: tuple[int, int, int]) -> Form:
+    """The form of a tile [b, r, c]."""
+    return size[0] > 1, size[1] == 1
 
 
-def in_blocks(tensor: Tensor, size: tuple[int, int, int], group: int, own: int) -> Tensor:
-    """A tensor of a tile [b, r, c], with one value per `own` elements of a row, as [b, n, m, c]; where elements are
-    encoded in groups, as [b, n, m, c / group, group / own].
+def shape_of(grad: Tensor) -> tuple[Any, Any, Any]:
+    """The shape [b, r, c] of a tile whose gradient is in blocks."""
+    batch, count, height, *cols = grad.shape
+    width = math.prod(cols)
+    return (batch, 1, count * width) if height == 1 else (batch, count * height, width)
+
+
+def run_in_blocks(kind: Kind, reached: Pass, args: Arguments) -> dict[Key, Tensor]:
+    """Calls the function of a pass with a tile in blocks. Returns the sums of the tile by kind and name.
+
+    args: also the vectors of the pass: row [b, r], col [b, c], and scalar [b] or [].
     """
-    divided = blocks(*size[1:], group)
-    assert divided is not None  # as it is for all `pieces`
-    count, height, width = divided
-    shape = size[0], count, height, width // group
-    return tensor.view(shape if group == 1 else (*shape, group // own))
+    held = {
+        name: Held(storage, tuple(args[name, n].flatten(3) for n, _ in enumerate(storage.parts)))
+        for name, storage in kind.storages
+        if (name, 0) in args
+    }
+    (grad,), full = held[GRAD].parts, {name: held[state] for name, state in reached.full.items()}
+    batch, count, height, width = grad.shape
+    is_line = height == 1
+
+    def broadcast(kind: str, value: Tensor) -> Tensor:
+        """A vector, broadcastable to [b, n, m, c]."""
+        if kind == "col":
+            return value.view((batch, count, 1, width) if is_line else (batch, 1, 1, width))
+        value = value.view((batch, 1, 1, 1) if is_line or DIMS[kind] == (0,) else (batch, count, height, 1))
+        if kind == "noise" and is_line:  # the noise of a column is counted from the start of its line
+            parts = realized(torch.arange(count, dtype=torch.int32, device=value.device) * width)
+            value = value + parts.view(1, -1, 1, 1)
+        return value
+
+    vectors = {key: args[key] for key, *_ in reached.args if key[0] != "reading"}
+    here = {key: broadcast(key[0], value) if value.ndim else value for key, value in vectors.items()}
+    values = reached.body(RawTile(grad, held["param"], reading_of(args), full, here)) or Sums()
+    return {(each, name): value for each, name, value in _summed(values, grad, is_line).items()}
+
+
+def _summed(values: Sums, grad: Tensor, is_line: bool) -> Sums:
+    """The sums of a tile in blocks: first of its lines, in parallel vector registers, and in one loop for all."""
+
+    def lines(value: Tensor) -> Tensor:
+        return tied(value, grad[..., :1, :1])
+
+    row, col = {name: lines(value).sum(-1) for name, value in values.row.items()}, values.col
+    if row and col:  # column sums follow in the same loop over blocks: the block is still in the cache
+        of_block = next(iter(row.values())).sum(-1)[..., None, None]
+        col = {name: tied(value, of_block) for name, value in col.items()}
+
+    def rows(value: Tensor, fold: Callable[..., Tensor]) -> Tensor:
+        return fold(value.flatten(1), -1, keepdim=True) if is_line else value.flatten(1)
+
+    return Sums(
+        {name: rows(value, torch.sum) for name, value in row.items()},
+        {name: value.sum(-2).flatten(1) if is_line else value.sum(-2).sum(-2) for name, value in col.items()},
+        {name: lines(value).sum(-1).flatten(1).sum(-1) for name, value in values.scalar.items()},
+        {name: rows(lines(value).amax(-1), torch.amax) for name, value in values.row_max.items()},
+    )

@@ -1,4 +1,4 @@
-"""Compiled updates: one function where a parameter is one tile, otherwise stages, one for each pass over the tiles.
+"""Updates compiled by Inductor: one function where a parameter is one tile, otherwise stages, one for each pass.
 
     one tile:        arguments ─► update ─► results
 
@@ -6,203 +6,196 @@
                                     ▲                                              │
                                     └─────────── arguments of the next stage ──────┘
 
-`before` and `tile` are compiled separately. Code before pass n re-runs the update from its start and takes the sums of
-passes 1…n-1 as arguments. It computes vectors and scalars alone, so repeating it costs little.
+`before` and `tile` are compiled separately. Code before pass n takes the sums of passes 1…n-1 as arguments, and
+repeats what earlier stages have computed. These are vectors and scalars alone, so repeating it costs little.
 """
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
-from lowmem.tiles.blocks import Form, in_blocks
-from lowmem.tiles.graph import Function, Sizes, compiled, trace
+from lowmem.tiles.blocks import Form, blocks, form_of, run_in_blocks, shape_of
+from lowmem.tiles.graph import Function, Sizes, compiled, realized
 from lowmem.tiles.layout import Place
 from lowmem.tiles.storage import Held
 from lowmem.tiles.stored import StoredTiles
-from lowmem.tiles.sweep import Tiles
+from lowmem.tiles.sweep import Scalars
 from lowmem.tiles.tile import RawTile, Sums, extent
-from lowmem.tiles.traced import GRAD, Arguments, EndOfTrace, Kind, Pass, TracedBetween, TracedTile
+from lowmem.tiles.traced import GRAD, OVER_TILES, Arguments, Graph, Kind, Pass, Signature, TracedUpdate, fake
+
+TILE = 8, 1024, 16, 4096  # the size [b, n, m, c] for which Inductor plans, of a tile of a large parameter
 
 
 class Code:
-    """A compiled function of named arguments that returns named tensors.
+    """A compiled function of named arguments that returns named tensors."""
 
-    Args:
-        function: takes and returns a dict. It is traced.
-        kind: of its arguments.
-
-    Attributes:
-        results: the names of its results.
-    """
-
-    def __init__(self, function: Callable[[Arguments], dict[Any, Tensor]], kind: Kind) -> None:
-        self._sizes, self.results = Sizes(), list[Any]()
-        example = kind.example(self._sizes)
-
-        def positional(*args: Any) -> list[Tensor]:
-            results = function(dict(zip(example, args, strict=True)))
-            self.results = list(results)
-            return list(results.values())
-
-        self._graph = trace(positional, list(example.values()))
-        inputs = zip(example, self._graph.graph.find_nodes(op="placeholder"), strict=True)
-        unused = {name: node for name, node in inputs if not node.users}
-        for node in unused.values():
-            self._graph.graph.erase_node(node)
-        self._graph.recompile()
-        self._example = {name: value for name, value in example.items() if name not in unused}
+    def __init__(self, graph: Graph, sizes: Sizes) -> None:
+        self._module, self._sizes, self._results = graph.module, sizes, list(graph.results)
+        self._example = {name: node.meta["val"] for name, node in graph.inputs.items() if node.users}
+        for node in [node for node in graph.inputs.values() if not node.users]:
+            self._module.graph.erase_node(node)
+        self._module.recompile()
         self._run: Function | None = None
 
     def compile(self) -> None:
         """Compiles it, if that has not been done."""
         if self._run is None:
-            self._run = compiled(self._graph, self._sizes, list(self._example.values()))
+            self._run = compiled(self._module, self._sizes, list(self._example.values()))
 
     def __call__(self, args: Arguments) -> dict[Any, Tensor]:
         assert self._run is not None
-        return dict(zip(self.results, self._run(*[args[name] for name in self._example]), strict=True))
+        return dict(zip(self._results, self._run(*[args[name] for name in self._example]), strict=True))
 
 
 class TileCode:
-    """The function of a pass, compiled for each form of tiles. It is called with a tile, like the function.
-
-    Attributes:
-        full, writes: of the pass.
+    """A function of one tile, compiled for each form of tiles. names: of the tensors of the tile, which it takes in
+    blocks.  args: its other arguments.
     """
 
-    def __init__(self, reached: Pass) -> None:
-        self._body, self._kind, self.full, self.writes = reached.body, reached.kind, reached.full, reached.writes
+    def __init__(
+        self, kind: Kind, names: Iterable[str], args: Signature, function: Callable[[Arguments], dict[Any, Tensor]]
+    ) -> None:
+        self._kind, self._args, self._function = kind, args, function
+        self._storages = {name: dict(kind.storages)[name] for name in names}
         self._codes: dict[Form, Code] = {}
 
-    def of(self, form: Form) -> Code:
-        """Returns the code for tiles of a form, which is traced if it is new."""
-        if form not in self._codes:
-            kind = replace(self._kind, form=form)
+    def codes(self, forms: Iterable[Form]) -> list[Code]:
+        """Returns the code for tiles of these forms. New forms are traced."""
+        self._codes |= {form: self._trace(*form) for form in forms if form not in self._codes}
+        return [self._codes[form] for form in forms]
 
-            def sums_of(args: Arguments) -> dict[Any, Tensor]:
-                tile = TracedTile(kind, args)
-                vectors = {key: args[key] for key, *_ in kind.args if key[0] != "reading"}
-                return {(each, name): value for each, name, value in tile.run(self._body, tile.full, vectors).items()}
+    def _trace(self, batched: bool, lines: bool) -> Code:
+        sizes, example = Sizes(), Arguments()
+        batch, count, height, cols = map(sizes.size, TILE)
+        tile = (batch if batched else 1), count, (1 if lines else height), cols
+        for name, storage in self._storages.items():
+            for n, part in enumerate(storage.parts):
+                example[name, n] = sizes.tensor(self._shape(tile, part.group), part.dtype, self._kind.device)
+        example |= fake(self._args, shape_of(example[GRAD, 0]), sizes, self._kind.device)
+        return Code(Graph.of(self._function, example), sizes)
 
-            self._codes[form] = Code(sums_of, kind)
-        return self._codes[form]
+    def in_blocks(self, tensors: Mapping[str, Sequence[Tensor]], size: tuple[int, int, int]) -> Arguments:
+        """Returns tensors of a tile of this size [b, r, c] as arguments."""
+        divided = blocks(*size[1:], self._kind.group)
+        assert divided is not None  # as it is for all `pieces`
+        tile = size[0], *divided[:2], divided[2] // self._kind.group
+        return {
+            (name, n): tensor.view(self._shape(tile, part.group))
+            for name, parts in tensors.items()
+            for n, (tensor, part) in enumerate(zip(parts, self._storages[name].parts, strict=True))
+        }
+
+    def _shape(self, tile: tuple[Any, ...], own: int) -> tuple[Any, ...]:
+        """The shape of a tensor with one value per `own` elements of a row: [b, n, m, c]; where elements are encoded in
+        groups [b, n, m, c / group, group / own].
+        """
+        return tile if self._kind.group == 1 else (*tile, self._kind.group // own)
+
+
+def at_once(update: TracedUpdate, args: Arguments) -> dict[Any, Tensor]:
+    """Runs an update with one tile in blocks, to trace all of it as one function."""
+    kind, args = update.kind, args | {("size", n): size for n, size in enumerate(shape_of(args[GRAD, 0]))}
+    args |= Scalars(kind.numbers, args["numbers", "single"], args["numbers", "double"]).singles
+
+    class Interpreter(fx.Interpreter):
+        def call_function(self, target: Any, values: Any, kwargs: Any) -> Any:
+            if target is not OVER_TILES:
+                return super().call_function(target, values, kwargs)
+            vectors, reached = values[0], update.passes[values[1]]
+            here = {key: realized(v) if v.ndim else v for key, v in zip(reached.vectors, vectors, strict=True)}
+            return [*run_in_blocks(kind, reached, args | here).values()]
+
+    results = Interpreter(update.graph.module).run(*(args[key] for key in update.graph.inputs))
+    return dict(zip(update.graph.results, results, strict=True))
+
+
+class OneTile(TileCode):
+    """The compiled update of parameters that are one tile."""
+
+    def __init__(self, update: TracedUpdate) -> None:
+        super().__init__(update.kind, dict(update.kind.storages), update.kind.args, functools.partial(at_once, update))
+
+    def run(self, tiles: StoredTiles, places: Sequence[Place], args: Arguments, _: Any) -> dict[Any, Tensor]:
+        """Updates a parameter. args: numbers and small states, and the states of its size `in_blocks`."""
+        size = places[0].rect.size
+        args |= self.in_blocks({GRAD: (tiles.grad,), "param": tiles.weight.parts}, size)
+        return self._codes[form_of(size)](args)
+
+
+class Stage(TileCode):
+    """A pass over the tiles, which is called with a tile, like its function. before: returns the vectors of the pass,
+    and in the last stage the results of the update; None: there are none.
+    """
+
+    def __init__(self, kind: Kind, reached: Pass, before: Code | None) -> None:
+        names = {GRAD, "param", *reached.full.values()}
+        super().__init__(kind, names, reached.args, functools.partial(run_in_blocks, kind, reached))
+        self.reached, self.before = reached, before
 
     def __call__(self, raw: RawTile) -> Sums:
-        size = batch, rows, cols = raw.grad.shape[0], raw.grad.shape[1], raw.grad.shape[2]
-        parts = {GRAD: (raw.grad,), "param": raw.param.parts, **{name: each.parts for name, each in raw.full.items()}}
-        args: Arguments = {**raw.reading.tensors}
-        for name, tensors in parts.items():
-            for n, tensor in enumerate(tensors):
-                args[name, n] = in_blocks(tensor, size, self._kind.group, cols // tensor.shape[2])
+        size = raw.grad.shape[0], raw.grad.shape[1], raw.grad.shape[2]
+        full = {name: each.parts for name, each in raw.full.items()}
+        args = self.in_blocks({GRAD: (raw.grad,), "param": raw.param.parts, **full}, size) | raw.reading.tensors
         for key, value in raw.vectors.items():
             args[key] = value.reshape(extent(key[0], size)).contiguous() if value.ndim else value
-        sums = self._codes[batch > 1, rows == 1](args)
-        return Sums.of((kind, name, value) for (kind, name), value in sums.items())
+        return Sums.of((*key, value) for key, value in self._codes[form_of(size)](args).items())
 
 
-# Calls a rule with tiles and with states by name. Returns tensors by name.
-Update = Callable[[Tiles, dict[str, Any]], dict[Any, Tensor]]
+class Stages:
+    """The compiled update of parameters that have several tiles."""
 
+    def __init__(self, update: TracedUpdate) -> None:
+        self._update = update
 
-class Stage:
-    """A pass over the tiles, and the code before it.
+    @functools.cached_property
+    def _stages(self) -> list[Stage]:
+        stages, inputs, returned = list[Stage](), dict(self._update.graph.inputs), self._update.graph.results
+        for n, reached in enumerate(self._update.passes):
+            results = dict(zip(reached.vectors, reached.node.args[0], strict=True))
+            results |= returned if reached.sums is None else {}
+            before = self._before(inputs, results, reached) if results or reached.sums is None else None
+            stages.append(Stage(self._update.kind, reached, before))
+            inputs |= {("sum", (n, each.args[1])): each for each in reached.node.users}
+        return stages
 
-    Args:
-        kind, update: of `CompiledUpdate`.
-        earlier: kinds and names of the sums of each earlier pass, which are arguments of `before`.
+    def _before(self, inputs: dict[Any, fx.Node], results: dict[Any, fx.Node], reached: Pass) -> Code:
+        """Returns the code up to a pass; up to the end, if that writes."""
+        graph = fx.Graph()
+        copies = {node: graph.placeholder(node.name) for node in inputs.values()}
+        for node, copy in copies.items():
+            copy.meta = node.meta
+        for node in self._update.graph.module.graph.nodes:
+            if node.op == "output" or (node is reached.node and reached.sums is not None):
+                break
+            if node.target is not OVER_TILES and node not in copies:
+                copies[node] = graph.node_copy(node, copies.__getitem__)
+        graph.output([copies[node] for node in results.values()])
+        graph.eliminate_dead_code()
+        inputs, results = ({key: copies[node] for key, node in nodes.items()} for nodes in (inputs, results))
+        return Code(Graph(fx.GraphModule(torch.nn.Module(), graph), inputs, results), self._update.sizes)
 
-    Attributes:
-        before: returns the vectors of the pass, and in the last stage the results of the update. None: there are none.
-        tile: the function of the pass. None: the update ends without another pass.
-    """
-
-    def __init__(self, kind: Kind, update: Update, earlier: Sequence[Sequence[Any]]) -> None:
-        self._number = len(earlier)
-        self._pass: Pass | None = None  # set by the trace
-        sums = (((each, (n, name)), torch.float32, ()) for n, keys in enumerate(earlier) for each, name in keys)
-        code = Code(functools.partial(self._trace, kind, update, earlier), replace(kind, args=(*kind.args, *sums)))
-        self.tile: TileCode | None = None if self._pass is None else TileCode(self._pass)
-        self.is_last = self.tile is None or self.tile.writes
-        self.before = code if code.results or self.is_last else None
-
-    def _trace(self, kind: Kind, update: Update, earlier: Sequence[Any], args: Arguments) -> dict[Any, Tensor]:
-        """Updates up to the next pass. Returns the results of `before`."""
-        tiles = TracedBetween(kind, args, earlier) if kind.form is None else TracedTile(kind, args)
-        states = {name: args[each, name].clone() for each, name in kind.small}
-        results: dict[Any, Tensor] = {}
-        with suppress(EndOfTrace):
-            results = update(tiles, tiles.full | states)
-            for each, name in kind.small:  # in the last stage alone: each one repeats those before it
-                args[each, name].copy_(states[name])
-        self._pass = tiles.reached
-        return results if tiles.reached is None else results | tiles.reached.vectors
-
-    def run(self, tiles: StoredTiles, args: Arguments, held: Mapping[str, Held]) -> dict[Any, Tensor]:
-        """Runs the stage, and adds the sums of its pass to `args`."""
-        results = {} if self.before is None else self.before(args)
-        if self.tile is not None:
-            full = {name: held[state] for name, state in self.tile.full.items()}
-            vectors = {key: value for key, value in results.items() if isinstance(key, tuple)}
-            if self.tile.writes:
-                tiles.each(self.tile, full, vectors)
-            else:
-                sums = tiles.reduce(self.tile, full, vectors)
-                args |= {(kind, (self._number, name)): value for kind, name, value in sums.items()}
-        return results
-
-
-class CompiledUpdate:
-    """The compiled update of a kind of parameters.
-
-    Args:
-        update: is traced.
-        form: of some tile.
-    """
-
-    def __init__(self, kind: Kind, update: Update, form: Form) -> None:
-        self._kind, self._stages = kind, list[Stage]()
-        earlier: list[list[Any]] = []
-        while not self._stages or not self._stages[-1].is_last:
-            stage = Stage(kind, update, earlier)
-            self._stages.append(stage)
-            if stage.tile is not None:
-                earlier.append(stage.tile.of(form).results)
-
-    def codes(self, forms: Iterable[Form]) -> list[Code]:
+    def codes(self, forms: Sequence[Form]) -> list[Code]:
         """Returns the code of all stages for tiles of these forms. New forms are traced."""
         before = [stage.before for stage in self._stages if stage.before is not None]
-        tiles = [stage.tile for stage in self._stages if stage.tile is not None]
-        return before + [tile.of(form) for tile in tiles for form in forms]
+        return before + [code for stage in self._stages for code in stage.codes(forms)]
 
     def run(
         self, tiles: StoredTiles, places: Sequence[Place], args: Arguments, held: Mapping[str, Held]
     ) -> dict[Any, Tensor]:
-        """Updates a parameter that is cut into tiles at these places.
-
-        Args:
-            args: numbers and small states. If there is one tile, also the result of `in_blocks` for states.
-            held: the states of its size, by name.
-        """
-        if self._kind.form is None:
-            tiles = replace(tiles, pieces=places)
-            args |= {("size", n): size for n, size in enumerate(tiles.shape)}
-        else:
-            args |= self.in_blocks({GRAD: (tiles.grad,), "param": tiles.weight.parts}, places[0])
-        results: dict[Any, Tensor] = {}
-        for stage in self._stages:
-            results = stage.run(tiles, args, held)
+        """Updates a parameter that is cut into tiles at these places. held: the states of its size, by name."""
+        tiles = replace(tiles, pieces=places)
+        args |= {("size", n): size for n, size in enumerate(tiles.shape)}
+        for n, stage in enumerate(self._stages):
+            results = {} if stage.before is None else stage.before(args)
+            full = {state: held[state] for state in stage.reached.full.values()}
+            vectors = {key: results[key] for key in stage.reached.vectors}
+            if stage.reached.sums is None:
+                tiles.each(stage, full, vectors)
+            else:
+                sums = tiles.total(stage, full, vectors).items()
+                args |= {("sum", (n, i)): value for i, (*_, value) in enumerate(sums)}
         return results
-
-    def in_blocks(self, tensors: Mapping[str, tuple[Tensor, ...]], place: Place) -> Arguments:
-        """Returns tensors of a parameter that is one tile, by name and number of the part, as arguments."""
-        storages, size = dict(self._kind.storages), place.rect.size
-        return {
-            (name, n): in_blocks(tensor, size, self._kind.group, part.group)
-            for name, parts in tensors.items()
-            for n, (tensor, part) in enumerate(zip(parts, storages[name].parts, strict=True))
-        }

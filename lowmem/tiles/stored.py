@@ -13,7 +13,7 @@ from lowmem.tiles.layout import Layout, Place, cut
 from lowmem.tiles.rounding import mix
 from lowmem.tiles.storage import Held, Storage, Uniform
 from lowmem.tiles.sweep import Reading, Scalars, States, Tiles
-from lowmem.tiles.tile import DIMS, RawTile, Sums, Vectors, extent
+from lowmem.tiles.tile import DIMS, RawTile, Sums, Vectors, extent, summed
 
 # Elements per tile. On a CPU the few float32 temporaries of a tile should fit into the cache. On a GPU more temporary
 # memory means fewer launches. All passes that sum use the same tile size, because it decides the last bits of a sum.
@@ -91,6 +91,10 @@ class StoredTiles(Tiles):
         return self.grad
 
     def reduce(self, body: Callable[[RawTile], Sums], full: States, vectors: Vectors) -> Sums:
+        return self.total(lambda raw: summed(body(raw)), full, vectors)
+
+    def total(self, body: Callable[[RawTile], Sums], full: States, vectors: Vectors) -> Sums:
+        """As `reduce`, where `body` returns sums of a tile."""
         total = Totals(self.shape, self.device)
         at_once = len(self.places) == 1 and self.places[0].rect.size == self.shape
         for place, raw in self.over(self.places, full, vectors):

@@ -99,7 +99,7 @@ class Tiles(ABC):
 
     @abstractmethod
     def reduce(self, body: Callable[[RawTile], Sums], full: States, vectors: Vectors) -> Sums:
-        """Calls `body` with every tile, also of other ranks, and returns sums: row [B, R], col [B, C], scalar [B].
+        """Returns sums of what `body` returns for every tile, also of other ranks: row [B, R], col [B, C], scalar [B].
 
         Args:
             full: states of the parameter's size, by the names that `body` has for them.

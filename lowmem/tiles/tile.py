@@ -6,7 +6,7 @@ Shapes: a parameter is viewed as [B, R, C], and a tile of it is [b, r, c]. Trace
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -187,34 +187,18 @@ SQUARE = "square of the gradient"
 
 
 def reduce_tile(fn: ReduceFn, measure: bool, raw: RawTile) -> Sums:
-    """Returns the sums of one tile, row [b, r], col [b, c], scalar [b]; with `measure` also its gradient's squares.
+    """Returns the tensors [b, r, c] that a function wants summed; with `measure` also its gradient's squares."""
+    tile = Tile(raw)
+    values = fn(tile)
+    return replace(values, scalar={**values.scalar, SQUARE: tile.unclipped_square}) if measure else values
 
-    A tile in blocks [b, n, m, c] returns row [b, n * m], col [b, n, c] and scalar [b, n * m], because compiled code
-    sums blocks and lines in parallel vector registers.
-    """
-    tile, in_blocks = Tile(raw), raw.grad.ndim == 4
-    totals = Sums()
 
-    def along(value: Tensor) -> Tensor:
-        """Makes compiled code sum `value` along rows in the same loop as all other values of the tile."""
-        return tied(value, raw.grad[..., :1, :1]) if in_blocks else value
-
-    def total(value: Tensor) -> Tensor:
-        return along(value).sum(-1).flatten(1) if in_blocks else value.sum((-2, -1))
-
-    sums = fn(tile)
-    row = {name: along(value).sum(-1) for name, value in sums.row.items()}
-    col = sums.col
-    if in_blocks and row and col:  # column sums follow in the same loop over blocks: the block is still in the cache
-        of_block = next(iter(row.values())).sum(-1)[..., None, None]
-        col = {name: tied(value, of_block) for name, value in col.items()}
-    totals.row = {name: value.flatten(1) for name, value in row.items()}
-    totals.col = {name: value.sum(-2) for name, value in col.items()}
-    totals.scalar = {name: total(value) for name, value in sums.scalar.items()}
-    if measure:
-        totals.scalar[SQUARE] = total(tile.unclipped_square)
-    totals.row_max = {name: along(value).amax(-1).flatten(1) for name, value in sums.row_max.items()}
-    return totals
+def summed(values: Sums) -> Sums:
+    """Returns the sums of a tile: row [b, r], col [b, c], scalar [b]."""
+    row = {name: value.sum(-1) for name, value in values.row.items()}
+    col = {name: value.sum(-2) for name, value in values.col.items()}
+    scalar = {name: value.sum((-2, -1)) for name, value in values.scalar.items()}
+    return Sums(row, col, scalar, {name: value.amax(-1) for name, value in values.row_max.items()})
 
 
 def apply_tile(fn: ApplyFn, raw: RawTile) -> None:

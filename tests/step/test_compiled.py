@@ -24,7 +24,6 @@ from lowmem.tiles.rounding import widen, widen8
 from lowmem.tiles.storage import Held
 from lowmem.tiles.stored import NO_READING, StoredTiles
 from lowmem.tiles.sweep import Scalars, Sweep
-from lowmem.tiles.traced import TracedTile
 
 pytestmark = pytest.mark.cpu_only("the simulated GPU has no compiler")
 
@@ -310,7 +309,7 @@ def test_rules_that_cannot_be_traced_are_updated_by_tiles(graphs, caplog, rule, 
 def test_an_error_of_tracing_is_reported(graphs, caplog, monkeypatch):
     """It is not taken for a property of the rule, whatever its type."""
     monkeypatch.setattr(compiled, "_TRACED", {})
-    monkeypatch.setattr(TracedTile, "_broadcast", lambda *args: torch.ones(2) + torch.ones(3))
+    monkeypatch.setattr(stages, "run_in_blocks", lambda *args: torch.ones(2) + torch.ones(3))
     got = trained("adamw", [MATRIX], compile=True)
     assert "WARNING  lowmem.step.compiled:" in caplog.text
     assert "updates of rule adamw are not compiled: RuntimeError: Attempting to broadcast a dimension" in caplog.text
