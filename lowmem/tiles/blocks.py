@@ -130,11 +130,10 @@ def run_in_blocks(kind: Kind, reached: Pass, args: Arguments) -> dict[Key, Tenso
 
     args: also the vectors of the pass: row [b, r], col [b, c], and scalar [b] or [].
     """
-    held = {
-        name: Held(storage, tuple(args[name, n].flatten(3) for n, _ in enumerate(storage.parts)))
-        for name, storage in kind.storages
-        if (name, 0) in args
-    }
+    storages, held = dict(kind.storages), dict[str, Held]()
+    for name in reached.reads:
+        parts = tuple(args[name, n].flatten(3) for n, _ in enumerate(storages[name].parts))
+        held[name] = Held(storages[name], parts)
     (grad,), full = held[GRAD].parts, {name: held[state] for name, state in reached.full.items()}
     batch, count, height, width = grad.shape
     is_line = height == 1
@@ -150,7 +149,7 @@ def run_in_blocks(kind: Kind, reached: Pass, args: Arguments) -> dict[Key, Tenso
         return value
 
     vectors = {key: args[key] for key, *_ in reached.args if key[0] != "reading"}
-    here = {key: broadcast(key[0], value) if value.ndim else value for key, value in vectors.items()}
+    here = {key: broadcast(key[0], realized(value)) if value.ndim else value for key, value in vectors.items()}
     values = reached.body(RawTile(grad, held["param"], reading_of(args), full, here)) or Sums()
     return {(each, name): value for each, name, value in _summed(values, grad, is_line).items()}
 
@@ -158,8 +157,10 @@ def run_in_blocks(kind: Kind, reached: Pass, args: Arguments) -> dict[Key, Tenso
 def _summed(values: Sums, grad: Tensor, is_line: bool) -> Sums:
     """The sums of a tile in blocks: first of its lines, in parallel vector registers, and in one loop for all."""
 
+    first = grad[..., :1, :1]
+
     def lines(value: Tensor) -> Tensor:
-        return tied(value, grad[..., :1, :1])
+        return tied(value, first)
 
     row, col = {name: lines(value).sum(-1) for name, value in values.row.items()}, values.col
     if row and col:  # column sums follow in the same loop over blocks: the block is still in the cache

@@ -19,6 +19,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 
 logger = logging.getLogger(__name__)
 
@@ -86,11 +87,17 @@ def trace(fn: Function, args: Sequence[Tensor | Size]) -> fx.GraphModule:
     level = log.level
     log.setLevel(logging.CRITICAL)  # what cannot be traced is not an error: the caller has another way
     try:
-        with torch.no_grad():
+        with torch.no_grad(), _use_lazy_graph_module(True):
             traced = make_fx(fn, fused_operations(), tracing_mode="symbolic")(*args)
     finally:
         log.setLevel(level)
-    return fx.GraphModule(torch.nn.Module(), traced.graph)  # without its `shape_env`, for which there is no cache key
+    return module(traced.graph)  # without the `shape_env` of `traced`, for which there is no cache key
+
+
+def module(graph: fx.Graph) -> fx.GraphModule:
+    """Returns a graph as a module, without its Python code, which Inductor does not need."""
+    with _use_lazy_graph_module(True):
+        return _make_graph_module(torch.nn.Module(), graph)
 
 
 def fused_operations() -> dict[Any, Function]:

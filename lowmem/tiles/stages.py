@@ -19,13 +19,12 @@ import torch
 from torch import Tensor, fx
 
 from lowmem.tiles.blocks import Form, blocks, form_of, run_in_blocks, shape_of
-from lowmem.tiles.graph import Function, Sizes, compiled, realized
+from lowmem.tiles.graph import Function, Sizes, compiled, module
 from lowmem.tiles.layout import Place
 from lowmem.tiles.storage import Held
 from lowmem.tiles.stored import StoredTiles
-from lowmem.tiles.sweep import Scalars
 from lowmem.tiles.tile import RawTile, Sums, extent
-from lowmem.tiles.traced import GRAD, OVER_TILES, Arguments, Graph, Kind, Pass, Signature, TracedUpdate, fake
+from lowmem.tiles.traced import GRAD, OVER_TILES, Arguments, Graph, Kind, Pass, Signature, TracedUpdate, fake, sized
 
 TILE = 8, 1024, 16, 4096  # the size [b, n, m, c] for which Inductor plans, of a tile of a large parameter
 
@@ -53,13 +52,13 @@ class Code:
 
 class TileCode:
     """A function of one tile, compiled for each form of tiles. names: of the tensors of the tile, which it takes in
-    blocks.  args: its other arguments.
+    blocks.  args: its other arguments.  graph: traces it, given fake arguments.
     """
 
     def __init__(
-        self, kind: Kind, names: Iterable[str], args: Signature, function: Callable[[Arguments], dict[Any, Tensor]]
+        self, kind: Kind, names: Iterable[str], args: Signature, graph: Callable[[Arguments, Sizes], Graph]
     ) -> None:
-        self._kind, self._args, self._function = kind, args, function
+        self._kind, self._args, self._graph = kind, args, graph
         self._storages = {name: dict(kind.storages)[name] for name in names}
         self._codes: dict[Form, Code] = {}
 
@@ -76,7 +75,7 @@ class TileCode:
             for n, part in enumerate(storage.parts):
                 example[name, n] = sizes.tensor(self._shape(tile, part.group), part.dtype, self._kind.device)
         example |= fake(self._args, shape_of(example[GRAD, 0]), sizes, self._kind.device)
-        return Code(Graph.of(self._function, example), sizes)
+        return Code(self._graph(example, sizes), sizes)
 
     def in_blocks(self, tensors: Mapping[str, Sequence[Tensor]], size: tuple[int, int, int]) -> Arguments:
         """Returns tensors of a tile of this size [b, r, c] as arguments."""
@@ -96,21 +95,47 @@ class TileCode:
         return tile if self._kind.group == 1 else (*tile, self._kind.group // own)
 
 
-def at_once(update: TracedUpdate, args: Arguments) -> dict[Any, Tensor]:
-    """Runs an update with one tile in blocks, to trace all of it as one function."""
-    kind, args = update.kind, args | {("size", n): size for n, size in enumerate(shape_of(args[GRAD, 0]))}
-    args |= Scalars(kind.numbers, args["numbers", "single"], args["numbers", "double"]).singles
+def copied(
+    update: TracedUpdate, args: Arguments, results: Mapping[Any, fx.Node], end: fx.Node, sums_of: Callable[..., Any]
+) -> Graph:
+    """Copies the graph of an update up to a node. args: fake.  results: nodes of the update.  sums_of: returns the sums
+    of pass n as nodes, given the new graph, n, and the nodes of arguments, among which are vectors of the pass.
+    """
+    graph, given = fx.Graph(), dict(args)
+    for n, (key, value) in enumerate(args.items()):
+        if not isinstance(value, int):  # but a symbol or a tensor
+            given[key] = graph.placeholder(f"given_{n}")
+            given[key].meta["val"] = value
+    copies: dict[fx.Node, Any] = {node: given.get(key) for key, node in update.graph.inputs.items()}
+    for node in update.graph.module.graph.nodes:
+        if node is end:
+            break
+        if node.target is OVER_TILES:
+            vectors = zip(update.passes[node.args[1]].vectors, map(copies.__getitem__, node.args[0]), strict=True)
+            sums = sums_of(graph, node.args[1], {**given, **dict(vectors)})
+            copies |= {each: sums[each.args[1]] for each in node.users}
+        elif node not in copies:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output([copies[node] for node in results.values()])
+    graph.eliminate_dead_code()
+    inputs = {key: node for key, node in given.items() if isinstance(node, fx.Node)}
+    return Graph(module(graph), inputs, {key: copies[node] for key, node in results.items()})
 
-    class Interpreter(fx.Interpreter):
-        def call_function(self, target: Any, values: Any, kwargs: Any) -> Any:
-            if target is not OVER_TILES:
-                return super().call_function(target, values, kwargs)
-            vectors, reached = values[0], update.passes[values[1]]
-            here = {key: realized(v) if v.ndim else v for key, v in zip(reached.vectors, vectors, strict=True)}
-            return [*run_in_blocks(kind, reached, args | here).values()]
 
-    results = Interpreter(update.graph.module).run(*(args[key] for key in update.graph.inputs))
-    return dict(zip(update.graph.results, results, strict=True))
+def at_once(update: TracedUpdate, args: Arguments, sizes: Sizes) -> Graph:
+    """The graph of an update of one tile, in which graphs of the passes are in the place of their nodes."""
+    kind, graph, shape = update.kind, update.graph, shape_of(args[GRAD, 0])
+
+    def sums_of(into: fx.Graph, n: int, given: Arguments) -> Any:
+        reached = update.passes[n]
+        function = functools.partial(run_in_blocks, kind, reached)
+        traced = Graph.of(function, args | fake(reached.args, shape, sizes, kind.device))
+        single, select = given["numbers", "single"], torch.ops.aten.select.int
+        numbers = {("scalar", k): into.call_function(select, (single, 0, i)) for i, k in enumerate(kind.numbers)}
+        given = numbers | given
+        return into.graph_copy(traced.module.graph, {node: given[key] for key, node in traced.inputs.items()})
+
+    return copied(update, args | sized(shape), graph.results, graph.module.graph.output_node(), sums_of)
 
 
 class OneTile(TileCode):
@@ -122,7 +147,7 @@ class OneTile(TileCode):
     def run(self, tiles: StoredTiles, places: Sequence[Place], args: Arguments, _: Any) -> dict[Any, Tensor]:
         """Updates a parameter. args: numbers and small states, and the states of its size `in_blocks`."""
         size = places[0].rect.size
-        args |= self.in_blocks({GRAD: (tiles.grad,), "param": tiles.weight.parts}, size)
+        args |= self.in_blocks({GRAD: (tiles.grad,), "param": tiles.weight.parts}, size) | sized(size)
         return self._codes[form_of(size)](args)
 
 
@@ -132,8 +157,8 @@ class Stage(TileCode):
     """
 
     def __init__(self, kind: Kind, reached: Pass, before: Code | None) -> None:
-        names = {GRAD, "param", *reached.full.values()}
-        super().__init__(kind, names, reached.args, functools.partial(run_in_blocks, kind, reached))
+        function = functools.partial(run_in_blocks, kind, reached)
+        super().__init__(kind, reached.reads, reached.args, lambda args, _: Graph.of(function, args))
         self.reached, self.before = reached, before
 
     def __call__(self, raw: RawTile) -> Sums:
@@ -153,30 +178,21 @@ class Stages:
 
     @functools.cached_property
     def _stages(self) -> list[Stage]:
-        stages, inputs, returned = list[Stage](), dict(self._update.graph.inputs), self._update.graph.results
-        for n, reached in enumerate(self._update.passes):
-            results = dict(zip(reached.vectors, reached.node.args[0], strict=True))
-            results |= returned if reached.sums is None else {}
-            before = self._before(inputs, results, reached) if results or reached.sums is None else None
-            stages.append(Stage(self._update.kind, reached, before))
-            inputs |= {("sum", (n, each.args[1])): each for each in reached.node.users}
-        return stages
+        kind, passes, graph, sizes = self._update
+        inputs, stages = {key: node.meta["val"] for key, node in graph.inputs.items() if node.users}, list[Stage]()
 
-    def _before(self, inputs: dict[Any, fx.Node], results: dict[Any, fx.Node], reached: Pass) -> Code:
-        """Returns the code up to a pass; up to the end, if that writes."""
-        graph = fx.Graph()
-        copies = {node: graph.placeholder(node.name) for node in inputs.values()}
-        for node, copy in copies.items():
-            copy.meta = node.meta
-        for node in self._update.graph.module.graph.nodes:
-            if node.op == "output" or (node is reached.node and reached.sums is not None):
-                break
-            if node.target is not OVER_TILES and node not in copies:
-                copies[node] = graph.node_copy(node, copies.__getitem__)
-        graph.output([copies[node] for node in results.values()])
-        graph.eliminate_dead_code()
-        inputs, results = ({key: copies[node] for key, node in nodes.items()} for nodes in (inputs, results))
-        return Code(Graph(fx.GraphModule(torch.nn.Module(), graph), inputs, results), self._update.sizes)
+        def sums_of(_: fx.Graph, n: int, given: Arguments) -> Any:
+            return {each.args[1]: given["sum", (n, each.args[1])] for each in passes[n].node.users}
+
+        for n, reached in enumerate(passes):
+            results, end = dict(zip(reached.vectors, reached.node.args[0], strict=True)), reached.node
+            if reached.sums is None:
+                results, end = {**results, **graph.results}, graph.module.graph.output_node()
+            copies = results or reached.sums is None
+            before = Code(copied(self._update, inputs, results, end, sums_of), sizes) if copies else None
+            stages.append(Stage(kind, reached, before))
+            inputs |= {("sum", (n, each.args[1])): each.meta["val"] for each in reached.node.users}
+        return stages
 
     def codes(self, forms: Sequence[Form]) -> list[Code]:
         """Returns the code of all stages for tiles of these forms. New forms are traced."""
@@ -188,7 +204,7 @@ class Stages:
     ) -> dict[Any, Tensor]:
         """Updates a parameter that is cut into tiles at these places. held: the states of its size, by name."""
         tiles = replace(tiles, pieces=places)
-        args |= {("size", n): size for n, size in enumerate(tiles.shape)}
+        args |= sized(tiles.shape)
         for n, stage in enumerate(self._stages):
             results = {} if stage.before is None else stage.before(args)
             full = {state: held[state] for state in stage.reached.full.values()}

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
+from torch.utils._python_dispatch import _disable_current_modes
 
 from lowmem.errors import UnsupportedError
 from lowmem.tiles.graph import Size, Sizes, trace
@@ -59,6 +60,11 @@ def fake(args: Signature, shape: Sequence[Size], sizes: Sizes, device: torch.dev
         key: sizes.tensor(() if tail is None else (*extent(key[0], shape), *tail), dtype, device)
         for key, dtype, tail in args
     }
+
+
+def sized(shape: Sequence[Size]) -> Arguments:
+    """Returns the sizes of a parameter as arguments."""
+    return {("size", n): size for n, size in enumerate(shape)}
 
 
 def reading_of(args: Arguments) -> Reading:
@@ -120,6 +126,11 @@ class Pass(NamedTuple):
     sums: Sequence[Key] | None
     node: Any = None
 
+    @property
+    def reads(self) -> Sequence[str]:
+        """Names of the tensors of a tile that it takes."""
+        return GRAD, "param", *self.full.values()
+
 
 class TracedUpdate(NamedTuple):
     """An update as a value.
@@ -145,14 +156,14 @@ class Passes(Tiles):
         self.shape = args["size", 0], args["size", 1], args["size", 2]
         self.reading, self._key = reading_of(args), args.get(("key", ""))
         self.scalars = Scalars(kind.numbers, args["numbers", "single"], args["numbers", "double"])
-        self.full = {name: self._held(storage, kind.group) for name, storage in kind.storages}
+        with _disable_current_modes():
+            self.full = {name: self._small(storage, kind.group) for name, storage in kind.storages}
         (self._grad,), self.weight = self.full.pop(GRAD).parts, self.full.pop("param")
-        self._names = {held.parts: name for name, held in self.full.items()}
+        self._names = {held: name for name, held in self.full.items()}
 
-    def _held(self, storage: Storage, cols: int) -> Held:
-        """A small tile, with which functions are called for the names of their sums."""
-        shapes = [((1, 1, cols // part.group), part.dtype) for part in storage.parts]
-        return Held(storage, tuple(torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in shapes))
+    def _small(self, storage: Storage, cols: int) -> Held:
+        """A tile of one group of elements."""
+        return Held(storage, tuple(torch.zeros(1, 1, cols // p.group, dtype=p.dtype) for p in storage.parts))
 
     def complete_grad(self) -> Tensor:
         raise UnsupportedError("the rule steps on the parameter as one tensor")
@@ -162,21 +173,25 @@ class Passes(Tiles):
         return self._key
 
     def reduce(self, body: Callable[[RawTile], Sums], full: States, vectors: Vectors) -> Sums:
-        here = {key: value.new_empty(1, 1, 1) if value.ndim else value for key, value in vectors.items()}
-        sums = [(kind, name) for kind, name, _ in body(self._raw(self._grad, self.weight, full, here)).items()]
-        return Sums.of((*key, value) for key, value in zip(sums, self._note(body, full, vectors, sums), strict=True))
+        return self._note(body, full, vectors, writes=False)
 
     def each(self, body: Callable[[RawTile], Sums | None], full: States, vectors: Vectors) -> None:
-        self._note(body, full, vectors, None)
+        self._note(body, full, vectors, writes=True)
 
-    def _note(self, body: Any, full: States, vectors: Vectors, sums: Sequence[Key] | None) -> list[Tensor]:
-        read = {key: v.reshape(extent(key[0], self.shape)) if v.ndim else v for key, v in vectors.items()}
+    def _note(self, body: Any, full: States, vectors: Vectors, writes: bool) -> Sums:
+        read = {key: v.reshape(extent(key[0], self.shape)).contiguous() if v.ndim else v for key, v in vectors.items()}
         reading = {key: value for key, value in self.reading.tensors.items() if not value.ndim}
-        args = signature({**reading, **self.scalars.singles, **read})
-        names = {name: self._names[held.parts] for name, held in full.items()}
-        self.passes.append(Pass(body, names, args, tuple(read), sums))
-        kinds = [kind for kind, _ in sums or ()]
-        return OVER_TILES([*read.values()], len(self.passes) - 1, kinds, self.shape, self.device)
+        args, sums = signature({**reading, **self.scalars.singles, **read}), list[Key]()
+        if not writes:
+            with _disable_current_modes():  # the names of its sums are those of a small tile
+                here = {key: torch.zeros(() if tail is None else (1, 1, 1), dtype=dtype) for key, dtype, tail in args}
+                values = body(RawTile(self._grad, self.weight, reading_of(here), full, here))
+                sums = [(kind, name) for kind, name, _ in values.items()]
+        names = {name: self._names[held] for name, held in full.items()}
+        self.passes.append(Pass(body, names, args, tuple(read), None if writes else sums))
+        kinds = [kind for kind, _ in sums]
+        totals = OVER_TILES([*read.values()], len(self.passes) - 1, kinds, self.shape, self.device)
+        return Sums.of((*key, value) for key, value in zip(sums, totals, strict=True))
 
 
 def trace_update(kind: Kind, update: Callable[[Sweep, dict[str, Any]], Tensor | None]) -> TracedUpdate:
@@ -185,7 +200,7 @@ def trace_update(kind: Kind, update: Callable[[Sweep, dict[str, Any]], Tensor | 
     """
     sizes, passes = Sizes(), list[Pass]()
     shape = (sizes.size(PARAMETER[0]) if kind.batched else 1), *map(sizes.size, PARAMETER[1:])
-    args = {("size", n): size for n, size in enumerate(shape)} | fake(kind.args, shape, sizes, kind.device)
+    args = sized(shape) | fake(kind.args, shape, sizes, kind.device)
 
     def results_of(given: Arguments) -> dict[Any, Tensor]:
         tiles = Passes(kind, given)
