@@ -11,6 +11,7 @@ repeats what earlier stages have computed. These are vectors and scalars alone, 
 """
 
 import functools
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -106,6 +107,12 @@ def copied(
         if not isinstance(value, int):  # but a symbol or a tensor
             given[key] = graph.placeholder(f"given_{n}")
             given[key].meta["val"] = value
+    if (GRAD, 0) in args:  # sizes are symbols of tensors: Inductor's cache on disk has no guards for other arguments
+        dims = args[GRAD, 0].shape
+        size = [graph.call_function(torch.ops.aten.sym_size.int, (given[GRAD, 0], d)) for d, _ in enumerate(dims)]
+        batch, count, height, width = *size[:3], functools.reduce(functools.partial(_times, graph), size[3:])
+        line = 1, _times(graph, count, width)
+        given |= sized((batch, *(line if dims[2] == 1 else (_times(graph, count, height), width))))
     copies: dict[fx.Node, Any] = {node: given.get(key) for key, node in update.graph.inputs.items()}
     for node in update.graph.module.graph.nodes:
         if node is end:
@@ -118,8 +125,12 @@ def copied(
             copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.output([copies[node] for node in results.values()])
     graph.eliminate_dead_code()
-    inputs = {key: node for key, node in given.items() if isinstance(node, fx.Node)}
+    inputs = {key: node for key, node in given.items() if isinstance(node, fx.Node) and node.op == "placeholder"}
     return Graph(module(graph), inputs, {key: copies[node] for key, node in results.items()})
+
+
+def _times(graph: fx.Graph, one: fx.Node, other: fx.Node) -> fx.Node:
+    return graph.call_function(operator.mul, (one, other))
 
 
 def at_once(update: TracedUpdate, args: Arguments, sizes: Sizes) -> Graph:
@@ -135,7 +146,7 @@ def at_once(update: TracedUpdate, args: Arguments, sizes: Sizes) -> Graph:
         given = numbers | given
         return into.graph_copy(traced.module.graph, {node: given[key] for key, node in traced.inputs.items()})
 
-    return copied(update, args | sized(shape), graph.results, graph.module.graph.output_node(), sums_of)
+    return copied(update, args, graph.results, graph.module.graph.output_node(), sums_of)
 
 
 class OneTile(TileCode):
@@ -147,7 +158,7 @@ class OneTile(TileCode):
     def run(self, tiles: StoredTiles, places: Sequence[Place], args: Arguments, _: Any) -> dict[Any, Tensor]:
         """Updates a parameter. args: numbers and small states, and the states of its size `in_blocks`."""
         size = places[0].rect.size
-        args |= self.in_blocks({GRAD: (tiles.grad,), "param": tiles.weight.parts}, size) | sized(size)
+        args |= self.in_blocks({GRAD: (tiles.grad,), "param": tiles.weight.parts}, size)
         return self._codes[form_of(size)](args)
 
 
