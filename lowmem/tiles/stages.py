@@ -109,7 +109,9 @@ def copied(
             given[key].meta["val"] = value
     if (GRAD, 0) in args:  # sizes are symbols of tensors: Inductor's cache on disk has no guards for other arguments
         dims = args[GRAD, 0].shape
-        size = [graph.call_function(torch.ops.aten.sym_size.int, (given[GRAD, 0], d)) for d, _ in enumerate(dims)]
+        size: list[Any] = [
+            graph.call_function(torch.ops.aten.sym_size.int, (given[GRAD, 0], d)) for d, _ in enumerate(dims)
+        ]
         batch, count, height, width = *size[:3], functools.reduce(functools.partial(_times, graph), size[3:])
         line = 1, _times(graph, count, width)
         given |= sized((batch, *(line if dims[2] == 1 else (_times(graph, count, height), width))))
@@ -129,7 +131,7 @@ def copied(
     return Graph(module(graph), inputs, {key: copies[node] for key, node in results.items()})
 
 
-def _times(graph: fx.Graph, one: fx.Node, other: fx.Node) -> fx.Node:
+def _times(graph: fx.Graph, one: fx.Node, other: fx.Node) -> Any:
     return graph.call_function(operator.mul, (one, other))
 
 
