@@ -38,6 +38,7 @@ RULES = {
     "AdaLomo": ("--fused.rule=adalomo", "--learning_rate=1e-3"),
     "AdamW": ("--fused.rule=adamw", "--learning_rate=1e-5"),
 }
+BROADCAST = '--fsdp_config={"cpu_ram_efficient_loading": true}'
 # Ranks and words of the command line
 PLACEMENTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "one device": (0, ()),
@@ -47,6 +48,7 @@ PLACEMENTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "replicated": (2, ()),
     "FSDP2": (2, ("--fsdp",)),
     "FSDP2, to bfloat16": (2, ("--fsdp", "--dtype=bfloat16")),
+    "FSDP2, to bfloat16, broadcast": (2, ("--fsdp", "--dtype=bfloat16", BROADCAST)),
     "FSDP2, int12": (2, ("--fsdp", "--fused.weight_format=int12")),
     "ZeRO-3": (2, (f"--deepspeed={ROOT / 'configs' / 'zero3.json'}",)),
     "ZeRO-3, offload": (2, (f"--deepspeed={ROOT / 'configs' / 'zero3_offload.json'}",)),

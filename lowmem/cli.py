@@ -30,7 +30,7 @@ from lowmem.run.boundary import is_out_of_memory, reason
 from lowmem.run.environment import versions
 from lowmem.run.memory import StepMemory, state_bytes
 from lowmem.run.secrets import redacted
-from lowmem.run.terminal import err, out, print_topics, rank, size, stage
+from lowmem.run.terminal import err, out, print_topics, progress_in_lines, rank, size, stage
 from lowmem.run.yaml_file import configured
 from lowmem.tiles import storage
 
@@ -141,8 +141,11 @@ def train(command: argparse.Namespace, rest: Sequence[str]) -> int:
     recipe = _recipe(command, rest, _train_options, device=None)
     one = recipe.values.get("use_cpu") or recipe.values.get("fused.placement") == "streamed"
     count = _count("--num_processes", recipe.options.num_processes, 1 if one else max(1, torch.cuda.device_count()))
-    if count > 1 and "WORLD_SIZE" not in os.environ:
+    started = os.environ.get("WORLD_SIZE")
+    if started is None and count > 1:
         _launch(count, [command.training, *rest], recipe.values)
+    if recipe.options.num_processes is not None and str(count) != (started or "1"):
+        raise ConfigError(f"--num_processes is {count}, but the launcher started a run of {started}. Leave it out")
     from lowmem.run import training
 
     stopped = training.train(recipe)
@@ -379,7 +382,7 @@ def _show_rule(name: str, model: Path | None) -> None:
 
 
 def _quiet() -> None:
-    """Limits libraries to errors and, on a terminal, progress bars, without reports to their authors."""
+    """Limits libraries to errors and progress bars, without reports to their authors."""
     import datasets
     import huggingface_hub
     import transformers
@@ -389,6 +392,5 @@ def _quiet() -> None:
     warnings.filterwarnings("ignore", category=FutureWarning)  # for developers of libraries
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     transformers.logging.set_verbosity_error()
-    if not out.is_terminal:
-        transformers.logging.disable_progress_bar()
-        datasets.disable_progress_bars()
+    if not out.is_terminal or rank():
+        progress_in_lines()

@@ -308,6 +308,12 @@ def test_one_process_per_visible_gpu(words, count, tmp_path, monkeypatch):
         assert launched[4:] == [f"--nproc_per_node={count}", "-m", "lowmem", "sft", "--config", path, *words.split()]
 
 
+def test_another_number_of_processes_than_the_launcher_started_raises(tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    ended = lowmem("sft", "--config", write(tmp_path), "--num_processes", 2)
+    assert ended.status == 2 and "--num_processes is 2, but the launcher started a run of 1" in ended.err
+
+
 def test_ctrl_c_before_training_or_twice_leaves_no_files(tmp_path, run_dir, monkeypatch):
     def interrupted(*_, **__):
         raise KeyboardInterrupt

@@ -2,11 +2,15 @@
 those that take a model directory on a small one."""
 
 import importlib.util
+import json
 import os
+import re
 import runpy
+import shlex
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +23,7 @@ from torch.nn.utils import clip_grad_norm_
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lowmem
+from lowmem import cli
 from lowmem.errors import StepError
 
 LR = 0.05  # of the example for Lightning
@@ -35,7 +40,7 @@ def example(name):
 
 def test_every_example_has_a_test():
     text = Path(__file__).read_text()
-    for path in FOLDER.glob("*.py"):
+    for path in (*FOLDER.glob("*.py"), *FOLDER.glob("*.ipynb")):
         assert f"test_{path.stem}" in text or f'("{path.stem}", ' in text, path
 
 
@@ -114,6 +119,40 @@ def test_zero3(folder, tmp_path):
     assert done.returncode == 0, done.stderr
     assert "loss" in done.stdout
     assert_trained(folder, tmp_path / "out")
+
+
+# -- the notebook ------------------------------------------------------------------------------------------------------
+
+
+FEWER = {"make_docstrings.py": ["--limit", "200"], "sft": ["--max_steps", "2", "--num_processes", "1", "--use_cpu"]}
+
+
+def test_quickstart(tmp_path, monkeypatch):
+    """Every cell, with fewer rows and steps, in this process and without Jupyter."""
+    pictures = []
+
+    def run(line):
+        words = shlex.split(line)
+        fewer = FEWER.get(words[2] if words[0] == "-m" else Path(words[0]).name, [])
+        monkeypatch.setattr(sys, "argv", [*words, *fewer])
+        if words[0] == "-m":
+            with pytest.raises(SystemExit) as ended:
+                cli.main([*words[2:], *fewer])
+            assert ended.value.code == 0, line
+        else:
+            runpy.run_path(words[0], run_name="__main__")
+
+    for name in ("configs", "scripts"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    monkeypatch.chdir(tmp_path)
+    shown = SimpleNamespace(Image=Path, display=lambda path: pictures.append(path.read_bytes()[:4]))
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(version_info=(9, 0), get_ipython=lambda: None))
+    monkeypatch.setitem(sys.modules, "IPython.display", shown)
+    names = {"run": run}
+    for cell in json.loads((FOLDER / "quickstart.ipynb").read_text())["cells"]:
+        if cell["cell_type"] == "code":
+            exec(re.sub(r"(?m)^!\{sys.executable\} (.*)", r"run(r'''\1''')", "".join(cell["source"])), names)
+    assert pictures == [b"\x89PNG", b"\x89PNG"]
 
 
 # -- a GAN -------------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from accelerate.utils import FullyShardedDataParallelPlugin
+from accelerate.utils import FullyShardedDataParallelPlugin, parse_flag_from_env
 from accelerate.utils.fsdp_utils import fsdp2_apply_ac, fsdp2_prepare_model
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -27,7 +27,7 @@ from transformers import AutoConfig, TrainingArguments
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from lowmem import placements
-from lowmem.errors import ConfigError, UnsupportedError
+from lowmem.errors import ConfigError, UnsupportedError, did_you_mean
 from lowmem.hf import check_version
 from lowmem.options import DynamicScale, FusedConfig
 from lowmem.placements.homes import FileHome
@@ -59,6 +59,20 @@ _DECIDED_ELSEWHERE: dict[str, tuple[tuple[Any, ...], str]] = {
     "data_types.grad_accum_dtype": ((), "fused.accumulation_dtype is the dtype in which micro-batches are summed"),
 }
 
+# Keys of fsdp_config that decide for FSDP2: the variable of `accelerate launch` for each, and the default.
+_FSDP2: dict[str, tuple[str, Any]] = {
+    "version": ("VERSION", 2),
+    "reshard_after_forward": ("RESHARD_AFTER_FORWARD", True),
+    "cpu_offload": ("OFFLOAD_PARAMS", False),
+    "auto_wrap_policy": ("AUTO_WRAP_POLICY", "TRANSFORMER_BASED_WRAP"),
+    "transformer_layer_cls_to_wrap": ("TRANSFORMER_CLS_TO_WRAP", []),
+    "state_dict_type": ("STATE_DICT_TYPE", "FULL_STATE_DICT"),
+    "activation_checkpointing": ("ACTIVATION_CHECKPOINTING", False),
+}
+
+# Further keys. `accelerate launch` always sets the variables of the first two.
+_FSDP2_TOO = ("min_num_params", "cpu_ram_efficient_loading", "xla", "xla_fsdp_v2", "xla_fsdp_grad_ckpt")
+
 
 def of(args: TrainingArguments, fused: FusedConfig | None) -> "Sharding | None":
     """Returns the sharding that a trainer's arguments ask for, the streaming that `fused` asks for, or None.
@@ -68,11 +82,13 @@ def of(args: TrainingArguments, fused: FusedConfig | None) -> "Sharding | None":
             or `accelerate launch` asks for a sharding and the arguments do not.
     """
     for variable, argument in (("ACCELERATE_USE_DEEPSPEED", "deepspeed"), ("ACCELERATE_USE_FSDP", "fsdp")):
-        if os.environ.get(variable) == "true" and not getattr(args, argument):
+        if parse_flag_from_env(variable) and not getattr(args, argument):
             raise ConfigError(
                 f"accelerate launch requests {argument}, but the trainer's arguments do not. Set {argument} in them, "
                 "before the model is created"
             )
+    if args.fsdp_config and not args.fsdp and hasattr(args, "fsdp_plugin_args"):  # transformers 4 always sets it
+        raise ConfigError("fsdp_config has no effect without fsdp. Set fsdp: true, or omit fsdp_config")
     if fused is not None and fused.placement == "streamed":
         return StreamedSharding(args, fused)
     if args.deepspeed:
@@ -270,6 +286,29 @@ class Zero3Sharding:
         )
 
 
+def _check_fsdp2(config: dict[str, Any]) -> None:
+    """Raises if a key of `fsdp_config`, or a variable in its place, would have no effect or is not supported."""
+    for key in config:
+        if key not in (known := (*_FSDP2, *_FSDP2_TOO)):
+            raise ConfigError(f"fsdp_config.{key} has no effect with FSDP2.{did_you_mean(key, known)} Omit it")
+    if (kind := str(config.get("state_dict_type", "FULL_STATE_DICT"))).upper() != "FULL_STATE_DICT":
+        raise UnsupportedError(
+            f"fsdp: state_dict_type is {kind}, but checkpoints have full tensors, which are gathered and written one "
+            "at a time. Set fsdp_config.state_dict_type to FULL_STATE_DICT"
+        )
+    for variable in ("ACTIVATION_CHECKPOINTING_OFFLOAD", "IGNORED_MODULES"):
+        if os.environ.get(f"FSDP_{variable}", "false") != "false":
+            raise UnsupportedError(f"fsdp: accelerate launch --fsdp_{variable.lower()} is not supported; omit it")
+    for key, (variable, default) in _FSDP2.items():
+        value = config.get(key, default)
+        text = ",".join(value) if isinstance(value, list) else str(value)
+        if (launched := os.environ.get(f"FSDP_{variable}", text)).lower() != text.lower():
+            raise ConfigError(
+                f"fsdp: FSDP_{variable} of accelerate launch is {launched}, but fsdp_config.{key} is "
+                f"{text or 'not set'}. Give both the same value"
+            )
+
+
 class FSDP2Sharding:
     """Shards with Accelerate's functions and settings for FSDP2, except that weights keep their dtype."""
 
@@ -286,6 +325,7 @@ class FSDP2Sharding:
             )
         if args.fsdp_config.get("xla"):
             raise UnsupportedError("fsdp: xla is not supported; omit it")
+        _check_fsdp2(args.fsdp_config)
         if self._settings.get("cpu_offload") and args.device.type == "cpu":
             raise UnsupportedError("fsdp: cpu_offload needs an accelerator to offload from; omit it")
         self.converts = not self._settings.get("cpu_ram_efficient_loading")
@@ -293,7 +333,7 @@ class FSDP2Sharding:
     def prepare(self, dtype: torch.dtype) -> None:
         """Prepares this process to load a model whose weights have `dtype`."""
         _require_process_group("fsdp")
-        if self._settings["cpu_ram_efficient_loading"]:
+        if not self.converts:
             # transformers (distributed/fsdp.py) reads it: ranks except 0 initialize only buffers. 5.23 loads weights on
             # every rank nevertheless. Sharding broadcasts the weights of rank 0
             os.environ["ACCELERATE_USE_FSDP"] = "true"
@@ -303,7 +343,7 @@ class FSDP2Sharding:
         if isinstance(model, FSDPModule):
             return
         _require_process_group("fsdp")
-        if self._settings["cpu_ram_efficient_loading"] and in_codes(model):
+        if not self.converts and in_codes(model):
             raise UnsupportedError(
                 "fsdp: cpu_ram_efficient_loading can only broadcast ordinary weights. Set it to false with "
                 "fused.weight_format"

@@ -122,7 +122,9 @@ def running(recipe: Recipe, config: Any, device: torch.device, *, real: bool = F
         stack.enter_context(patch.object(torch, "tensor", _constant))
         if not real:
             stack.enter_context(_attention())
-        trainer._shard()
+        # these weights are not broadcast: fake ones cannot be replaced by shards of rank 0's
+        with patch.dict(getattr(trainer._inputs.sharding, "_settings", {}), cpu_ram_efficient_loading=False):
+            trainer._shard()
         if isinstance(streaming := trainer._inputs.sharding, sharding.StreamedSharding):
             for other in others:
                 streaming.shard(other, reference=True)

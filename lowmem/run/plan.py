@@ -160,7 +160,9 @@ def _phases(trainer: Any, step: StepMemory, ranks: int, device: torch.device, *,
     checkpoint = sum(weights) + (0 if args.save_only_model else states)
     kept = args.save_total_limit or _saves(args)
     on_host = 0  # weights as they are in the files, which are mapped
-    if by_rows:
+    if by_rows and args.fsdp_plugin_args["cpu_ram_efficient_loading"]:  # rank 0 broadcasts one weight after another
+        on_host, unit = converts * sum(weights) + on_cpu * largest, largest
+    elif by_rows:
         on_host, unit = quantizes * sum(map(nbytes, params)), unit * (converts or not on_cpu)
     elif (converts or quantizes) and placement != "zero3":
         direct = ranks == 1 and not (on_cpu or quantizes)  # each of them goes to the GPU before the next one

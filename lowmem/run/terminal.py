@@ -2,9 +2,14 @@
 
 import os
 import shlex
+import time
+from collections.abc import Callable
+from functools import cache, partialmethod
 from pathlib import Path
+from types import SimpleNamespace
 
 from rich.console import Console
+from tqdm import tqdm  # type: ignore[import-untyped]
 
 # The columns of a line where the output is not a terminal.
 _IN_A_FILE = 200
@@ -34,8 +39,28 @@ def train_command(command: str, run_dir: Path, save_only_model: bool = False) ->
 
 
 def stage(activity: str) -> None:
-    """Says what begins. On a terminal, progress bars of libraries follow."""
+    """Says what begins. Progress bars of libraries follow."""
     out.print(f"{activity} ...")
+
+
+@cache
+def progress_in_lines(seconds: float = 60) -> None:
+    """Makes each progress bar of a library a line on stderr, at most one in so many seconds."""
+
+    def printer(_: object) -> Callable[[str], None]:
+        last = time.monotonic()
+
+        def show(bar: str) -> None:
+            nonlocal last
+            if bar and time.monotonic() - last >= seconds:
+                last = time.monotonic()
+                err.print(bar, soft_wrap=True)
+
+        return show
+
+    # bars move the cursor by writing to their file, and huggingface_hub's are shown unless the file is not a terminal
+    tqdm.__init__ = partialmethod(tqdm.__init__, file=SimpleNamespace(write=len))
+    tqdm.status_printer = staticmethod(printer)
 
 
 def size(nbytes: float) -> str:

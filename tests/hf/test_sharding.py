@@ -6,6 +6,8 @@ from types import SimpleNamespace
 import peft
 import pytest
 import torch
+from accelerate.commands.launch import launch_command_parser
+from accelerate.utils.launch import prepare_multi_gpu_env
 from support.ranks import RankError, Ranks
 from support.trainers import SHARDED, build, joined, losses, quiet, require, require_sharding, saved
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
@@ -14,7 +16,7 @@ from transformers.trainer_utils import HPSearchBackend
 
 from lowmem import FusedConfig, LayersConfig, placements
 from lowmem.errors import LowmemError, UnsupportedError
-from lowmem.hf.sharding import FSDP2Sharding, Zero3Sharding
+from lowmem.hf.sharding import FSDP2Sharding, Zero3Sharding, of
 from lowmem.tiles.quantized import in_codes
 from lowmem.trainer import FusedTrainer
 
@@ -202,6 +204,48 @@ def test_other_zero_stages_raise():
 def test_fsdp1_raises():
     with pytest.raises(UnsupportedError):
         FSDP2Sharding(SimpleNamespace(fsdp_plugin_args={"fsdp_version": 1}))
+
+
+@pytest.mark.parametrize(
+    ("config", "variables", "message"),
+    [
+        ({"state_dict_type": "SHARDED_STATE_DICT"}, {}, "Set fsdp_config.state_dict_type to FULL_STATE_DICT"),
+        ({"use_orig_params": True}, {}, "fsdp_config.use_orig_params has no effect with FSDP2"),
+        ({"cpu_ofload": True}, {}, "Did you mean 'cpu_offload'"),
+        ({}, {"VERSION": "1"}, "FSDP_VERSION of accelerate launch is 1, but fsdp_config.version is 2"),
+        ({}, {"STATE_DICT_TYPE": "SHARDED_STATE_DICT"}, "fsdp_config.state_dict_type is FULL_STATE_DICT"),
+        ({}, {"OFFLOAD_PARAMS": "true"}, "fsdp_config.cpu_offload is False"),
+        ({}, {"ACTIVATION_CHECKPOINTING": "true"}, "fsdp_config.activation_checkpointing is False"),
+        ({}, {"RESHARD_AFTER_FORWARD": "false"}, "fsdp_config.reshard_after_forward is True"),
+        ({}, {"TRANSFORMER_CLS_TO_WRAP": "Block"}, "fsdp_config.transformer_layer_cls_to_wrap is not set"),
+        ({}, {"IGNORED_MODULES": "head"}, "--fsdp_ignored_modules is not supported"),
+    ],
+)
+def test_settings_of_fsdp_that_would_have_no_effect_raise(config, variables, message, tmp_path, monkeypatch):
+    """The constructor of a trainer raises before it loads the model, of which only the name exists."""
+    require_sharding("fsdp2")
+    for name, value in variables.items():
+        monkeypatch.setenv(f"FSDP_{name}", value)
+    args = TrainingArguments(**quiet(tmp_path, use_cpu=True, fsdp=True, fsdp_config=config))
+    with pytest.raises(LowmemError, match=message):
+        FusedTrainer("not a model", args, fused=FusedConfig(rule="adalomo"))
+
+
+def test_the_variables_that_accelerate_launch_always_sets_agree_with_fsdp2(monkeypatch, tmp_path):
+    require_sharding("fsdp2")
+    words = "--use_fsdp --fsdp_version 2 --num_machines 1 --num_processes 2 --mixed_precision no --dynamo_backend no"
+    for name, value in prepare_multi_gpu_env(launch_command_parser().parse_args([*words.split(), "script.py"])).items():
+        if name.startswith("FSDP_"):
+            monkeypatch.setenv(name, value)
+    args = TrainingArguments(**quiet(tmp_path, use_cpu=True, fsdp=True))
+    assert isinstance(of(args, None), FSDP2Sharding)
+
+
+def test_settings_of_fsdp_without_fsdp_raise(tmp_path):
+    require_sharding("fsdp2")
+    args = TrainingArguments(**quiet(tmp_path, use_cpu=True, fsdp_config={"reshard_after_forward": False}))
+    with pytest.raises(LowmemError, match="Set fsdp: true"):
+        of(args, None)
 
 
 @pytest.mark.troubleshooting("there is only one process")

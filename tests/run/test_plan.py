@@ -418,11 +418,16 @@ def test_offloaded_weights_are_on_the_host_or_on_the_disk(write, where, tmp_path
     assert saved == pytest.approx(2 * 2 * PARAMETERS, rel=0.1)  # the old checkpoint and the new one; few states
 
 
+BROADCAST = ["--fsdp", "--fsdp_config", '{"cpu_ram_efficient_loading": true}']
+
+
 @pytest.mark.parametrize(
     ("files", "fused", "words", "ranks", "on_host"),
     [
         (None, None, ["--fsdp"], 2, 0),  # unchanged: pages of the mapped files
         ("float32", None, ["--fsdp"], 2, 0),  # converted when they are sharded
+        (None, None, BROADCAST, 2, 0),
+        ("float32", None, BROADCAST, 2, 2),
         (None, {"rule": "adalomo", "weight_format": "int12"}, ["--fsdp"], 2, 1.5 + 2 / 64),
         ("float32", None, [], 2, 2),
         ("float32", None, [], 1, 2 * 4096 * 64 / PARAMETERS),  # one weight on its way to the GPU
