@@ -19,7 +19,6 @@ from lowmem.step.cycle import StepCycle
 from lowmem.step.parameters import Parameters
 from lowmem.step.program import Program, Result
 from lowmem.step.record import AddedGroup, ParamRecord
-from lowmem.step.waiting import Waiting
 from lowmem.tiles.quantized import tensors_of
 from lowmem.tiles.rounding import noise_key
 from lowmem.tiles.storage import Float, Held, Shown
@@ -110,7 +109,7 @@ class Updates:
         # gradients that wait until such a stack is full, by their dtype too; and those of shards, to be measured
         self._stacks: dict[tuple[Program, torch.dtype], Queue] = defaultdict(deque)
         self._shards: Queue = deque()
-        self._waiting = Waiting()
+        self._waiting: list[tuple[ParamRecord, Tensor]] = []
 
     @property
     def compiled(self) -> bool:
@@ -155,8 +154,10 @@ class Updates:
         """
         program = record.program
         if self.compilation.launches(record):
-            if self._waiting.add(record, grad) or self._shard.moves:
-                del grad
+            self._waiting.append((record, _alone(grad) if program.span.numel <= SMALL else grad))
+            del grad
+            sizes = [each.program.span.numel for each, _ in self._waiting]  # on every rank
+            if sizes[-1] > SMALL or sum(sizes) >= STACK or self._shard.moves:
                 self._update_waiting(decision)
             return
         large_shard = program.ranks is not None and program.span.numel > SMALL
@@ -183,8 +184,7 @@ class Updates:
             self._update_one(record, grad, decision)
             return
         stack = self._stacks[program, grad.dtype]
-        # a gradient of FSDP2 is a view of its module's gradients, which would stay in memory while it waits
-        stack.append((record, grad.clone() if grad.untyped_storage().nbytes() > grad.nbytes else grad))
+        stack.append((record, _alone(grad)))
         if len(stack) >= count:
             self._update_stack(stack, decision)
 
@@ -199,7 +199,6 @@ class Updates:
     def flush(self, decision: Decision | None) -> None:
         """Updates the parameters whose gradients wait, after the last gradient of a step."""
         self._update_waiting(decision)
-        self._waiting.end()
         if self._shards:
             self._update_shards()
         for stack in filter(None, self._stacks.values()):
@@ -207,7 +206,7 @@ class Updates:
 
     def drop(self) -> None:
         """Discards the gradients that wait, after their backward has failed."""
-        self._waiting.drop()
+        self._waiting.clear()
         self._shards.clear()
         self._stacks.clear()
 
@@ -233,7 +232,8 @@ class Updates:
 
     def _update_waiting(self, decision: Decision | None) -> None:
         """Updates the parameters whose gradients wait, those that have the same kernels by one launch per pass."""
-        waiting, batches = self._waiting.take(), defaultdict[Any, list[Launched]](list)
+        waiting, batches = self._waiting, defaultdict[Any, list[Launched]](list)
+        self._waiting = []
         with ExitStack() as lent:
             for record, grad in waiting:
                 self.begin_state(record)
@@ -374,3 +374,10 @@ def initial_tensors(program: Program, names: Iterable[str], shard: Tensor) -> di
 def _each(values: Tensor) -> Sequence[Tensor]:
     """Returns the elements as tensors of one element."""
     return [values] if values.numel() == 1 else values.view(-1).split(1)
+
+
+def _alone(grad: Tensor) -> Tensor:
+    """Returns a gradient that may wait. A gradient of FSDP2 is a view of its module's gradients, which would stay in
+    memory.
+    """
+    return grad.clone() if grad.untyped_storage().nbytes() > grad.nbytes else grad
