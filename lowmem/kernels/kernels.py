@@ -28,6 +28,14 @@ TYPES = {
 }  # fmt: skip
 
 
+def try_compiler() -> None:
+    """Compiles one of the kernels for the present GPU. Raises Triton's error."""
+    from lowmem.kernels.device import fold
+
+    pointers = (TYPES[name] for name in ("programs", "jobs", "pieces", "work"))
+    fold.warmup(*pointers, False, *FOLD, grid=(1,), num_warps=WARPS_FOLD, **OPTIONS)
+
+
 class Values(NamedTuple):
     """What is other in each step, on the device.
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from lowmem import kernels
 from lowmem.errors import ConfigError
 from lowmem.kernels import Batch, Kernels, Member, Values, is_line
 from lowmem.placements.ranks import on_rank
@@ -371,7 +372,10 @@ def missing_compiler(device: str, *, tries: bool) -> str | None:
     if device == "meta" or _get_current_dispatch_mode():
         return None
     try:
-        try_compiler(device)
+        if device in KERNELS:
+            try_triton()
+        else:
+            try_compiler(device)
     except Exception as error:
         return f"compiling for {device!r} fails{on_rank()}: {error}"
     return None
