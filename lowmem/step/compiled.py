@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from lowmem import kernels
 from lowmem.errors import ConfigError
 from lowmem.kernels import Batch, Kernels, Member, Values, is_line
+from lowmem.kernels import try_compiler as try_triton
 from lowmem.placements.ranks import on_rank
 from lowmem.rules import ParamSpec, UpdateRule
 from lowmem.step.parameters import Parameters
