@@ -175,7 +175,7 @@ class Compilation:
         measured = values.reading.square_sums
         square_sums = results.square_sums if measured is None else measured
         assert square_sums is not None
-        return Result(square_sums, results.sizes)
+        return Result(square_sums, None if results.sizes is None else results.sizes.float())
 
     def bind(
         self, record: ParamRecord, tiles: StoredTiles, states: Mapping[str, Tensor], place: tuple[int, int] = (0, 0)

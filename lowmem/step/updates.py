@@ -265,6 +265,7 @@ class Updates:
         self._note(records, self.compilation.launch(batch, Values(sent.numbers, sent.keys, reading)))
         for count_changes in filter(None, counts):
             count_changes()
+        torch.autograd.graph.increment_version(each.shard for each in batch)  # kernels write by addresses
         for each in batch:
             self._written(each.record, each.shard)
 
