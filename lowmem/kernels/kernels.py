@@ -162,6 +162,10 @@ class Batch:
             (torch.empty(len(members), dtype=torch.int64, pin_memory=True), torch.cuda.Event())
             for _ in range(2 if self.device.type == "cuda" else 0)
         ]  # pointers of gradients, in turn
+        self._sent_pointers, self._grads = list[int](), torch.empty(0, dtype=torch.int64)
+        self._results = torch.zeros(len(source.results), len(members), dtype=torch.float64, device=self.device)
+        rows = dict(zip(source.results, self._results, strict=True))
+        self._result = Result(rows.get("square_sums"), rows.get("sizes"))
 
     def _sent(self, numbers: Sequence[Any], dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.tensor(numbers, dtype=dtype).to(self.device)
@@ -172,40 +176,40 @@ class Batch:
         return sum(isinstance(step, Launch) for step in self.steps)
 
     def run(self, grads: Sequence[Tensor], values: Values) -> Result:
-        """Updates the members. grads: of each, contiguous, in the order of its tensors."""
-        pointers = [grad.data_ptr() for grad in grads]
-        source, reading = self._kernels.source, values.reading.tensors
+        """Updates the members. grads: of each, contiguous, in the order of its tensors.
+
+        Returns:
+            The results, which the next run overwrites.
+        """
+        pointers, reading = [grad.data_ptr() for grad in grads], values.reading.tensors
+        source = self._kernels.source
         assert not (source.aligned and any(pointer % 16 for pointer in pointers)), "a gradient is not aligned"
         assert [name for _, name in reading] == source.scalars.reading, "gradients are read in another way"
         work = torch.empty(self._size, dtype=torch.float32, device=self.device)
-        results = torch.empty(len(source.results), len(grads), dtype=torch.float64, device=self.device)
         with torch.cuda.device(self.device) if self._pinned else nullcontext():
-            args = (
-                self._pointers(pointers),
-                values.numbers,
-                values.keys,
-                self._scalars,
-                work,
-                results,
-                *reading.values(),
-            )
-            for step in self.steps:
-                if isinstance(step, Sum):
+            step = self._pointers(pointers), values.numbers, values.keys
+            args = *step, self._scalars, work, self._results, *reading.values()
+            for each in self.steps:
+                if isinstance(each, Sum):
                     assert self._across is not None
-                    work[step.part] = self._across.all_reduce([work[step.part]], largest=step.largest)[0]
+                    work[each.part] = self._across.all_reduce([work[each.part]], largest=each.largest)[0]
                 else:
-                    self._kernels.launch(step, (work,) if step.name == "fold" else args, self.device)
-        found = dict(zip(source.results, results, strict=True))
-        return Result(found.get("square_sums"), found.get("sizes"))
+                    self._kernels.launch(each, (work,) if each.name == "fold" else args, self.device)
+        return self._result
 
-    def _pointers(self, pointers: Sequence[int]) -> Tensor:
-        """Sends pointers without waiting for the device, unless it has not yet got those of the run before the last."""
-        if not self._pinned:
-            return torch.tensor(pointers, dtype=torch.int64)
-        self._pinned.reverse()
-        buffer, sent = self._pinned[0]
-        sent.synchronize()
-        buffer.numpy()[:] = pointers
-        found = buffer.to(self.device, non_blocking=True)
-        sent.record()
-        return found
+    def _pointers(self, pointers: list[int]) -> Tensor:
+        """Sends pointers, unless they are those of the run before. It does not wait for the device, unless that has not
+        yet got those that were sent two times before.
+        """
+        if pointers != self._sent_pointers:
+            self._sent_pointers, host = pointers, torch.tensor(pointers, dtype=torch.int64)
+            if not self._pinned:
+                self._grads = host
+                return host
+            self._pinned.reverse()
+            buffer, sent = self._pinned[0]
+            sent.synchronize()
+            buffer.copy_(host)
+            self._grads = buffer.to(self.device, non_blocking=True)
+            sent.record()
+        return self._grads

@@ -3,7 +3,6 @@
 import functools
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain
 from typing import Any
@@ -231,43 +230,55 @@ class Updates:
         self._written(record, shard)
 
     def _update_waiting(self, decision: Decision | None) -> None:
-        """Updates the parameters whose gradients wait, those that have the same kernels by one launch per pass."""
-        waiting, batches = self._waiting, defaultdict[Any, list[Launched]](list)
-        self._waiting = []
-        with ExitStack() as lent:
-            for record, grad in waiting:
-                self.begin_state(record)
-                param, shard, program = record.param, self._shard.read(record.param), record.program
-                state = lent.enter_context(self._shard.lend(param, self._states[param]))
-                extra = lent.enter_context(self._shard.lend(param, record.extra))
-                held, sent = Held(program.weight, (*tensors_of(shard), *extra.values())), self._sent_to(grad.device)
-                tiles = self._tiles([record], held, grad, decision)
-                place = sent.places[record.group], sent.drawing.get(record, 0)
-                bound = self.compilation.bind(record, tiles, state, place)
-                if bound is None:
-                    self._run([record], held, grad, state, decision)
-                    self._written(record, shard)
-                    continue
-                clips = record.group if decision is not None and decision.own_clips else None
-                batches[bound.update, grad.dtype, program.ranks, clips].append(
-                    Launched(record, tiles, state, place, bound, shard)
-                )
-            for batch in batches.values():
-                self._launch(batch, decision)
+        """Updates the parameters whose gradients wait."""
+        waiting, self._waiting = self._waiting, []
+        for record, _ in waiting:
+            self.begin_state(record)
+        if not self._shard.moves:
+            self._launch([(*each, self._states[each[0].param], each[0].extra) for each in waiting], decision)
+            return
+        for record, grad in waiting:
+            lend, param = self._shard.lend, record.param
+            with lend(param, self._states[param]) as state, lend(param, record.extra) as extra:
+                self._launch([(record, grad, state, extra)], decision)
 
-    def _launch(self, batch: Sequence[Launched], decision: Decision | None) -> None:
-        """Launches the kernels of parameters, and notes the results in their records."""
-        records, grad = [each.record for each in batch], batch[0].tiles.grad
-        sent = self._sent_to(grad.device)
-        reading = batch[0].tiles.reading if decision is None else self.clipping.reading(records, grad, decision)
-        counts = [self.changes.watch([each.record], each.tiles.weight, each.tiles.grad) for each in batch]
-        self.cycle.moved = True
-        self._note(records, self.compilation.launch(batch, Values(sent.numbers, sent.keys, reading)))
-        for count_changes in filter(None, counts):
-            count_changes()
-        torch.autograd.graph.increment_version(each.shard for each in batch)  # kernels write by addresses
-        for each in batch:
-            self._written(each.record, each.shard)
+    def _launch(
+        self,
+        waiting: Sequence[tuple[ParamRecord, Tensor, dict[str, Any], dict[str, Tensor]]],
+        decision: Decision | None,
+    ) -> None:
+        """Updates parameters, those that have the same kernels by one launch per pass. waiting: gradient, states and
+        the other tensors of the weight's storage of each.
+        """
+        batches = defaultdict[Any, list[Launched]](list)
+        for record, grad, state, extra in waiting:
+            program, shard, sent = record.program, self._shard.read(record.param), self._sent_to(grad.device)
+            held = Held(program.weight, (*tensors_of(shard), *extra.values()))
+            tiles = self._tiles([record], held, grad, decision)
+            place = sent.places[record.group], sent.drawing.get(record, 0)
+            bound = self.compilation.bind(record, tiles, state, place)
+            if bound is None:
+                self._run([record], held, grad, state, decision)
+                self._written(record, shard)
+                continue
+            clips = record.group if decision is not None and decision.own_clips else None
+            like = bound.update, grad.dtype, program.ranks, clips
+            batches[like].append(Launched(record, tiles, state, place, bound, shard))
+        for batch in batches.values():
+            records, tiles = [each.record for each in batch], batch[0].tiles
+            reading = tiles.reading
+            if decision is not None and len(batch) > 1:
+                reading = self.clipping.reading(records, tiles.grad, decision)
+            counts = [self.changes.watch([each.record], each.tiles.weight, each.tiles.grad) for each in batch]
+            self.cycle.moved = True
+            sent = self._sent_to(tiles.device)
+            self._note(records, self.compilation.launch(batch, Values(sent.numbers, sent.keys, reading)))
+            for count_changes in filter(None, counts):
+                count_changes()
+            shards = [each.shard for each in batch]
+            torch.autograd.graph.increment_version(shards)  # kernels write by addresses
+            for record, shard in zip(records, shards, strict=True):
+                self._written(record, shard)
 
     def _written(self, record: ParamRecord, shard: Tensor) -> None:
         """Called when an update has changed this rank's shard of a parameter."""
