@@ -11,6 +11,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -63,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     try:
         if rest and not hasattr(command, "training"):
             raise ConfigError(f"unknown arguments: {' '.join(rest)}")
-        with processes.explained():
+        with processes.explained(), nullcontext() if out.is_terminal and not rank() else progress_in_lines():
             status = command.run(command, rest)
     except KeyboardInterrupt:
         err.print("interrupted", style="red")
@@ -392,5 +393,3 @@ def _quiet() -> None:
     warnings.filterwarnings("ignore", category=FutureWarning)  # for developers of libraries
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     transformers.logging.set_verbosity_error()
-    if not out.is_terminal or rank():
-        progress_in_lines()

@@ -3,10 +3,12 @@
 import os
 import shlex
 import time
-from collections.abc import Callable
-from functools import cache, partialmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partialmethod
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import patch
 
 from rich.console import Console
 from tqdm import tqdm  # type: ignore[import-untyped]
@@ -43,9 +45,9 @@ def stage(activity: str) -> None:
     out.print(f"{activity} ...")
 
 
-@cache
-def progress_in_lines(seconds: float = 60) -> None:
-    """Makes each progress bar of a library a line on stderr, at most one in so many seconds."""
+@contextmanager
+def progress_in_lines(seconds: float = 60) -> Iterator[None]:
+    """A context in which each progress bar of a library is a line on stderr, at most one in so many seconds."""
 
     def printer(_: object) -> Callable[[str], None]:
         last = time.monotonic()
@@ -59,8 +61,9 @@ def progress_in_lines(seconds: float = 60) -> None:
         return show
 
     # bars move the cursor by writing to their file, and huggingface_hub's are shown unless the file is not a terminal
-    tqdm.__init__ = partialmethod(tqdm.__init__, file=SimpleNamespace(write=len))
-    tqdm.status_printer = staticmethod(printer)
+    begin = partialmethod(tqdm.__init__, file=SimpleNamespace(write=len))
+    with patch.object(tqdm, "__init__", begin), patch.object(tqdm, "status_printer", staticmethod(printer)):
+        yield
 
 
 def size(nbytes: float) -> str:

@@ -17,8 +17,8 @@ EVERY = 20
 
 
 class Changes:
-    """Counts the sampled elements of weights that updates change, among those that have a gradient, in the first step
-    and in every 20th one after it.
+    """Counts the sampled elements of weights that updates change, among those that have a gradient, in the first two
+    steps, since a warmup may begin at a rate of 0, and in every 20th one.
 
     Args:
         records: of all parameters.
@@ -30,13 +30,13 @@ class Changes:
         self._sampled: set[ParamRecord] = set()
         self._counts: list[Tensor] = []  # of each update: changed, and counted
         self._share = torch.full((), torch.nan, device=device)  # of the last step that was measured
-        self._wait = 0  # steps until the next one
+        self._step, self._is_due = 1, True  # whether the step is measured
 
     def watch(self, records: Sequence[ParamRecord], weight: Held, grad: Tensor) -> Callable[[], None] | None:
         """Samples a weight, or a stack of weights, before its update. Returns a function that counts its changes after
         the update; None if it is not in the sample.
         """
-        if self._wait:
+        if not self._is_due:
             return None
         if not self._sampled:
             trained = [record for record in self._records.values() if record.trained]
@@ -56,10 +56,11 @@ class Changes:
         """Returns the share for the step that ends, or for the last one that was measured: a float32 scalar, NaN if no
         sampled element had a gradient.
         """
-        self._wait = max(0, self._wait - 1)
         if self._counts:
             changed, counted = torch.stack([count.to(self._share.device) for count in self._counts]).sum(0)
-            self._share, self._wait = changed / counted, EVERY - 1
+            self._share, self._is_due = changed / counted, False
+        self._step += 1
+        self._is_due |= self._step == 2 or self._step % EVERY == 0
         self._sampled.clear()  # if none of them was updated, all are frozen, and the next step samples others
         self._counts.clear()
         return self._share

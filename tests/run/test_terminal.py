@@ -14,11 +14,9 @@ from lowmem.run import terminal
 @pytest.fixture
 def seconds(monkeypatch):
     """The least time between two lines of a bar."""
-    for name in ("__init__", "status_printer"):
-        monkeypatch.setattr(tqdm, name, vars(tqdm)[name])
     monkeypatch.setattr(terminal.err, "width", 200)
-    terminal.progress_in_lines.__wrapped__(0.3)
-    return 0.3
+    with terminal.progress_in_lines(0.3):
+        yield 0.3
 
 
 def test_a_long_stage_prints_lines_with_its_rows(seconds, capsys):
