@@ -145,8 +145,8 @@ def train(command: argparse.Namespace, rest: Sequence[str]) -> int:
     started = os.environ.get("WORLD_SIZE")
     if started is None and count > 1:
         _launch(count, [command.training, *rest], recipe.values)
-    if recipe.options.num_processes is not None and str(count) != (started or "1"):
-        raise ConfigError(f"--num_processes is {count}, but the launcher started a run of {started}. Leave it out")
+    if started is not None and recipe.options.num_processes not in (None, int(started)):
+        raise ConfigError(f"--num_processes is {count}, but the launcher started a run of {started}. Omit it")
     from lowmem.run import training
 
     stopped = training.train(recipe)

@@ -377,10 +377,8 @@ def _history(folder: Path) -> tuple[float, list[int] | None]:
     version did not write them: 0 and None. Where they are damaged: infinity and None.
     """
     path = folder / TIMELINE_FILE
-    if not path.exists() and not (folder / CHECKSUMS_FILE).exists():
-        return 0, None
     try:
-        expected = _listed(folder).get(TIMELINE_FILE)
+        expected = _listed(folder).get(TIMELINE_FILE) if path.exists() or (folder / CHECKSUMS_FILE).exists() else None
         if expected is None and not path.exists():
             return 0, None
         match read_json(path):

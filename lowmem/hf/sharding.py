@@ -288,8 +288,9 @@ class Zero3Sharding:
 
 def _check_fsdp2(config: dict[str, Any]) -> None:
     """Raises if a key of `fsdp_config`, or a variable in its place, would have no effect or is not supported."""
+    known = (*_FSDP2, *_FSDP2_TOO)
     for key in config:
-        if key not in (known := (*_FSDP2, *_FSDP2_TOO)):
+        if key not in known:
             raise ConfigError(f"fsdp_config.{key} has no effect with FSDP2.{did_you_mean(key, known)} Omit it")
     if (kind := str(config.get("state_dict_type", "FULL_STATE_DICT"))).upper() != "FULL_STATE_DICT":
         raise UnsupportedError(
