@@ -1,5 +1,6 @@
 """The options of a fused optimizer and of layers, declared once for `FusedOptimizer`, trainers and YAML files."""
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
@@ -14,7 +15,7 @@ from lowmem.rules.rule import GROUP_KEYS
 from lowmem.tiles import storage
 
 Policy = Literal["auto", "immediate", "two_pass", "deferred"]
-Store = Literal["host", "device"]
+Store = Literal["auto", "host", "device"]
 
 
 @dataclass(frozen=True)
@@ -71,8 +72,9 @@ class FusedConfig:
         max_nonfinite_steps: after this many consecutive steps with a non-finite gradient, `backward` raises `StepError`
             instead of taking another step. None never raises. Steps in which a dynamic loss scale still searches for
             its first value, before any step with finite gradients, do not count.
-        store: where "deferred" offloads gradients: "host" (pinned memory if there is a GPU) or "device". None means
-            "host". Setting it selects "deferred".
+        store: where "deferred" stores gradients: "auto" (on the device as far as memory is free, the others on the
+            host), "host" (in pinned memory if there is a GPU), "device", or memory of each device for gradients, such
+            as "4GiB". Setting it selects "deferred".
         accumulation_dtype: the dtype in which micro-batches are summed: "float32" (4 bytes per element in the store) or
             "gradient" (the dtype of the gradient, 2 bytes for bfloat16, which is rounded after every micro-batch, as
             `.grad` is). A step of one micro-batch stores its gradient unchanged.
@@ -117,7 +119,7 @@ class FusedConfig:
     clip_value: float | None = None
     loss_scale: float | Literal["dynamic"] | DynamicScale | None = None
     max_nonfinite_steps: int | None = 20
-    store: Store | None = None
+    store: str = "auto"
     accumulation_dtype: Literal["float32", "gradient"] = "float32"
     rounding: str = "auto"
     state_storage: str = "auto"
@@ -140,9 +142,9 @@ class FusedConfig:
         for name, check in _CHECKS.items():
             check(name, getattr(self, name))
         gradients = {"store": self.store, "accumulation_dtype": self.accumulation_dtype}
-        if self.policy in ("immediate", "two_pass") and gradients != {"store": None, "accumulation_dtype": "float32"}:
+        if self.policy in ("immediate", "two_pass") and gradients != {"store": "auto", "accumulation_dtype": "float32"}:
             raise ConfigError(f"{' and '.join(gradients)} apply only to policy 'deferred', not to {self.policy!r}")
-        _ = self.device_bytes  # raises if it is not an amount
+        _ = self.device_bytes, self.store_bytes  # raises if it is not an amount
         if self.placement != "streamed" and (self.home, self.device_memory) != ("host", None):
             raise ConfigError(f"home and device_memory apply only to placement 'streamed', not to {self.placement!r}")
         self.complete({"rule": "lomo"} if self.rule is None else {})  # without a rule: checked when it is chosen
@@ -158,6 +160,15 @@ class FusedConfig:
     def device_bytes(self) -> int | None:
         """`device_memory` in bytes."""
         return None if self.device_memory is None else parse_bytes(self.device_memory, "device_memory")
+
+    @property
+    def store_bytes(self) -> float | None:
+        """`store` as bytes of gradients that may stay on each device; None: as much as is free."""
+        named: dict[str, float | None] = {"auto": None, "host": 0, "device": math.inf}
+        if isinstance(self.store, str) and re.match(r"\d", self.store):
+            return parse_bytes(self.store, "store")
+        require.one_of(*get_args(Store))("store", self.store)
+        return named[self.store]
 
     def param_groups(self, params: Iterable[Any]) -> list[dict[str, Any]]:
         """Divides (name, parameter) pairs into groups for `torch.optim`: the default group first, then `groups`.
@@ -297,7 +308,6 @@ _CHECKS = {
     "clip_value": require.number("> 0", optional=True),
     "loss_scale": require.check(_is_loss_scale, "a number >= 0 (0: none), 'dynamic', a DynamicScale, or None"),
     "max_nonfinite_steps": require.number(">= 1", whole=True, optional=True),
-    "store": require.one_of(*get_args(Store), optional=True),
     "accumulation_dtype": require.one_of("float32", "gradient"),
     "convert_states": require.flag,
     "weight_format": require.one_of(*storage.WEIGHT_FORMATS, optional=True),

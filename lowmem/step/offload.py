@@ -1,6 +1,10 @@
-"""Gradient offload: where policy `deferred` stores gradients until their step is decided."""
+"""The gradient store: where policy `deferred` stores gradients until their step is decided."""
 
+import logging
+import math
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -10,52 +14,223 @@ from lowmem.placements.base import Placed
 from lowmem.step.record import ParamRecord
 from lowmem.tiles.stored import flat
 
-# Makes the current stream, and the stream that launched a copy, wait for its end; the host continues.
-Wait = Callable[[], None]
+logger = logging.getLogger(__name__)
 
 # Devices that copy while the host waits. A plan has a GPU's tensors on "meta".
 _WITHOUT_STREAMS = ("cpu", "meta")
 
+# Copies in flight in each direction: while one runs, the next one is launched.
+_IN_FLIGHT = 2
+
+# The part of a device's memory that gradients leave free, for what backward allocates besides them.
+_RESERVE = 1 / 16
+
+# Makes the current stream, and the stream that launched a copy, wait for its end; the host continues.
+Wait = Callable[[], None]
+
 
 class Offloaded(NamedTuple):
-    """A gradient on the host: its shape, its bytes in several pieces of memory, and the copy that writes them."""
+    """A gradient on the host: a tensor without data like it, its bytes in several pieces of memory, and the copy that
+    writes them.
+    """
 
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
+    like: Tensor
+    device: torch.device
     pieces: Sequence[Tensor]
     written: Wait
 
 
 class GradientStore:
-    """Stores one gradient per parameter until its step is decided, on the device or on the host.
+    """Stores one gradient per parameter until its step is decided: on its device as far as the budget goes, the others
+    on the host.
 
-    Separate streams copy gradients to the host, and back again, while the device computes. With `host`, at most two
-    gradients are on the device besides the one that backward computes: the next one is fetched while the previous one
-    is applied or added to. Gradients on the host are in pinned memory. torch rounds its sizes up to powers of two, so
-    each gradient is divided into a few pieces of such sizes.
+    Without a budget, the store asks how much memory is free when the first gradient of a backward arrives, and leaves a
+    reserve. In the last micro-batch, it asks again when this is used up, as backward has freed activations since.
+    Earlier ones leave room for the activations of the next. Ranks need not decide alike, because the order of updates
+    does not depend on where gradients are. If an allocation of the store fails, all gradients go to the host from then
+    on.
+
+    Separate streams copy gradients to the host, and back again, while the device computes, two at a time in each
+    direction. Gradients on the host are in pinned memory. torch rounds its sizes up to powers of two, so each gradient
+    is divided into a few pieces of such sizes.
 
     Args:
-        host: store gradients on the host rather than on the device.
+        budget: bytes of gradients that may stay on each device: 0 offloads all of them; None: as many as are free.
+        leaving: called with a gradient before it is copied to the host.
     """
 
-    def __init__(self, *, host: bool) -> None:
-        self.host = host
+    def __init__(
+        self, budget: float | None, leaving: Callable[[Any, Tensor], None] = lambda record, grad: None
+    ) -> None:
+        self._budget, self._leave = budget, leaving
+        self._limits: dict[torch.device, float] = {}  # as the budget, in this backward
+        self._least: dict[torch.device, float] = {}  # of all backwards
+        self._held = Counter[torch.device]()  # bytes of gradients
         self._room: dict[str, Sequence[Tensor]] = {}  # memory on the host, reused in the next step
-        self._stored: dict[str, Tensor | Offloaded] = {}
+        self._stored: dict[str, tuple[Placed, Tensor | Offloaded]] = {}
         self._streams: dict[tuple[torch.device, bool], Any] = {}
-        self._leaving: tuple[Tensor, Wait] | None = None  # the gradient whose copy may be in flight
-        self._coming: tuple[str, Tensor, Wait] | None = None  # prefetched, as it came next in the last backward
-        self._following: dict[str, Placed] = {}  # by name, the parameter whose gradient came next
-        self._latest = ""
-        self._least = 0
+        self._leaving: deque[tuple[Tensor, Wait]] = deque()  # gradients whose copies may be in flight
+        self._coming: dict[str, tuple[Tensor, Wait]] = {}  # prefetched
+        self._following: dict[str, Placed] = {}  # by name, the parameter whose gradient came next in the last backward
+        self._latest, self._last, self._width = "", True, 0
 
     def __del__(self) -> None:
         self._wait()  # the memory must not be reused while a copy reads it
 
+    @property
+    def host_bytes(self) -> int:
+        """The memory on the host."""
+        return sum(piece.nbytes for pieces in self._room.values() for piece in pieces)
+
+    def begin(self, *, last: bool = True, width: int = 0) -> None:
+        """Called before a backward.
+
+        Args:
+            last: its gradients complete the step.
+            width: the minimum number of bytes per element, if wider gradients will follow.
+        """
+        self._wait()
+        self._limits.clear()
+        self._latest, self._last, self._width = "", last, width
+
+    def get(self, record: Placed, *, wide: bool = False) -> Tensor | None:
+        """Returns the stored gradient on its device, or None. In-place changes have to be stored again. wide: in
+        float32, or a wider dtype.
+        """
+        if record.name not in self._stored:
+            return None
+        stored = self._stored[record.name][1]
+        if isinstance(stored, Tensor):
+            grad = stored
+        else:
+            grad, wait = self._coming.pop(record.name) if record.name in self._coming else self._fetch(record)
+            wait()
+        return self._allocate(lambda: grad.to(torch.promote_types(grad.dtype, torch.float32))) if wide else grad
+
+    def keep(self, record: Placed, grad: Tensor) -> None:
+        """Stores a gradient in place of an earlier one. The caller must not use it afterwards."""
+        self._remove(record)
+        if self._fits(grad.device, grad.nbytes):
+            self._stored[record.name] = record, grad
+            self._held[grad.device] += grad.nbytes
+        else:
+            self._offload(record, grad)
+        self._following[self._latest], self._latest = record, record.name
+        for _ in range(_IN_FLIGHT):
+            following = self._following.get(record.name)
+            if following is None:
+                break
+            record = following
+            if self._is_offloaded(record) and record.name not in self._coming and len(self._coming) < _IN_FLIGHT:
+                self._coming[record.name] = self._fetch(record)
+
+    def drain(self, records: Iterable[ParamRecord]) -> Iterator[tuple[ParamRecord, Tensor]]:
+        """Yields the stored gradients in the order of `records`, and removes each from the store."""
+        self._wait()
+        waiting = [record for record in records if record.name in self._stored]
+        offloaded = filter(self._is_offloaded, waiting)
+        try:
+            for record in waiting:
+                for following in islice(offloaded, _IN_FLIGHT - len(self._coming)):
+                    self._coming[following.name] = self._fetch(following)
+                grad = self.get(record)
+                assert grad is not None
+                self._remove(record)
+                yield record, grad
+                del grad  # its memory is free for the next one
+        finally:
+            self._wait()  # copies that are no longer needed still write
+
+    def clear(self) -> None:
+        """Removes all gradients."""
+        self._stored.clear()
+        self._held.clear()
+        self._wait()
+
+    def _is_offloaded(self, record: Placed) -> bool:
+        return record.name in self._stored and isinstance(self._stored[record.name][1], Offloaded)
+
+    def _remove(self, record: Placed) -> None:
+        if record.name in self._stored and isinstance(stored := self._stored.pop(record.name)[1], Tensor):
+            self._held[stored.device] -= stored.nbytes
+        if record.name in self._coming:  # it is not used, but its copy still reads the memory
+            self._coming.pop(record.name)[1]()
+
+    # -- where a gradient is ---------------------------------------------------------------------------------------
+
+    def _fits(self, device: torch.device, size: int) -> bool:
+        """Returns whether a gradient stays on its device."""
+        needed = self._held[device] + size
+        if self._budget is not None or not size:
+            return not size or needed <= (self._budget or 0)
+        if device not in self._limits:
+            free = self._free(device)
+            self._least[device] = min(self._least.get(device, free), free)
+            self._limits[device] = free if self._last else self._least[device]
+        elif needed > self._limits[device] and self._last:
+            self._limits[device] = self._free(device)
+        return needed <= self._limits[device]
+
+    def _free(self, device: torch.device) -> float:
+        """Returns how many bytes of gradients the device has room for now."""
+        if device.type in _WITHOUT_STREAMS:
+            return math.inf if device.type == "cpu" else 0
+        module = torch.get_device_module(device)
+        free, total = module.mem_get_info(device)
+        free += module.memory_reserved(device) - module.memory_allocated(device)
+        room = max(0, self._held[device] + free - int(total * _RESERVE))
+        if device not in self._least:
+            logger.info(
+                "store auto: %.1f GiB of %s are free when the first gradient is ready, of which gradients take up to "
+                "%.1f GiB and leave %.1f GiB free. Others are offloaded to the host until the step is decided",
+                free / 2**30, device, room / 2**30, total * _RESERVE / 2**30,
+            )  # fmt: skip
+        return room
+
+    def _allocate(self, make: Callable[[], Tensor]) -> Tensor:
+        """Calls a function that allocates memory of a device. If it fails, all gradients go to the host before it is
+        called again.
+        """
+        try:
+            return make()
+        except torch.OutOfMemoryError:
+            here = [(record, grad) for record, grad in self._stored.values() if isinstance(grad, Tensor)]
+            if not (here or self._coming):
+                raise
+            logger.warning("the device is out of memory, so all gradients are offloaded to the host from now on")
+        self._budget = 0
+        while here:
+            record, grad = here.pop()
+            self._remove(record)
+            self._offload(record, grad)
+            del grad
+        self._wait()
+        return make()
+
+    # -- copies ----------------------------------------------------------------------------------------------------
+
+    def _offload(self, record: Placed, grad: Tensor) -> None:
+        """Copies a gradient to the host."""
+        self._leave(record, grad)
+        while len(self._leaving) >= _IN_FLIGHT:
+            self._leaving.popleft()[1]()
+        pieces, like = self._pieces(record.name, grad), torch.empty_like(grad, device="meta")
+        written = self._copy(_parts(grad, pieces), grad.device, outward=True)
+        self._stored[record.name] = record, Offloaded(like, grad.device, pieces, written)
+        self._leaving.append((grad, written))
+
+    def _fetch(self, record: Placed) -> tuple[Tensor, Wait]:
+        """Copies a gradient to its device."""
+        stored = self._stored[record.name][1]
+        assert isinstance(stored, Offloaded)
+        stored.written()  # perhaps launched by another stream
+        grad = self._allocate(lambda: torch.empty_like(stored.like, device=stored.device))
+        parts = ((part, piece) for piece, part in _parts(grad, stored.pieces))
+        return grad, self._copy(parts, stored.device, outward=False)
+
     def _pieces(self, name: str, grad: Tensor) -> Sequence[Tensor]:
         """Returns memory on the host for a gradient."""
-        size = grad.numel() * max(grad.element_size(), self._least)
+        size = grad.numel() * max(grad.element_size(), self._width)
         if sum(map(len, self._room.get(name, ()))) < size:  # a new parameter, or a wider dtype
             self._room.pop(name, None)
             pinned = grad.device.type not in _WITHOUT_STREAMS
@@ -63,85 +238,19 @@ class GradientStore:
             self._room[name] = [torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned) for size in sizes]
         return self._room[name]
 
-    def begin(self, least: int) -> None:
-        """Called before a backward. least: the minimum number of bytes per element, if wider gradients will follow."""
-        self._wait()
-        self._latest, self._least = "", least
-
-    def get(self, record: Placed) -> Tensor | None:
-        """Returns the stored gradient on the parameter's device, or None. In-place changes have to be stored again."""
-        if record.name not in self._stored:
-            return None
-        if self._coming is not None and self._coming[0] == record.name:
-            (_, grad, wait), self._coming = self._coming, None
-        else:
-            grad, wait = self._fetch(record)
-        wait()
-        return grad
-
-    def keep(self, record: Placed, grad: Tensor) -> None:
-        """Stores a gradient in place of an earlier one. The caller must not use it afterwards."""
-        if self._stored.get(record.name) is grad:
-            return
-        if not self.host or not grad.numel():
-            self._stored[record.name] = grad
-            return
-        pieces = self._pieces(record.name, grad)
-        if grad.device.type in _WITHOUT_STREAMS:
-            stored = pieces[0][: grad.nbytes].view(grad.dtype).as_strided(grad.shape, grad.stride())
-            self._stored[record.name] = stored.copy_(grad)
-            return
-        self._wait()  # also for a gradient that was prefetched from this memory and not used
-        written = self._copy(_parts(grad, pieces), grad.device, outward=True)
-        self._stored[record.name] = Offloaded(grad.shape, grad.stride(), grad.dtype, pieces, written)
-        self._leaving = grad, written
-        self._following[self._latest], self._latest = record, record.name
-        following = self._following.get(record.name)
-        if following is not None and following.name in self._stored:
-            self._coming = following.name, *self._fetch(following)
-
-    def drain(self, records: Iterable[ParamRecord]) -> Iterator[tuple[ParamRecord, Tensor]]:
-        """Yields the stored gradients in the order of `records`, and removes each from the store."""
-        self._wait()
-        waiting = [record for record in records if record.name in self._stored]
-        fetched = map(self._fetch, waiting)
-        coming = next(fetched, None)
-        try:
-            for record in waiting:
-                assert coming is not None
-                grad, wait = coming  # the one before is free
-                coming = next(fetched, None)
-                wait()
-                self._stored.pop(record.name, None)
-                yield record, grad
-        finally:
-            if coming is not None:  # no longer needed, but it is still being written
-                coming[1]()
-
-    def clear(self) -> None:
-        """Removes all gradients."""
-        self._stored.clear()
-        self._wait()
-
     def _wait(self) -> None:
         """Waits for the copies in flight, and frees their gradients on the device."""
-        if self._leaving is not None:
-            self._leaving[1]()
-        if self._coming is not None:
-            self._coming[2]()
-        self._leaving = self._coming = None
-
-    def _fetch(self, record: Placed) -> tuple[Tensor, Wait]:
-        stored, device = self._stored[record.name], record.param.device
-        if not isinstance(stored, Offloaded):
-            return stored.to(device), lambda: None
-        stored.written()  # perhaps launched by another stream
-        grad = torch.empty_strided(stored.shape, stored.stride, dtype=stored.dtype, device=device)
-        parts = ((part, piece) for piece, part in _parts(grad, stored.pieces))
-        return grad, self._copy(parts, device, outward=False)
+        for _, wait in (*self._leaving, *self._coming.values()):
+            wait()
+        self._leaving.clear()
+        self._coming.clear()
 
     def _copy(self, pairs: Iterable[tuple[Tensor, Tensor]], device: torch.device, *, outward: bool) -> Wait:
         """Copies the second tensor of each pair into the first while the device computes."""
+        if device.type in _WITHOUT_STREAMS:
+            for into, source in pairs:
+                into.copy_(source)
+            return lambda: None
         module = torch.get_device_module(device)
         if (device, outward) not in self._streams:
             self._streams[device, outward] = module.Stream(device)

@@ -1,6 +1,7 @@
 """Policies: whether updates happen in the hook, in a second backward, or when all gradients of a step are complete."""
 
 import functools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -173,7 +174,7 @@ def _tolerance(param: Tensor) -> float:
 
 
 class Deferred(Policy):
-    """Sums the gradients of micro-batches, and offloads gradients until the step is decided."""
+    """Sums the gradients of micro-batches, and stores gradients until the step is decided."""
 
     name = "deferred"
     accumulates = True
@@ -182,7 +183,12 @@ class Deferred(Policy):
     @functools.cached_property
     def _store(self) -> GradientStore:
         on_cpu = all(param.device.type == "cpu" for param in self.records)  # host and device are the same memory
-        return GradientStore(host=self.config.store != "device" and not on_cpu)
+        return GradientStore(budget=math.inf if on_cpu else self.config.store_bytes, leaving=self._measure)
+
+    @functools.cached_property
+    def _ready(self) -> dict[str, ParamRecord]:
+        """The parameters whose gradients are complete, by name."""
+        return {}
 
     @property
     def _wide(self) -> bool:
@@ -190,7 +196,7 @@ class Deferred(Policy):
 
     def begin(self) -> MicroBatch:
         last = self.cycle.last
-        self._store.begin(4 if self._wide and not last else 0)
+        self._store.begin(last=last, width=4 if self._wide and not last else 0)
         earlier = {record.name: functools.partial(self._sum_of, record) for record in self._missed() if last}
         return MicroBatch(self._add, last, earlier, wide=self._wide and bool(earlier))
 
@@ -206,14 +212,13 @@ class Deferred(Policy):
         return total
 
     def _add(self, record: Placed, grad: Tensor) -> Tensor | None:
-        before = self._store.get(record)
-        if before is not None:
-            if record.name in self._measured and self.clipping.changes(before):
+        total = self._store.get(record, wide=self._wide)
+        if total is not None:
+            if record.name in self._measured and self.clipping.changes(total):
                 raise StepError(
                     f"parameter {record.name!r} got its gradient in two parts within one backward, and the first part "
                     "has already been unscaled or clamped. Use checkpoint(..., use_reentrant=False)"
                 )
-            total = before.to(torch.promote_types(before.dtype, torch.float32)) if self._wide else before
             add(total, grad)
             grad = total
         if self.cycle.last:
@@ -222,12 +227,22 @@ class Deferred(Policy):
         return None
 
     def ready(self, record: ParamRecord, grad: Tensor) -> None:
-        self._measured[record.name] = self.clipping.measure(record, grad)
+        self._ready[record.name] = record
+        self._measured.pop(record.name, None)
+        if not self.clipping.together(grad):
+            self._measure(record, grad)
         self._store.keep(record, grad)
+
+    def _measure(self, record: ParamRecord, grad: Tensor) -> None:
+        """Measures a gradient before it leaves the device, if it is complete."""
+        if record.name in self._ready and record.name not in self._measured:
+            self._measured[record.name] = self.clipping.measure(record, grad)
 
     def complete(self) -> Decision | None:
         for record in self._missed():
             self.ready(record, self._sum_of(record))
+        waiting = [record for name, record in self._ready.items() if name not in self._measured]  # on the device
+        self._measured |= self.clipping.measure_together([(record, self._sum_of(record)) for record in waiting])
         decision = self.clipping.decide(self._measured, prepared=True)
         if not decision.skipped:
             for record, grad in self._store.drain(list(self.records.values())):
@@ -238,6 +253,7 @@ class Deferred(Policy):
 
     def drop(self) -> None:
         super().drop()
+        self._ready.clear()
         if "_store" in vars(self):
             self._store.clear()
 
@@ -283,7 +299,7 @@ def choose(config: FusedConfig, needs: Needs, *, on_cpu: bool) -> tuple[str, str
         return config.policy, "as requested"
     if needs.accumulation:
         return "deferred", "gradients of several micro-batches are summed"
-    if config.store is not None:
+    if config.store != "auto":
         return "deferred", f"store={config.store!r} requires it"
     beforehand = needs.norm or needs.skip or needs.exact_skip
     if beforehand is None:
@@ -292,5 +308,5 @@ def choose(config: FusedConfig, needs: Needs, *, on_cpu: bool) -> tuple[str, str
     if needs.reentrant:
         reason += ", and reentrant activation checkpointing does not allow a backward that only measures them"
     if needs.reentrant or needs.sharded or not on_cpu:
-        return "deferred", f"{reason}, so gradients are offloaded until the step is decided"
+        return "deferred", f"{reason}, so gradients are stored until the step is decided"
     return "two_pass", f"{reason}, so they are measured in a first backward, and the graph is replayed"

@@ -37,7 +37,7 @@ CHOICES = {
     "clip_norm": (None, None, 0.5),
     "clip_value": (None, None, None, 0.01),
     "loss_scale": (None, None, None, 1024.0, DYNAMIC),
-    "store": (None, "host", "device"),
+    "store": ("auto", "host", "device"),
     "accumulation_dtype": ("float32", "gradient"),
     "rounding": ("nearest", "stochastic", "compensated"),
     "state_storage": ("float32", "float32", "bfloat16", "8bit"),
@@ -77,7 +77,7 @@ FITTING = (
     (lambda s: s.call in ("plain", "inputs") and (s.clip_norm or s.policy == "two_pass"), {"policy": "deferred"}),
     (lambda s: s.policy == "immediate" and s.clip_norm, {"policy": "deferred"}),
     (lambda s: s.policy == "immediate" and s.loss_scale and not s.ours, {"policy": "deferred"}),
-    (lambda s: s.policy != "deferred", {"store": None, "accumulation_dtype": "float32"}),
+    (lambda s: s.policy != "deferred", {"store": "auto", "accumulation_dtype": "float32"}),
     # the next code is far from one
     (lambda s: s.state_storage == "8bit" and not s.exact, {"state_storage": "bfloat16"}),
 )

@@ -25,6 +25,7 @@ POLICIES = {
     "two_pass": {"policy": "two_pass"},
     "host": {"policy": "deferred", "store": "host"},
     "device": {"policy": "deferred", "store": "device"},
+    "auto": {"policy": "deferred"},
 }
 DYNAMIC, NORM, ACCUMULATE = {"loss_scale": "dynamic"}, {"clip_value": 1.0, "clip_norm": 1.0}, {"accumulate": True}
 # Options that each policy supports, one by one, and then all of them.
@@ -33,6 +34,7 @@ ASKED = {
     "two_pass": [{}, DYNAMIC, NORM, DYNAMIC | NORM],
     "host": [{}, DYNAMIC, NORM, ACCUMULATE, ACCUMULATE | DYNAMIC | NORM],
     "device": [{}, ACCUMULATE | DYNAMIC | NORM],
+    "auto": [{}, ACCUMULATE | DYNAMIC | NORM],
 }
 # Clipping by norms of the rules themselves.
 CLIPPING = {"adafactor": {"global_norm_clip_threshold": 1.0}, "scaled_adam": {"clipping_scale": 2.0}}
@@ -196,7 +198,7 @@ def on_the_device(measure, standing):
 
 @pytest.fixture
 def store():
-    return GradientStore(host=True)
+    return GradientStore(0)
 
 
 @pytest.fixture

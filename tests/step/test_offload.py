@@ -1,5 +1,6 @@
 """The gradient store returns gradients unchanged, and sums micro-batches as `.grad` does."""
 
+import math
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -17,18 +18,23 @@ from lowmem.step.offload import GradientStore, powers_of_two
 from lowmem.tiles.layout import View
 
 # A store on the host is made for a device that is not the host; here it copies from memory to memory, without streams.
-KINDS = pytest.mark.parametrize("kind", ["resident", "host"])
+KINDS = pytest.mark.parametrize("kind", ["resident", "mixed", "host"])
 
 
 def make_store(kind):
-    return GradientStore(host=kind == "host")
+    return GradientStore({"resident": math.inf, "mixed": 100, "host": 0}[kind])
 
 
 @pytest.fixture
 def store(request, monkeypatch):
     """The store of `kind`, which optimizers use that the test makes."""
     store = make_store(request.getfixturevalue("kind"))
-    monkeypatch.setattr(policies, "GradientStore", lambda **_: store)
+
+    def use(*, budget, leaving):
+        store._leave = leaving
+        return store
+
+    monkeypatch.setattr(policies, "GradientStore", use)
     return store
 
 
@@ -62,7 +68,7 @@ def test_stored_gradients_are_returned_unchanged(kind, dtype):
         records = records or records_of(*(torch.nn.Parameter(torch.empty_like(grad)) for grad in grads))
         for record, grad in reversed(list(zip(records, grads, strict=True))):
             store.keep(record, grad.clone())
-        store.begin(0)
+        store.begin()
         assert all(same(store.get(record), grad) for record, grad in zip(records, grads, strict=True))
         drained = []
         for record, grad in store.drain(records):
@@ -271,7 +277,7 @@ def test_pinned_memory_is_not_rounded(size):
 def test_buffers_for_sums_are_allocated_once():
     """A first micro-batch of 16-bit gradients has room for the float32 sum that replaces it."""
     store, (record,) = make_store("host"), records_of(torch.nn.Parameter(torch.zeros(1000, dtype=torch.bfloat16)))
-    store.begin(least=4)
+    store.begin(last=False, width=4)
     store.keep(record, torch.ones(1000, dtype=torch.bfloat16))
     (first,) = store._room[record.name]
     store.keep(record, torch.ones(1000))
@@ -279,11 +285,98 @@ def test_buffers_for_sums_are_allocated_once():
     assert first is second and second.nbytes == 4000
 
 
-@pytest.mark.parametrize(("kind", "elsewhere"), [("host", True), ("device", False)])
-def test_the_store_is_chosen_by_option_and_device(kind, elsewhere):
+@pytest.mark.parametrize(
+    ("option", "budget"), [("auto", None), ("host", 0), ("device", math.inf), ("4GiB", 4 << 30), ("100 MB", 10**8)]
+)
+def test_the_store_is_chosen_by_option_and_device(option, budget):
     """On a CPU host and device are one memory, and nothing is copied."""
-    for device, on_host in (("cpu", False), ("meta", elsewhere)):
+    for device, expected in (("cpu", math.inf), ("meta", budget)):
         param = torch.nn.Parameter(torch.zeros(3, device=device))
-        parameters = SimpleNamespace(config=FusedConfig(store=kind), records={param: None})
+        parameters = SimpleNamespace(config=FusedConfig(store=option), records={param: None})
         policy = policies.Deferred(parameters, SimpleNamespace(clipping=None, cycle=None), reason="")
-        assert policy._store.host is on_host
+        assert policy._store._budget == expected
+
+
+# -- on the device as far as memory is free ----------------------------------------------------------------------------
+
+on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, or a simulated one")
+TOTAL = 16 * 1000  # bytes of a device that keeps 1000 of them free
+SPLITS = [0, 0.1, 0.5, 1.0]
+
+
+def with_free_memory(monkeypatch, free):
+    """The device says that so many bytes are free beside the gradients that are already stored."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (free(), TOTAL))
+    for figure in ("memory_reserved", "memory_allocated"):
+        monkeypatch.setattr(torch.cuda, figure, lambda device=None: 0)
+
+
+def steps_with(monkeypatch, share, count, **options):
+    """Weights after steps in which this share of the gradients' bytes stays on the device. The third overflows."""
+    torch.manual_seed(0)
+    with torch.device("cpu"):
+        net = torch.nn.Sequential(*(torch.nn.Linear(20, 20) for _ in range(4)))
+        inputs = torch.randn(4, count, 3, 20)
+    net = net.to("cuda")
+    everything = sum(param.nbytes for param in net.parameters())
+    opt = lowmem.FusedOptimizer(
+        net.named_parameters(), "adamw", policy="deferred", store="auto", compile=False, **options
+    )
+    held = opt._loop.policy._store._held
+    reserve = TOTAL // 16
+    with_free_memory(monkeypatch, lambda: share * everything - held[net[0].weight.device] + reserve)
+    for step, batches in enumerate(inputs.cuda()):
+        for n, x in enumerate(batches, start=1):
+            with opt.accumulate() if n < count else nullcontext():
+                opt.backward(net(x).square().mean() * (math.inf if step == 2 else 1.0))
+    return [param.detach().cpu() for param in net.parameters()], opt
+
+
+@on_gpu
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("share", SPLITS)
+def test_every_split_has_the_same_bits(share, count, monkeypatch):
+    """Clipped, with an overflow, and accumulated, as with everything on the host."""
+    options = {"clip_norm": 0.1, "loss_scale": "dynamic"}
+    weights, opt = steps_with(monkeypatch, share, count, **options)
+    others, _ = steps_with(monkeypatch, 0, count, **options)
+    assert all(map(torch.equal, weights, others))
+    assert opt.nonfinite_steps == 1
+    store, everything = opt._loop.policy._store, sum(weight.nbytes for weight in weights)
+    assert everything * (1 - share) <= store.host_bytes <= everything * (1 - share) * 1.01 + 1600 * (0 < share < 1)
+
+
+@on_gpu
+def test_a_failing_allocation_moves_all_gradients_to_the_host(monkeypatch):
+    """Float32 sums of 16-bit gradients need memory that the gradients did not."""
+    records = records_of(*(torch.nn.Parameter(torch.zeros(100, device="cuda").bfloat16()) for _ in range(3)))
+    store, failures = GradientStore(math.inf), iter([torch.OutOfMemoryError("full")])
+    for n, record in enumerate(records):
+        store.keep(record, torch.full((100,), n + 1.0, device="cuda").bfloat16())
+    convert = torch.Tensor.to
+
+    def to(self, *args, **kwargs):
+        if error := next(failures, None):
+            raise error
+        return convert(self, *args, **kwargs)
+
+    monkeypatch.setattr(torch.Tensor, "to", to)
+    assert store.get(records[1], wide=True).eq(2.0).all()
+    assert all(map(store._is_offloaded, records))
+    for record, grad in store.drain(records):
+        assert grad.eq(int(record.name[1:]) + 1.0).all()
+
+
+@on_gpu
+def test_later_gradients_find_the_room_that_backward_has_freed(monkeypatch):
+    """In the last micro-batch; the activations of another one need it again."""
+    for last, expected in ((True, [False, False, True]), (False, [False, False, False])):
+        records = records_of(*(torch.nn.Parameter(torch.zeros(100, device="cuda")) for _ in range(3)))
+        free = iter([1200, 1300, 2000])
+        with_free_memory(monkeypatch, lambda free=free: next(free))
+        store = GradientStore(None)
+        store.begin(last=last)
+        for record in records:
+            store.keep(record, torch.ones(100, device="cuda"))
+        assert [not store._is_offloaded(record) for record in records] == expected
+        store.clear()

@@ -52,9 +52,10 @@ def assert_trained_alike(one, other):
 SETTINGS = {
     "immediate": {},
     "two passes": {"policy": "two_pass", "clip_norm": 0.1},
-    "host": {"policy": "deferred", "clip_norm": 0.1},
+    "auto": {"policy": "deferred", "clip_norm": 0.1},
+    "host": {"policy": "deferred", "store": "host", "clip_norm": 0.1},
     "device": {"policy": "deferred", "store": "device", "clip_norm": 0.1},
-    "host, summed": {"policy": "deferred", "clip_norm": 0.1, "accumulate": 3},
+    "host, summed": {"policy": "deferred", "store": "host", "clip_norm": 0.1, "accumulate": 3},
     "device, summed": {"policy": "deferred", "store": "device", "accumulate": 3},
     "overflow": {"loss_scale": "dynamic", "overflow": 2},
     "ScaledAdam": {"rule": "scaled_adam", "clipping_scale": 2.0},
@@ -105,7 +106,7 @@ def test_a_model_that_is_moved_after_its_optimizer_was_created(options):
 def test_deleting_an_optimizer_during_its_last_copy():
     """The memory of the gradient is not given back before: a race, which a simulated GPU reports."""
     net = torch.nn.Linear(400, 300, device="cuda")
-    opt = lowmem.FusedOptimizer(net.named_parameters(), rule="lomo", policy="deferred", clip_norm=1.0)
+    opt = lowmem.FusedOptimizer(net.named_parameters(), rule="lomo", policy="deferred", store="host", clip_norm=1.0)
     with opt.accumulate():
         opt.backward(net(torch.ones(2, 400, device="cuda")).sum())
     opt.remove()
@@ -117,7 +118,7 @@ def test_deleting_an_optimizer_during_its_last_copy():
 def test_a_gradient_that_another_stream_has_stored(first):
     """As FSDP2 runs hooks on its stream for reductions: the last gradient stored is read after it has been written."""
     records = records_of(*(torch.nn.Parameter(torch.zeros(400, 300, device="cuda")) for _ in range(2)))
-    store, side = GradientStore(host=True), torch.cuda.Stream()
+    store, side = GradientStore(0), torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for n, record in enumerate(records):

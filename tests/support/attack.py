@@ -78,7 +78,7 @@ class Settings:
     clip_norm: float | None = None
     clip_value: float | None = None
     loss_scale: Any = None
-    store: str | None = None
+    store: str = "auto"
     accumulation_dtype: str = "float32"
     rounding: str = "nearest"
     state_storage: str = "float32"
