@@ -154,7 +154,8 @@ class GradientStore:
         if record.name in self._stored and isinstance(stored := self._stored.pop(record.name)[1], Tensor):
             self._held[stored.device] -= stored.nbytes
         if record.name in self._coming:  # it is not used, but its copy still reads the memory
-            self._coming.pop(record.name)[1]()
+            self._coming[record.name][1]()
+            del self._coming[record.name]
 
     # -- where a gradient is ---------------------------------------------------------------------------------------
 
@@ -213,7 +214,8 @@ class GradientStore:
         """Copies a gradient to the host."""
         self._leave(record, grad)
         while len(self._leaving) >= _IN_FLIGHT:
-            self._leaving.popleft()[1]()
+            self._leaving[0][1]()
+            self._leaving.popleft()  # no longer read
         pieces, like = self._pieces(record.name, grad), torch.empty_like(grad, device="meta")
         written = self._copy(_parts(grad, pieces), grad.device, outward=True)
         self._stored[record.name] = record, Offloaded(like, grad.device, pieces, written)

@@ -228,8 +228,9 @@ def take_two_micro_batches(records, store):
 
 @on_simgpu
 def test_the_number_of_gradients_on_the_device(records, store):
-    """While they come: the one before leaves, one arrives, and the sum that it is added to is there or coming."""
-    assert take_two_micro_batches(records, store) == (3, 2)
+    """While they come: two leave, one arrives, and the sum that it is added to is there, or it and another are coming.
+    When the updates begin: two leave and two are coming."""
+    assert take_two_micro_batches(records, store) == (5, 4)
 
 
 @on_simgpu
