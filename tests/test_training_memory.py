@@ -148,12 +148,13 @@ PLANS = {
     "in memory": ({"policy": "deferred"}, 1, torch.float32, 0, 1),
     "in memory, 3": ({"policy": "deferred"}, 3, torch.float32, 1, 1),
     "on the host": ({"policy": "deferred", "store": "host"}, 1, torch.float32, 1, 0),
-    "on the host, 3": ({"policy": "deferred", "store": "host"}, 3, torch.float32, 1, 0),
+    # two gradients leave while the next one comes and is added to
+    "on the host, 3": ({"policy": "deferred", "store": "host"}, 3, torch.float32, 2, 0),
     "bfloat16": ({"policy": "deferred"}, 1, torch.bfloat16, 0, 1),
     "bfloat16, 3": ({"policy": "deferred", "accumulation_dtype": "gradient"}, 3, torch.bfloat16, 1, 1),
     # float32 sums of bfloat16 gradients are twice as large; the second micro-batch makes them, beside both gradients
     "float32 sums, 3": ({"policy": "deferred"}, 3, torch.bfloat16, 2, 2),
-    "float32 sums on the host, 3": ({"policy": "deferred", "store": "host"}, 3, torch.bfloat16, 3, 0),
+    "float32 sums on the host, 3": ({"policy": "deferred", "store": "host"}, 3, torch.bfloat16, 4, 0),
 }
 
 

@@ -108,6 +108,8 @@ def plan(recipe: Recipe, ranks: int = 1) -> RunPlan:
             converts = (config.dtype or recipe.dtype) != recipe.dtype
             shown = images.described(run.trainer.train_dataset[0]) if images.sees(config) else ""
             phases, summary = _phases(trainer, step, ranks, device, converts=converts), describe(trainer)
+            if device.type != "cpu" and (stored := trainer.optimizer.stored_bytes):
+                summary["gradients"] = _stored(stored)
             if streaming is not None and (in_files or device.type != "cpu"):
                 summary["copies"] = _copies(step, streaming, args)
     if nvme is not None or in_files:
@@ -130,6 +132,13 @@ def _without_files(step: StepMemory, streaming: Any, optimizer: Any) -> StepMemo
     items = {kind: nbytes - out_of_memory.get(kind, 0) for kind, nbytes in step.items.items()}
     evaluation = max(0, step.evaluation - sum(out_of_memory.values()))
     return replace(step, items=items, evaluation=evaluation, host_weights=sum(layers), host_states=sum(sizes))
+
+
+def _stored(nbytes: int) -> str:
+    """Describes the gradients that are on the host until the step is decided."""
+    seconds = f"{2 * nbytes / LINK:,.1f} s of copies per micro-batch at {LINK / 1e9:.0f} GB/s"
+    where = "With store auto, they stay on the device as far as it has room"
+    return f"{nbytes / 2**30:,.2f} GiB are on the host until the step is decided: {seconds}. {where}"
 
 
 def _copies(step: StepMemory, streaming: Any, args: Any) -> str:

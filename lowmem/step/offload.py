@@ -30,11 +30,11 @@ Wait = Callable[[], None]
 
 
 class Offloaded(NamedTuple):
-    """A gradient on the host: a tensor without data like it, its bytes in several pieces of memory, and the copy that
-    writes them.
-    """
+    """A gradient on the host: its form, its bytes in several pieces of memory, and the copy that writes them."""
 
-    like: Tensor
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
     device: torch.device
     pieces: Sequence[Tensor]
     written: Wait
@@ -216,9 +216,9 @@ class GradientStore:
         while len(self._leaving) >= _IN_FLIGHT:
             self._leaving[0][1]()
             self._leaving.popleft()  # no longer read
-        pieces, like = self._pieces(record.name, grad), torch.empty_like(grad, device="meta")
+        pieces, form = self._pieces(record.name, grad), (grad.shape, grad.stride(), grad.dtype, grad.device)
         written = self._copy(_parts(grad, pieces), grad.device, outward=True)
-        self._stored[record.name] = record, Offloaded(like, grad.device, pieces, written)
+        self._stored[record.name] = record, Offloaded(*form, pieces, written)
         self._leaving.append((grad, written))
 
     def _fetch(self, record: Placed) -> tuple[Tensor, Wait]:
@@ -226,7 +226,9 @@ class GradientStore:
         stored = self._stored[record.name][1]
         assert isinstance(stored, Offloaded)
         stored.written()  # perhaps launched by another stream
-        grad = self._allocate(lambda: torch.empty_like(stored.like, device=stored.device))
+        grad = self._allocate(
+            lambda: torch.empty_strided(stored.shape, stored.stride, dtype=stored.dtype, device=stored.device)
+        )
         parts = ((part, piece) for piece, part in _parts(grad, stored.pieces))
         return grad, self._copy(parts, stored.device, outward=False)
 

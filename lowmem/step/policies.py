@@ -66,6 +66,11 @@ class Policy:
         self._measured: dict[str, Tensor] = {}  # results of `Clipping.measure`, by parameter
         self._decision: Decision | None = None  # made before the first update
 
+    @property
+    def stored_bytes(self) -> int:
+        """The host memory for offloaded gradients."""
+        return 0
+
     def allow_plain_backward(self) -> None:
         """Raises `StepError` if a plain `loss.backward()` is not enough."""
         if self.clipping.scaler.value is not None:
@@ -184,6 +189,10 @@ class Deferred(Policy):
     def _store(self) -> GradientStore:
         on_cpu = all(param.device.type == "cpu" for param in self.records)  # host and device are the same memory
         return GradientStore(budget=math.inf if on_cpu else self.config.store_bytes, leaving=self._measure)
+
+    @property
+    def stored_bytes(self) -> int:
+        return self._store.host_bytes
 
     @functools.cached_property
     def _ready(self) -> dict[str, ParamRecord]:
