@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             running.repeat(done, options.repeat)
             return
         complete = running.continue_runs(done, stored, 60 * options.minutes, options.processes)
-        reports.publish(options.out, NAME, plans.SETTINGS, tables.tables, tables.draw, runs=done)
+        reports.publish(options.out, NAME, plans.SETTINGS, tables.tables, tables.PICTURES, runs=done)
     if not complete:
         sys.exit(1)
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from benchmarks.pages import markdown
-from benchmarks.reports import formatted, picture
+from benchmarks.pages import markdown, panels
+from benchmarks.reports import formatted
 from studies.formats import format_of
 from studies.grid import Done, Run, like
 from studies.methods import METHODS, MOMENTUM_NAME
@@ -173,25 +173,29 @@ MARKERS = {
 }  # fmt: skip
 
 
-def draw(report: Any, path: Path) -> None:
+def draw(report: Any) -> Any:
     """Draws the held-out loss by learning rate, one curve per method, and by the bytes of a weight and its states."""
     done = Done(report["runs"])
     tasks = [task for task in ("search", "chats", "docstrings") if task in set(done.rows.task)]
-    with picture(path, "Held-out loss after fine-tuning", (4 * len(tasks), 8), len(tasks), 2, squeeze=False) as panels:
-        for task, (above, below) in zip(tasks, panels.T, strict=True):
-            for name, color in COLORS.items():
-                losses, best = done.losses(like(task, name)), done.best(like(task, name))
-                above.plot(losses.index, losses, color=color, marker="o", ms=3, label=name)
-                for form, marker in MARKERS.items() if best else ():
-                    size = format_of(form).bytes_per_element(METHODS[name].states)
-                    if share := METHODS[name].adapters:  # the frozen weights are bfloat16 numbers
-                        size = 2 + 12 * share
-                    there = done.along("seed", {**best, "format": form}).loss[:1]
-                    below.scatter([size] * len(there), there, color=color, marker=marker)
-            above.set(xscale="log", xlabel="learning rate, float32 weights", title=task)
-            below.set(xlabel="bytes of a weight and its states", ylim=above.get_ylim())
-        for form, marker in MARKERS.items():
-            panels[1, -1].scatter([], [], color="#444444", marker=marker, label=form)
-        for axes, text in zip(panels, ("held-out loss", "held-out loss at the best learning rate"), strict=True):
-            axes[0].set_ylabel(text)
-            axes[-1].legend(fontsize=8, frameon=False, loc="upper right")
+    figure, rows = panels("Held-out loss after fine-tuning", (4 * len(tasks), 8), len(tasks), 2, squeeze=False)
+    for task, (above, below) in zip(tasks, rows.T, strict=True):
+        for name, color in COLORS.items():
+            losses, best = done.losses(like(task, name)), done.best(like(task, name))
+            above.plot(losses.index, losses, color=color, marker="o", ms=3, label=name)
+            for form, marker in MARKERS.items() if best else ():
+                size = format_of(form).bytes_per_element(METHODS[name].states)
+                if share := METHODS[name].adapters:  # the frozen weights are bfloat16 numbers
+                    size = 2 + 12 * share
+                there = done.along("seed", {**best, "format": form}).loss[:1]
+                below.scatter([size] * len(there), there, color=color, marker=marker)
+        above.set(xscale="log", xlabel="learning rate, float32 weights", title=task)
+        below.set(xlabel="bytes of a weight and its states", ylim=above.get_ylim())
+    for form, marker in MARKERS.items():
+        rows[1, -1].scatter([], [], color="#444444", marker=marker, label=form)
+    for axes, text in zip(rows, ("held-out loss", "held-out loss at the best learning rate"), strict=True):
+        axes[0].set_ylabel(text)
+        axes[-1].legend(fontsize=8, frameon=False, loc="upper right")
+    return figure
+
+
+PICTURES = {"studies": draw}

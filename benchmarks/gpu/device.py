@@ -4,7 +4,7 @@ import gc
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -104,10 +104,6 @@ def normal(*size: int, dtype: torch.dtype = torch.bfloat16, offset: int = 0) -> 
 def squares(params: Sequence[Tensor]) -> Tensor:
     """A loss in which every parameter is."""
     return torch.stack([param.float().square().sum() for param in params]).sum()
-
-
-def flat(tensors: Iterable[Tensor]) -> Tensor:
-    return torch.cat([tensor.detach().float().flatten() for tensor in tensors])
 
 
 class Updates:
