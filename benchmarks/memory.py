@@ -17,7 +17,6 @@ import shlex
 import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from pathlib import Path
 from typing import Any
 
 from benchmarks import reports
@@ -80,7 +79,6 @@ CARDS = {16: (15.5, "#cfe8d5"), 24: (23.5, "#a9d3e8"), 48: (47.4, "#f3d9a4"), 80
 TOO_LARGE = "#e6e6e6"
 
 # Long sequences
-LONG = ("llama-3.2-1b", "llama-3.1-8b")
 TOKENS = (8_192, 32_768, 131_072)
 OFFLOADED = """--gradient_checkpointing_kwargs '{"offload": true}'"""
 OPTIONS = {
@@ -124,8 +122,8 @@ def every() -> list[str]:
     """The words of all plans, each once."""
     wanted = [words_of(EIGHT_BILLION, method) for method in METHODS]
     wanted += [words_of(model, method) for table in (FORMATS, STATES) for model in table for method in table[model]]
-    wanted += [words_of(model, rule, n) for rule in RULES.values() for model in SHARDED for n in RANKS]
-    wanted += [words_of(model, tokens=n, options=each) for model in LONG for n in TOKENS for each in OPTIONS.values()]
+    wanted += [words_of(EIGHT_BILLION, tokens=n, options=each) for n in TOKENS for each in OPTIONS.values()]
+    wanted += [words_of(model, rule, n) for model in SHARDED for rule in RULES.values() for n in RANKS]
     return list(dict.fromkeys(wanted))
 
 
@@ -220,9 +218,8 @@ def _by_ranks(plans: Plans) -> list[Row]:
 
 def _by_length(plans: Plans) -> list[Row]:
     return [
-        {"model": MODELS[model], "tokens": f"{n:,}"}
-        | {name: f"{gib(plans[words_of(model, tokens=n, options=each)])} GiB" for name, each in OPTIONS.items()}
-        for model in LONG
+        {"tokens": f"{n:,}"}
+        | {name: f"{gib(plans[words_of(EIGHT_BILLION, tokens=n, options=each)])} GiB" for name, each in OPTIONS.items()}
         for n in TOKENS
     ]
 
@@ -283,19 +280,18 @@ def draw_fits(report: Any) -> Any:
 
 
 def draw_lengths(report: Any) -> Any:
-    """A panel for each model: GiB by tokens, a curve for each setting."""
-    name = "Memory of a GPU by length of the sequence (planned; AdaLomo, bfloat16)"
-    figure, each_axes = panels(name, (9, 3.6), len(LONG))
-    for axes, model in zip(each_axes, LONG, strict=True):
-        for option, words in OPTIONS.items():
-            plans = [report["plans"][words_of(model, tokens=n, options=words)]["bytes"] for n in TOKENS]
-            sizes = [sum(each.values()) / GIB for each in plans]
-            axes.plot(TOKENS, sizes, marker="o", ms=4, color=OPTION_COLORS[option], label=option)
-        for size in (24, 80):
-            axes.axhline(size, color="#777777", linewidth=1, linestyle="--", zorder=0)
-        axes.set_xticks(TOKENS, [f"{n // 1024}k" for n in TOKENS])
-        axes.set(title=MODELS[model], xlabel="tokens", ylabel="GiB", ylim=(0, 90))
-    each_axes[-1].legend(loc="center left", bbox_to_anchor=(1.02, 0.5), fontsize=9, frameon=False)
+    """A curve for each setting: GiB by tokens."""
+    figure, axes = panels("Llama-3.1-8B: memory of a GPU by length of the sequence (planned)", (7, 3.6), 1)
+    for option, words in OPTIONS.items():
+        plans = [report["plans"][words_of(EIGHT_BILLION, tokens=n, options=words)]["bytes"] for n in TOKENS]
+        sizes = [sum(each.values()) / GIB for each in plans]
+        axes.plot(TOKENS, sizes, marker="o", markersize=4, color=OPTION_COLORS[option], label=option)
+    for size in (24, 80):
+        axes.axhline(size, color="#777777", linewidth=1, linestyle="--", zorder=0)
+        axes.text(TOKENS[0], size + 1, f"{size} GiB card", fontsize=8.5, color="#555555")
+    axes.set_xticks(TOKENS, [f"{n // 1024}k" for n in TOKENS])
+    axes.set(xlabel="tokens", ylabel="GiB", ylim=(0, 100))
+    axes.legend(loc="center left", bbox_to_anchor=(1.02, 0.5), fontsize=9, frameon=False)
     return figure
 
 
@@ -308,13 +304,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     file = options.out / "memory.json"
     known = json.loads(file.read_text())["plans"] if options.only and file.exists() else {}
     chosen = [words for words in every() if not options.only or any(part in words for part in options.only)]
+    settings = {"config": CONFIG}
     with reports.output(options.out):
         with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn")) as processes:
             for words, (sizes, seconds) in zip(chosen, processes.map(planned, chosen), strict=True):
                 known[words] = {"bytes": sizes, "seconds": seconds}
+                reports.save(file, settings, plans=known)
                 print(f"{words}: {gib(sizes)} GiB", flush=True)
-        plans = {words: known[words] for words in every() if words in known}
-        reports.publish(options.out, "memory", {"config": CONFIG}, tables, PICTURES, plans=plans)
+        reports.publish(options.out, "memory", settings, tables, PICTURES, plans=known)
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ Picture = Callable[[Any], Any]  # draws the figure of a report
 
 
 class Source(NamedTuple):
-    """A module, whose `tables(report)` gives tables by name. `PICTURES` has its pictures by the names of their files."""
+    """A module: its `tables(report)` gives tables by name, its `PICTURES` are pictures by the names of their files."""
 
     module: str
 
@@ -81,6 +81,11 @@ def blocks(page: Path) -> Iterator[re.Match[str]]:
     return BLOCK.finditer(page.read_text())
 
 
+def sources() -> list[Source]:
+    """The modules whose tables pages show."""
+    return sorted({Source(block["module"]) for page in PAGES for block in blocks(page)})
+
+
 def write(file: Path | None = None) -> None:
     """Writes the tables of one JSON file, or of all, into the pages that show them."""
 
@@ -123,8 +128,7 @@ def draw(file: Path, pictures: Mapping[str, Picture]) -> None:
 
 def main() -> None:
     write()
-    sources = {Source(block["module"]) for page in PAGES for block in blocks(page)}
-    for source in sorted(sources):
+    for source in sources():
         draw(source.file, source.pictures)
 
 

@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
