@@ -14,7 +14,6 @@ import json
 import multiprocessing
 import os
 import shlex
-import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
@@ -87,7 +86,6 @@ OPTIONS = {
     "offload to the host": OFFLOADED,
     "tiled MLP and offload": f"--layers.mlp_tile 4096 {OFFLOADED}",
 }
-OPTION_COLORS = dict(zip(OPTIONS, ("#1f5fa8", "#2a8f7c", "#e08e2b", "#d1495b"), strict=True))
 
 # The bars: bytes at the peak by kind, and methods in groups of states with equal dtypes
 COLORS = {
@@ -127,18 +125,17 @@ def every() -> list[str]:
     return list(dict.fromkeys(wanted))
 
 
-def planned(words: str) -> tuple[dict[str, int], float]:
-    """The bytes of a plan by kind, and the seconds that it took. All other kinds count as activations."""
+def planned(words: str) -> dict[str, int]:
+    """The bytes of a plan by kind. All kinds that are not drawn count as activations."""
     from lowmem.run.plan import plan
     from lowmem.run.recipe import parse
 
     run, _, ranks = words.partition(" --ranks ")
-    start = time.perf_counter()
     recipe = parse("sft", ["--config", CONFIG, "--eval_strategy", "no", *shlex.split(run)], device="gpu")
     result = plan(recipe, int(ranks or 1))
     items = {kind: result.step.items[kind] for kind in COLORS if kind in result.step.items and kind != "activations"}
     rest = {"activations": result.step.peak - sum(items.values()), "reserve": result.needed - result.step.peak}
-    return {**items, **rest}, time.perf_counter() - start
+    return {**items, **rest}
 
 
 # -- tables ------------------------------------------------------------------------------------------------------------
@@ -168,7 +165,7 @@ def card(sizes: dict[str, int]) -> int | None:
 
 
 def tables(report: Any) -> dict[str, str]:
-    plans = {words: each["bytes"] for words, each in report["plans"].items()}
+    plans = report["plans"]
     return {
         "": markdown(_by_kind(plans)),
         "formats": markdown(_by_method(plans, FORMATS, OF_FORMATS)),
@@ -229,7 +226,7 @@ def _by_length(plans: Plans) -> list[Row]:
 
 def draw_bars(report: Any) -> Any:
     """A bar of bytes by kind for each method of `GROUPS`; those that are computed are hatched."""
-    sizes = bars({words: each["bytes"] for words, each in report["plans"].items()})
+    sizes = bars(report["plans"])
     figure, axes = panels("Fine-tuning all weights of Llama-3.1-8B: memory of a GPU", (9, 4.2), 1)
     place, largest = 0.0, max(sum(each.values()) for each in sizes.values()) / GIB
     places: dict[str, float] = {}
@@ -262,7 +259,7 @@ def draw_fits(report: Any) -> Any:
     for axes, (rule, method) in zip(each_axes, RULES.items(), strict=True):
         for row, model in enumerate(SHARDED):
             for column, ranks in enumerate(RANKS):
-                sizes = report["plans"][words_of(model, method, ranks)]["bytes"]
+                sizes = report["plans"][words_of(model, method, ranks)]
                 color = CARDS[size][1] if (size := card(sizes)) else TOO_LARGE
                 axes.barh(row, 1, left=column, height=1, color=color, edgecolor="white", linewidth=2)
                 text = f"{sum(sizes.values()) / GIB:.0f}"
@@ -283,9 +280,9 @@ def draw_lengths(report: Any) -> Any:
     """A curve for each setting: GiB by tokens."""
     figure, axes = panels("Llama-3.1-8B: memory of a GPU by length of the sequence (planned)", (7, 3.6), 1)
     for option, words in OPTIONS.items():
-        plans = [report["plans"][words_of(EIGHT_BILLION, tokens=n, options=words)]["bytes"] for n in TOKENS]
+        plans = [report["plans"][words_of(EIGHT_BILLION, tokens=n, options=words)] for n in TOKENS]
         sizes = [sum(each.values()) / GIB for each in plans]
-        axes.plot(TOKENS, sizes, marker="o", markersize=4, color=OPTION_COLORS[option], label=option)
+        axes.plot(TOKENS, sizes, marker="o", markersize=4, label=option)
     for size in (24, 80):
         axes.axhline(size, color="#777777", linewidth=1, linestyle="--", zorder=0)
         axes.text(TOKENS[0], size + 1, f"{size} GiB card", fontsize=8.5, color="#555555")
@@ -307,8 +304,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     settings = {"config": CONFIG}
     with reports.output(options.out):
         with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn")) as processes:
-            for words, (sizes, seconds) in zip(chosen, processes.map(planned, chosen), strict=True):
-                known[words] = {"bytes": sizes, "seconds": seconds}
+            for words, sizes in zip(chosen, processes.map(planned, chosen), strict=True):
+                known[words] = sizes
                 reports.save(file, settings, plans=known)
                 print(f"{words}: {gib(sizes)} GiB", flush=True)
         reports.publish(options.out, "memory", settings, tables, PICTURES, plans=known)

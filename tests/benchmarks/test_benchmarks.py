@@ -33,7 +33,7 @@ def nothing_installed(monkeypatch):
 
 
 COMMANDS = {  # arguments, and a line of what is printed
-    step: ([*SMALL, "--dtype", "bfloat16", *only(FLOOR, "AdamW, fused", "FlashOptim AdamW")], "| AdamW, fused "),
+    step: ([*SMALL, "--dtype", "bfloat16", *only(FLOOR, "AdamW, fused", "optimi AdamW")], "| AdamW, fused "),
     update: (["--size", "64", "--rounds", "1", *only("adalomo, eager", update.BASE)], "| adalomo, eager "),
     defaults: (["--rounds", "1"], "| 512 × 64 | 55% of the weights | 16 |"),
     host: (["--count", "2", "--repeats", "1", "--rounds", "1"], "| adalomo |"),
@@ -67,7 +67,7 @@ def test_a_command_measures_prints_a_table_and_writes_json(module, run):
 
 def test_results_of_a_step(run):
     out, report = run(step)
-    assert "left out: FlashOptim AdamW (pip install flashoptim)" in out
+    assert "left out: optimi AdamW (pip install torch-optimi)" in out
     floor, adamw = (report["results"][name] for name in (FLOOR, "AdamW, fused"))
     weights = report["settings"]["weights"]
     assert weights == 2 * 1_049_472
@@ -79,14 +79,14 @@ def test_a_plan_is_the_one_of_the_command_line(monkeypatch, tmp_path):
     """Of a small model, on two ranks; and all plans that the tables show are made."""
     monkeypatch.chdir(ROOT)
     words = memory.words_of("llama-3.2-1b", "adalomo, int12", ranks=2)
-    sizes, _ = memory.planned(words)
+    sizes = memory.planned(words)
     config = ["--config", memory.CONFIG, "--eval_strategy", "no", *shlex.split(words)]
     assert runs.lowmem("plan", "sft", *config, "--json", tmp_path / "plan.json").status == 0
     plan = json.loads((tmp_path / "plan.json").read_text())
     assert sum(sizes.values()) == plan["needed"]
     assert sizes["weights"] == plan["items"]["weights"]
 
-    every = {words: {"bytes": dict.fromkeys(memory.COLORS, 2**30)} for words in memory.every()}
+    every = {words: dict.fromkeys(memory.COLORS, 2**30) for words in memory.every()}
     assert len(memory.tables({"plans": every})) == 5
 
 
