@@ -21,6 +21,8 @@ from typing import Any
 from benchmarks import reports
 from benchmarks.pages import Row, markdown, panels
 from benchmarks.reports import command
+from lowmem.run.plan import plan
+from lowmem.run.recipe import parse
 
 CONFIG = "configs/llama3_8b_chat_24gb.yaml"
 GIB = 1 << 30
@@ -127,9 +129,6 @@ def every() -> list[str]:
 
 def planned(words: str) -> dict[str, int]:
     """The bytes of a plan by kind. All kinds that are not drawn count as activations."""
-    from lowmem.run.plan import plan
-    from lowmem.run.recipe import parse
-
     run, _, ranks = words.partition(" --ranks ")
     recipe = parse("sft", ["--config", CONFIG, "--eval_strategy", "no", *shlex.split(run)], device="gpu")
     result = plan(recipe, int(ranks or 1))
@@ -262,8 +261,7 @@ def draw_fits(report: Any) -> Any:
                 sizes = report["plans"][words_of(model, method, ranks)]
                 color = CARDS[size][1] if (size := card(sizes)) else TOO_LARGE
                 axes.barh(row, 1, left=column, height=1, color=color, edgecolor="white", linewidth=2)
-                text = f"{sum(sizes.values()) / GIB:.0f}"
-                axes.text(column + 0.5, row, text, ha="center", va="center", fontsize=10)
+                axes.text(column + 0.5, row, f"{float(gib(sizes)):.0f}", ha="center", va="center", fontsize=10)
         axes.set_yticks(range(len(SHARDED)), [MODELS[model] for model in SHARDED])
         axes.set_xticks([column + 0.5 for column in range(len(RANKS))], RANKS)
         axes.set(xlim=(0, len(RANKS)), ylim=(len(SHARDED) - 0.5, -0.5), xlabel="GPUs")
@@ -280,8 +278,7 @@ def draw_lengths(report: Any) -> Any:
     """A curve for each setting: GiB by tokens."""
     figure, axes = panels("Llama-3.1-8B: memory of a GPU by length of the sequence (planned)", (7, 3.6), 1)
     for option, words in OPTIONS.items():
-        plans = [report["plans"][words_of(EIGHT_BILLION, tokens=n, options=words)] for n in TOKENS]
-        sizes = [sum(each.values()) / GIB for each in plans]
+        sizes = [float(gib(report["plans"][words_of(EIGHT_BILLION, tokens=n, options=words)])) for n in TOKENS]
         axes.plot(TOKENS, sizes, marker="o", markersize=4, label=option)
     for size in (24, 80):
         axes.axhline(size, color="#777777", linewidth=1, linestyle="--", zorder=0)
