@@ -6,7 +6,7 @@
 #   scripts/test.sh --simgpu  the tests for GPUs, on a GPU simulated in host memory (tests/support/simgpu)
 #   scripts/test.sh --gpu     the same tests on a GPU of this machine
 #   scripts/test.sh --stack NAME  the tests of trainers and of the engine with the versions in constraints/NAME.txt, such as floor
-#                             (the oldest) or newest; updates docs/reference/versions.md
+#                             (the oldest) or newest; updates docs/reference/tested.md
 set -euo pipefail
 engine=(tests/tiles tests/rules tests/step tests/layers tests/placements)
 trainers=(tests/trainer tests/hf tests/test_accelerate.py)
