@@ -141,7 +141,7 @@ def publish(
     file = out / f"{name}.json"
     save(file, settings, **parts)
     report = json.loads(file.read_text())
-    print(f"{pages.about(report)}\n\n{next(iter(tables(report).values()))}")
+    print(f"{pages.about(report)}\n\n{next(iter(tables(report).values()), '')}")
     for what, why in report.get("failed", {}).items():
         print(f"{what} failed: {why}")
     for what, why in report.get("left_out", {}).items():

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.processes import Launched
+from support.products import FULL
 from support.runs import SENTENCES, assistant, user, write, write_rows
 
 from lowmem.step.compiled import has_compiler
@@ -37,7 +38,7 @@ def model(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", CASES if FULL else ["one process"])
 def test_compiled_resumed_and_by_tiles(model, case, tmp_path):
     """Resuming gives the same bits. Tiles are summed in another order."""
     ranks, words = CASES[case]
