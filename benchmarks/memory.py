@@ -140,8 +140,8 @@ def planned(words: str) -> dict[str, int]:
 # -- tables ------------------------------------------------------------------------------------------------------------
 
 
-def gib(sizes: dict[str, int]) -> str:
-    return f"{sum(sizes.values()) / GIB:.1f}"
+def gib(sizes: dict[str, int]) -> float:
+    return sum(sizes.values()) / GIB
 
 
 def bars(plans: Plans) -> dict[str, dict[str, int]]:
@@ -181,7 +181,7 @@ def _by_kind(plans: Plans) -> list[Row]:
             "optimizer": group,
             "method": title(name),
             **{kind: f"{sizes[name][kind] / GIB:.1f}" for kind in COLORS},
-            "GiB in total": gib(sizes[name]),
+            "GiB in total": f"{gib(sizes[name]):.1f}",
         }
         for group, names in GROUPS.items()
         for name in names
@@ -190,7 +190,7 @@ def _by_kind(plans: Plans) -> list[Row]:
 
 def _by_method(plans: Plans, methods: dict[str, tuple[str, ...]], columns: dict[str, str]) -> list[Row]:
     def cell(model: str, method: str) -> str:
-        return f"{gib(plans[words_of(model, method)])} GiB" if method in methods[model] else ""
+        return f"{gib(plans[words_of(model, method)]):.1f} GiB" if method in methods[model] else ""
 
     return [
         {"model": MODELS[model], **{column: cell(model, method) for column, method in columns.items()}}
@@ -202,7 +202,7 @@ def _by_ranks(plans: Plans) -> list[Row]:
     def cell(model: str, rule: str, ranks: int) -> str:
         sizes = plans[words_of(model, RULES[rule], ranks)]
         size = card(sizes)
-        return gib(sizes) + (f" ({size} GB)" if size else "")
+        return f"{gib(sizes):.1f}" + (f" ({size} GB)" if size else "")
 
     names = {n: f"{n} GPU{'s' if n > 1 else ''}, GiB" for n in RANKS}
     return [
@@ -213,11 +213,10 @@ def _by_ranks(plans: Plans) -> list[Row]:
 
 
 def _by_length(plans: Plans) -> list[Row]:
-    return [
-        {"tokens": f"{n:,}"}
-        | {name: f"{gib(plans[words_of(EIGHT_BILLION, tokens=n, options=each)])} GiB" for name, each in OPTIONS.items()}
-        for n in TOKENS
-    ]
+    def cell(tokens: int, options: str) -> str:
+        return f"{gib(plans[words_of(EIGHT_BILLION, tokens=tokens, options=options)]):.1f} GiB"
+
+    return [{"tokens": f"{n:,}", **{name: cell(n, each) for name, each in OPTIONS.items()}} for n in TOKENS]
 
 
 # -- pictures ----------------------------------------------------------------------------------------------------------
@@ -227,7 +226,7 @@ def draw_bars(report: Any) -> Any:
     """A bar of bytes by kind for each method of `GROUPS`; those that are computed are hatched."""
     sizes = bars(report["plans"])
     figure, axes = panels("Fine-tuning all weights of Llama-3.1-8B: memory of a GPU", (9, 4.2), 1)
-    place, largest = 0.0, max(sum(each.values()) for each in sizes.values()) / GIB
+    place, largest = 0.0, max(map(gib, sizes.values()))
     places: dict[str, float] = {}
     for group, names in GROUPS.items():
         axes.text(1, place + 0.62, group, fontsize=9.5, fontweight="bold", va="center", bbox=BEHIND)
@@ -261,12 +260,11 @@ def draw_fits(report: Any) -> Any:
                 sizes = report["plans"][words_of(model, method, ranks)]
                 color = CARDS[size][1] if (size := card(sizes)) else TOO_LARGE
                 axes.barh(row, 1, left=column, height=1, color=color, edgecolor="white", linewidth=2)
-                axes.text(column + 0.5, row, f"{float(gib(sizes)):.0f}", ha="center", va="center", fontsize=10)
+                axes.text(column + 0.5, row, f"{gib(sizes):.0f}", ha="center", va="center", fontsize=10)
         axes.set_yticks(range(len(SHARDED)), [MODELS[model] for model in SHARDED])
         axes.set_xticks([column + 0.5 for column in range(len(RANKS))], RANKS)
         axes.set(xlim=(0, len(RANKS)), ylim=(len(SHARDED) - 0.5, -0.5), xlabel="GPUs")
         axes.set_title(f"{rule}, bfloat16 weights{'' if rule == 'AdaLomo' else ' and states'}", fontsize=10)
-        axes.tick_params(length=0)
     for size, (_, color) in CARDS.items():
         each_axes[-1].bar(0, 0, color=color, label=f"{size} GB card")
     each_axes[-1].bar(0, 0, color=TOO_LARGE, label="none of them")
@@ -278,11 +276,11 @@ def draw_lengths(report: Any) -> Any:
     """A curve for each setting: GiB by tokens."""
     figure, axes = panels("Llama-3.1-8B: memory of a GPU by length of the sequence (planned)", (7, 3.6), 1)
     for option, words in OPTIONS.items():
-        sizes = [float(gib(report["plans"][words_of(EIGHT_BILLION, tokens=n, options=words)])) for n in TOKENS]
+        sizes = [gib(report["plans"][words_of(EIGHT_BILLION, tokens=n, options=words)]) for n in TOKENS]
         axes.plot(TOKENS, sizes, marker="o", markersize=4, label=option)
     for size in (24, 80):
         axes.axhline(size, color="#777777", linewidth=1, linestyle="--", zorder=0)
-        axes.text(TOKENS[0], size + 1, f"{size} GiB card", fontsize=8.5, color="#555555")
+        axes.text(65_536, size - 1, f"{size} GiB card", fontsize=8.5, color="#555555", va="top")
     axes.set_xticks(TOKENS, [f"{n // 1024}k" for n in TOKENS])
     axes.set(xlabel="tokens", ylabel="GiB", ylim=(0, 100))
     axes.legend(loc="center left", bbox_to_anchor=(1.02, 0.5), fontsize=9, frameon=False)
@@ -298,14 +296,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     file = options.out / "memory.json"
     known = json.loads(file.read_text())["plans"] if options.only and file.exists() else {}
     chosen = [words for words in every() if not options.only or any(part in words for part in options.only)]
-    settings = {"config": CONFIG}
     with reports.output(options.out):
         with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn")) as processes:
             for words, sizes in zip(chosen, processes.map(planned, chosen), strict=True):
                 known[words] = sizes
-                reports.save(file, settings, plans=known)
-                print(f"{words}: {gib(sizes)} GiB", flush=True)
-        reports.publish(options.out, "memory", settings, tables, PICTURES, plans=known)
+                reports.save(file, {"config": CONFIG}, plans=known)
+                print(f"{words}: {gib(sizes):.1f} GiB", flush=True)
+        reports.publish(options.out, "memory", {"config": CONFIG}, tables, PICTURES, plans=known)
 
 
 if __name__ == "__main__":

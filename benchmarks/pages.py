@@ -16,8 +16,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lowmem.files import write_file
-
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = [ROOT / "README.md", ROOT / "benchmarks" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -120,6 +118,8 @@ def panels(title: str, size: tuple[float, float], columns: int, rows: int = 1, *
 
 def draw(file: Path, pictures: Mapping[str, Picture]) -> None:
     """Draws the pictures of a JSON file into PNG files next to it, which contain its checksum."""
+    from lowmem.files import write_file  # needs more than torch, which is all that `gpu_check` has
+
     for name, picture in pictures.items():
         png = io.BytesIO()
         picture(json.loads(file.read_text())).savefig(png, dpi=150, metadata={"Source": checksum(file)})
