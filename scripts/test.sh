@@ -5,6 +5,7 @@
 #   scripts/test.sh --compiled  the tests of updates, with updates of small parameters compiled as well
 #   scripts/test.sh --simgpu  the tests for GPUs, on a GPU simulated in host memory (tests/support/simgpu)
 #   scripts/test.sh --gpu     the same tests on a GPU of this machine
+#   scripts/test.sh --triton  the tests of updates, with the GPU's kernels in Triton's interpreter
 #   scripts/test.sh --stack NAME  the tests of trainers and of the engine with the versions in constraints/NAME.txt, such as floor
 #                             (the oldest) or newest; updates docs/reference/tested.md
 set -euo pipefail
@@ -22,6 +23,11 @@ case "${1:-}" in
         if [ "$1" = --gpu ]; then export LOWMEM_GPU=1; else export LOWMEM_SIMGPU=1; fi
         shift
         if [ $# = 0 ]; then set -- tests/simgpu tests/tiles tests/rules tests/step tests/layers tests/placements tests/hf tests/trainer; fi
+        ;;
+    --triton)
+        export LOWMEM_TRITON=1
+        shift
+        if [ $# = 0 ]; then set -- tests/kernels tests/rules tests/step tests/placements; fi
         ;;
     --stack)
         STACK="${2:?which one? $(ls constraints)}"

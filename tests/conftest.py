@@ -23,9 +23,13 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # no processes that
 
 # Ways to run the tests (scripts/test.sh): on a GPU (--gpu), on a number of simulated GPUs (--simgpu), with compiled
 # updates of any size (--compiled, see support/compiled.py), and with one in EVERY of the engine's tests (--stack).
+# Kernels for a GPU run in Triton's interpreter (LOWMEM_TRITON, see support/interpreted.py).
 SIMGPUS = int(os.environ.get("LOWMEM_SIMGPU", "0"))
 ON_GPU = bool(SIMGPUS) or os.environ.get("LOWMEM_GPU") == "1"
 EVERY = int(os.environ.get("LOWMEM_EVERY", "1"))
+from support import interpreted
+
+interpreted.install()  # before Triton is imported
 if SIMGPUS:
     from support import simgpu
 
@@ -127,7 +131,7 @@ def reasons_to_skip(item):
             yield f"on a CPU only: {marker.args[0]}"
         if "ranks_of" in item.fixturenames:
             yield "on a CPU only: ranks are processes that meet over gloo"
-    if compiled.FORCED:
+    if compiled.FORCED or compiled.INTERPRETED:
         for marker in item.iter_markers("by_tiles"):
             yield f"by tiles only: {marker.args[0]}"
 

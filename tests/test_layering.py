@@ -10,7 +10,7 @@ import lowmem
 PACKAGE = Path(lowmem.__file__).parent
 
 # Each folder or file at the top imports from those above it, and inside a folder files may import one another.
-ORDER = ["errors", "files", "tiles", "rules", "placements", "options", "step", "optimizer"]
+ORDER = ["errors", "files", "tiles", "kernels", "rules", "placements", "options", "step", "optimizer"]
 ORDER += ["layers", "hf", "trainer", "run", "cli", "__main__"]
 MODULES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py") if path.parent != PACKAGE)
 MODULES += sorted(path.relative_to(PACKAGE) for path in PACKAGE.glob("*.py") if path.name != "__init__.py")

@@ -1,4 +1,6 @@
-"""Parts of the suite run on a GPU made of host memory, and with every update compiled (`scripts/test.sh` runs all)."""
+"""Parts of the suite run on a GPU made of host memory, with every update compiled (`scripts/test.sh` runs all of it in
+these ways), and in Triton's interpreter.
+"""
 
 import os
 import subprocess
@@ -25,6 +27,7 @@ PARTS = {
         "placements/test_where_shards_are.py", *STREAMED,
     ],
     "LOWMEM_COMPILED": ["rules/test_moments.py"],
+    "LOWMEM_TRITON": ["kernels/test_kernels.py"],
 }  # fmt: skip
 
 
@@ -32,6 +35,8 @@ PARTS = {
 @pytest.mark.skipif(any(switch in os.environ for switch in PARTS), reason="runs there already")
 @pytest.mark.parametrize("switch", PARTS)
 def test_a_part_of_the_suite(switch):
+    if switch == "LOWMEM_TRITON":
+        pytest.importorskip("triton")
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *(str(TESTS / path) for path in PARTS[switch])]
     done = subprocess.run(
         command, cwd=TESTS.parent, env=os.environ | {switch: "1"}, capture_output=True, text=True, check=False

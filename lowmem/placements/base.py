@@ -65,9 +65,11 @@ class Shard:
 
     Attributes:
         sharded: ranks have different elements of a parameter.
+        moves: weights and states leave the device between two uses, so that gradients cannot wait there.
     """
 
     sharded: ClassVar[bool] = False
+    moves: ClassVar[bool] = False
 
     def ranks_of(self, param: Tensor) -> Ranks | None:
         """Returns the ranks that hold a shard of a parameter; None if this rank has the full parameter."""

@@ -249,6 +249,8 @@ def _after_load(streaming: Streaming, unit: Unit, module: nn.Module, keys: Any) 
 class _Home(Shard):
     """A full parameter with a home, or one that stays on the device."""
 
+    moves = True
+
     def read(self, param: Tensor) -> Tensor:
         streaming, unit = _where(param)
         if unit is not None:

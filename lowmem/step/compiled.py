@@ -1,11 +1,12 @@
 """Runs programs as compiled code, which is traced once for each kind of parameters."""
 
+import functools
 import importlib.util
 import logging
 import os
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
@@ -14,12 +15,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from lowmem.errors import ConfigError
+from lowmem.kernels import Batch, Kernels, Member, Values, is_line
+from lowmem.kernels import try_compiler as try_triton
 from lowmem.placements.ranks import on_rank
 from lowmem.rules import ParamSpec, UpdateRule
 from lowmem.step.parameters import Parameters
 from lowmem.step.program import Program, Result
 from lowmem.step.record import ParamRecord
-from lowmem.tiles.blocks import Form, form_of, pieces
+from lowmem.tiles.blocks import form_of, pieces
 from lowmem.tiles.graph import try_compiler
 from lowmem.tiles.layout import Place
 from lowmem.tiles.quantized import QuantizedWeight
@@ -27,30 +30,49 @@ from lowmem.tiles.stages import OneTile, Stages
 from lowmem.tiles.storage import Float
 from lowmem.tiles.stored import StoredTiles
 from lowmem.tiles.tile import extent
-from lowmem.tiles.traced import GRAD, Arguments, Kind, signature, trace_update
+from lowmem.tiles.traced import GRAD, Arguments, Kind, TracedUpdate, signature, trace_update
 
 logger = logging.getLogger(__name__)
 
 # With fewer trainable elements compilation takes longer than it saves.
 COMPILE_FROM = 1 << 25
 
+# Types of devices on which updates are kernels of Triton. For others Inductor compiles them.
+KERNELS = {"cuda"}
+
+Update = Stages | OneTile | Kernels
+
 # Compiled updates, which parameters of all sizes share, by rule, or by its class if it has no attributes.
 # None: the rule cannot be traced.
-_TRACED: WeakKeyDictionary[Any, dict[tuple[ParamSpec, Kind], tuple[Stages, OneTile]] | None] = WeakKeyDictionary()
+_TRACED: WeakKeyDictionary[Any, dict[tuple[ParamSpec, Kind], "Traced"] | None] = WeakKeyDictionary()
 
 
 class Bound(NamedTuple):
     """The compiled update of one parameter, with what stays from step to step.
 
-    made_for: what it depends on; see `Compilation.run`.  places: of tiles.  args: states, as the code takes them.
+    made_for: what it depends on; see `Compilation.bind`.  places: of tiles.  args: states, as the code takes them.
     alive: references to the states. With the first one that is freed, or replaced, the views of the others are.
     """
 
     made_for: Any
-    update: Stages | OneTile
+    update: Update
     places: Sequence[Place]
     args: Arguments
     alive: Sequence[ReferenceType[Tensor]]
+
+
+class Launched(NamedTuple):
+    """A parameter whose update is launched together with others.
+
+    place: of the numbers of its group among those of the step, and of the key of its noise.  shard: of the weight.
+    """
+
+    record: ParamRecord
+    tiles: StoredTiles
+    states: Mapping[str, Tensor]
+    place: tuple[int, int]
+    bound: Bound
+    shard: Tensor
 
 
 class Compilation:
@@ -72,9 +94,12 @@ class Compilation:
     def __init__(self, parameters: Parameters) -> None:
         self._parameters, self._requested = parameters, parameters.config.compile
         self._step, self._decided = 0, False
-        self._new: dict[tuple[Program, Any], Stages | OneTile | None] = {}  # code on which ranks have not agreed
+        self._new: dict[tuple[Program, Any], Update | None] = {}  # code on which ranks have not agreed
         self._own: str | None = None  # the error of this rank
         self._bound: dict[ParamRecord, Bound] = {}
+        # launched in this step and in the last one
+        self._batches: dict[tuple[ParamRecord, ...], tuple[list[Bound], Batch]] = {}
+        self._earlier = self._batches
         self._warns = self._requested is True  # of updates that are not compiled, once
 
     @property
@@ -108,6 +133,7 @@ class Compilation:
     def begin(self, step: int) -> None:
         """Begins a step, in which an error may be over."""
         self._step = step
+        self._earlier, self._batches = self._batches, {}
         if str(step).rstrip("0") == "1":
             self.failure = None
             self._allow_decoding()
@@ -123,6 +149,40 @@ class Compilation:
 
         Every rank calls it for the same parameters, also if it has no elements of a shard.
         """
+        bound = self.bind(record, tiles, states)
+        if bound is None:
+            return None
+        assert not isinstance(bound.update, Kernels)
+        args = bound.args | _numbers(tiles)
+        results = bound.update.run(tiles, bound.places, args, record.program.held(states))
+        measured = tiles.reading.square_sums
+        return Result(results["square_sums"] if measured is None else measured, results.get("sizes"))
+
+    def launches(self, record: ParamRecord) -> bool:
+        """Returns whether the update of a parameter is launched by kernels, unless its tensors do not allow it."""
+        return self.active and record.param.device.type in KERNELS and not record.program.rule.materializes
+
+    def launch(self, batch: Sequence[Launched], values: Values) -> Result:
+        """Updates parameters that have the same kernels, by one launch per pass. Ranks of shards call it together."""
+        records = tuple(each.record for each in batch)
+        bounds, known = [each.bound for each in batch], self._batches.get(records) or self._earlier.get(records)
+        if known is None or any(one is not other for one, other in zip(known[0], bounds, strict=True)):
+            kernels, ranks = bounds[0].update, records[0].program.ranks
+            assert isinstance(kernels, Kernels)
+            known = bounds, Batch(kernels, [_member(*each[:4]) for each in batch], ranks)
+        self._batches[records] = known
+        results = known[1].run([each.tiles.grad for each in batch], values)
+        measured = values.reading.square_sums
+        square_sums = results.square_sums if measured is None else measured
+        assert square_sums is not None
+        return Result(square_sums, None if results.sizes is None else results.sizes.float())
+
+    def bind(
+        self, record: ParamRecord, tiles: StoredTiles, states: Mapping[str, Tensor], place: tuple[int, int] = (0, 0)
+    ) -> Bound | None:
+        """Returns the compiled update of a parameter; None if there is none for it. Every rank calls it for the same
+        parameters, also if it has no elements of a shard. place: see `Launched`.
+        """
         program, made_for = record.program, None
         if program.rule.materializes:
             self._warn(record)
@@ -130,18 +190,15 @@ class Compilation:
         varying = tiles.grad.dtype, tiles.scalars.names, tiles.reading.form
         # a dispatch mode (fake tensors, a memory tracker) has to see each operation, which compiled code hides
         if _get_current_dispatch_mode() is None:
-            where = map(Tensor.data_ptr, filter(torch.is_tensor, states.values()))  # users may add other values
-            made_for = program, varying, tiles.grad.is_contiguous(), *where
+            tensors = *tiles.weight.parts, *filter(torch.is_tensor, states.values())  # users may add other values
+            is_aligned = tiles.grad.data_ptr() % 16 == 0
+            made_for = program, varying, place, tiles.grad.is_contiguous(), is_aligned, *map(Tensor.data_ptr, tensors)
         bound = self._bound.get(record)
         if bound is None or bound.made_for != made_for:
             bound = self._bind(record, tiles, states, varying, made_for)
             if bound is None:
                 self._warn(record)
-                return None
-        args = bound.args | _numbers(tiles)
-        results = bound.update.run(tiles, bound.places, args, program.held(states))
-        measured = tiles.reading.square_sums
-        return Result(results["square_sums"] if measured is None else measured, results.get("sizes"))
+        return bound
 
     def _bind(
         self, record: ParamRecord, tiles: StoredTiles, states: Mapping[str, Tensor], varying: Any, made_for: Any
@@ -150,20 +207,30 @@ class Compilation:
         self._bound.pop(record, None)
         program, tensors = record.program, {name: state for name, state in states.items() if torch.is_tensor(state)}
         data = {name: tensor.data for name, tensor in tensors.items()}  # whose views do not keep the states
-        places, held = pieces(tiles.layout, program.group) or [], program.held(data)
+        held = program.held(data)
         parts = *tiles.weight.parts, *(part for each in held.values() for part in each.parts)
         dtypes = [part.dtype for storage in (program.weight, *program.states.values()) for part in storage.parts]
-        fits = made_for is not None and bool(places) and [part.dtype for part in parts] == dtypes
+        fits = made_for is not None and [part.dtype for part in parts] == dtypes
         fits = fits and all(each.is_contiguous() and each.device == tiles.device for each in (tiles.grad, *parts))
-        several = self._parameters.placement.several
+        places, several = list[Place](), self._parameters.placement.several
+        if tiles.device.type in KERNELS:
+            member = _member(record, tiles, data, (0, 0))
+            # ranks would have to agree on alignment
+            aligned = program.ranks is None and member.is_aligned and tiles.grad.data_ptr() % 16 == 0
+            fits = fits and member.fits
+            variant: Any = tiles.shape[1] == 1, aligned
+        else:
+            places = pieces(tiles.layout, program.group) or []
+            fits = fits and bool(places)
+            forms = tuple(dict.fromkeys(form_of(place.rect.size) for place in places))
+            variant = len(places) == 1 and program.ranks is None, forms
         if not (fits or several):
             return None
-        is_one = len(places) == 1 and program.ranks is None
         args: Arguments = {}
         for name, kept in program.small.items() if fits else ():
             args[kept.extent, name] = data[name].view((*extent(kept.extent, tiles.shape), *kept.extra))
-        if varying not in program.compiled and (program, varying) not in self._new:
-            forms = tuple(dict.fromkeys(form_of(place.rect.size) for place in places))
+        key = varying, variant
+        if key not in program.compiled and (program, key) not in self._new:
             kind = Kind(
                 ((GRAD, Float(tiles.grad.dtype)), ("param", program.weight), *program.states.items()),
                 program.group,
@@ -172,14 +239,16 @@ class Compilation:
                 batched=tiles.shape[0] > 1,
                 numbers=tiles.scalars.names,
             )
-            self._new[program, varying] = self._compile(program, kind, forms, is_one) if fits else None
+            self._new[program, key] = self._compile(program, kind, variant) if fits else None
             if program.ranks is not None or not several:  # ranks of shards update in one order
                 self.settle()
-        update: Stages | OneTile | None = program.compiled.get(varying)
+        update: Update | None = program.compiled.get(key)
         if update is None or not fits:
             return None
         if isinstance(update, OneTile):
             args |= update.in_blocks({name: each.parts for name, each in held.items()}, places[0].rect.size)
+        if isinstance(update, Kernels):  # tables have addresses
+            args = {}
         bound = self._bound
         alive = [ref(state, lambda _: bound.pop(record, None)) for state in tensors.values()]
         bound[record] = Bound(made_for, update, places, args, alive)
@@ -198,11 +267,11 @@ class Compilation:
                 cause,
             )  # fmt: skip
 
-    def _compile(self, program: Program, kind: Kind, forms: Sequence[Form], is_one: bool) -> Stages | OneTile | None:
+    def _compile(self, program: Program, kind: Kind, variant: Any) -> Update | None:
         """Compiles an update. Returns None if this fails, or has failed in this step, or the rule cannot be traced."""
         update, start = None, time.perf_counter()
         try:
-            update = traced(program, kind, forms, is_one) if self._own is None else None
+            update = traced(program, kind, variant) if self._own is None else None
         except Exception as error:
             self._own = f"{type(error).__name__}{on_rank()}: {error}"
         Compilation.seconds += time.perf_counter() - start
@@ -232,9 +301,32 @@ def _numbers(tiles: StoredTiles) -> Arguments:
     return args
 
 
-def traced(program: Program, kind: Kind, forms: Sequence[Form], is_one: bool) -> Stages | OneTile | None:
-    """Returns the compiled update of a kind of parameters, for tiles of these forms, or that are one tile. None: the
-    rule cannot be traced. Raises the compiler's error.
+class Traced:
+    """The trace of an update, and what is compiled from it."""
+
+    def __init__(self, update: TracedUpdate) -> None:
+        self._update, self._stages, self._one_tile = update, Stages(update), OneTile(update)
+        self._kernels: dict[tuple[bool, bool], Kernels] = {}
+
+    def code(self, single: bool, form: Any) -> tuple[Update, Sequence[Callable[[], None]]]:
+        """Returns an update, and functions that compile its code."""
+        device = self._update.kind.device
+        if device.type not in KERNELS:
+            update = self._one_tile if single else self._stages
+            return update, [code.compile for code in update.codes(form)]
+        if (single, form) not in self._kernels:
+            line = single and is_line(self._update, (1, 1, 1))
+            self._kernels[single, form] = Kernels(self._update, line=line, aligned=form)
+        kernels = self._kernels[single, form]
+        return kernels, [functools.partial(kernels.compile, device)]
+
+
+def traced(program: Program, kind: Kind, variant: Any) -> Update | None:
+    """Returns the compiled update of a kind of parameters; None if the rule cannot be traced. Raises the compiler's
+    error.
+
+    variant: for kernels, whether parameters are single lines, and whether they are aligned; otherwise whether they are
+    one tile, and the forms of their tiles.
     """
     rule, key = program.rule, (program.spec, kind)
     updates = _TRACED.setdefault(_key(rule), {})
@@ -242,18 +334,30 @@ def traced(program: Program, kind: Kind, forms: Sequence[Form], is_one: bool) ->
         return None
     try:
         if key not in updates:
-            trace = trace_update(kind, lambda sweep, states: rule.update(sweep, program.spec, states))
-            updates[key] = Stages(trace), OneTile(trace)
-        codes = updates[key][is_one].codes(forms)
+            updates[key] = Traced(
+                trace_update(
+                    kind, lambda sweep, states: rule.update(sweep, program.spec, states), alike=program.spec.alike
+                )
+            )
+        update, compiling = updates[key].code(*variant)
     except Exception as error:  # of the rule, or of PyTorch's tracer, such as for a branch on the value of a tensor
         updates.clear()
         _TRACED[_key(rule)] = None
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
         logger.warning("updates of rule %s are not compiled: %s", rule.name, reason)
         return None
-    for code in codes:
-        code.compile()
-    return updates[key][is_one]
+    for compiles in compiling:
+        compiles()
+    return update
+
+
+def _member(record: ParamRecord, tiles: StoredTiles, states: Mapping[str, Tensor], place: tuple[int, int]) -> Member:
+    """Returns a parameter as kernels take it."""
+    program = record.program
+    held = {"param": tiles.weight, **program.held(states)}
+    parts = {(name, n): part for name, each in held.items() for n, part in enumerate(each.parts)}
+    small: dict[tuple[str, str], Tensor] = {(kept.extent, name): states[name] for name, kept in program.small.items()}
+    return Member(program.layout, parts, small, *place)
 
 
 def is_traceable(rule: UpdateRule) -> bool:
@@ -272,7 +376,10 @@ def missing_compiler(device: str, *, tries: bool) -> str | None:
     if device == "meta" or _get_current_dispatch_mode():
         return None
     try:
-        try_compiler(device)
+        if device in KERNELS:
+            try_triton()
+        else:
+            try_compiler(device)
     except Exception as error:
         return f"compiling for {device!r} fails{on_rank()}: {error}"
     return None

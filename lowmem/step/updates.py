@@ -1,16 +1,19 @@
 """Runs the updates of parameters: large ones one by one, small ones in stacks, shards after they are measured."""
 
+import functools
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from itertools import accumulate, chain
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from lowmem.kernels import Values
 from lowmem.step.changes import Changes
 from lowmem.step.clipping import Clipping, Decision
-from lowmem.step.compiled import Compilation, is_traceable
+from lowmem.step.compiled import Compilation, Launched, is_traceable
 from lowmem.step.cycle import StepCycle
 from lowmem.step.parameters import Parameters
 from lowmem.step.program import Program, Result
@@ -37,17 +40,36 @@ STACK = 1 << 18
 SHARDS = 1 << 25
 
 
-Waiting = deque[tuple[ParamRecord, Tensor]]
+Queue = deque[tuple[ParamRecord, Tensor]]
 
 
-class Sent(NamedTuple):
-    """Values of a step on a device. scalars: the numbers of rules.  reading: how gradients are read if the step is not
-    decided before its updates.  keys: of the random bits of parameters, int32 scalars.
+@dataclass(frozen=True, eq=False)
+class Sent:
+    """Values of a step on a device.
+
+    numbers: of the rules of all groups, float64.  places: of each group among them.  names: of each group's numbers.
+    keys: of the random bits of parameters, int32.  drawing: the parameters that have one, and its place.
+    reading: how gradients are read if the step is not decided before its updates.
     """
 
-    scalars: Mapping[AddedGroup, Scalars]
+    numbers: Tensor
+    places: Mapping[AddedGroup, int]
+    names: Mapping[AddedGroup, tuple[str, ...]]
+    keys: Tensor
+    drawing: Mapping[ParamRecord, int]
     reading: Reading
-    keys: Mapping[ParamRecord, Tensor]
+
+    @functools.cached_property
+    def scalars(self) -> Mapping[AddedGroup, Scalars]:
+        """The numbers by group."""
+        lengths = [len(names) for names in self.names.values()]
+        of_each = zip(self.names.items(), self.numbers.float().split(lengths), self.numbers.split(lengths), strict=True)
+        return {group: Scalars(names, *numbers) for (group, names), *numbers in of_each}
+
+    @functools.cached_property
+    def key_of(self) -> Mapping[ParamRecord, Tensor]:
+        """The keys by parameter, scalars."""
+        return dict(zip(self.drawing, self.keys.unbind(), strict=True))
 
 
 class Observer:
@@ -84,8 +106,9 @@ class Updates:
         self._sent: dict[torch.device, Sent] = {}  # in this step
         self._together: dict[Program, int] = {}  # number of its parameters that are updated as one
         # gradients that wait until such a stack is full, by their dtype too; and those of shards, to be measured
-        self._stacks: dict[tuple[Program, torch.dtype], Waiting] = defaultdict(deque)
-        self._shards: Waiting = deque()
+        self._stacks: dict[tuple[Program, torch.dtype], Queue] = defaultdict(deque)
+        self._shards: Queue = deque()
+        self._waiting: list[tuple[ParamRecord, Tensor]] = []
 
     @property
     def compiled(self) -> bool:
@@ -106,10 +129,14 @@ class Updates:
         if device not in self._sent:
             drawing = [each for each in self._parameters.records.values() if each.claimed and each.program.draws]
             keys = [noise_key(self.cycle.seed, self.cycle.step, each.name) for each in drawing]
+            starts = accumulate(map(len, self._numbers.values()), initial=0)
             self._sent[device] = Sent(
-                {group: Scalars.of(numbers, device) for group, numbers in self._numbers.items()},
+                to_device([*chain(*(each.values() for each in self._numbers.values()))], torch.float64, device),
+                dict(zip(self._numbers, starts, strict=False)),
+                {group: tuple(numbers) for group, numbers in self._numbers.items()},
+                to_device(keys, torch.int32, device),
+                {record: n for n, record in enumerate(drawing)},
                 Reading(*self.clipping.factors(device)),
-                dict(zip(drawing, to_device(keys, torch.int32, device).unbind(), strict=True)),
             )
         return self._sent[device]
 
@@ -125,6 +152,13 @@ class Updates:
         first one writes. So shards wait until they take as much memory as one full gradient, and are measured together.
         """
         program = record.program
+        if self.compilation.launches(record):
+            self._waiting.append((record, _alone(grad) if program.span.numel <= SMALL else grad))
+            del grad
+            sizes = [each.program.span.numel for each, _ in self._waiting]  # on every rank
+            if sizes[-1] > SMALL or sum(sizes) >= STACK or self._shard.moves:
+                self._update_waiting(decision)
+            return
         large_shard = program.ranks is not None and program.span.numel > SMALL
         if large_shard and program.rule.elementwise and decision is None:
             self._shards.append((record, grad))
@@ -149,8 +183,7 @@ class Updates:
             self._update_one(record, grad, decision)
             return
         stack = self._stacks[program, grad.dtype]
-        # a gradient of FSDP2 is a view of its module's gradients, which would stay in memory while it waits
-        stack.append((record, grad.clone() if grad.untyped_storage().nbytes() > grad.nbytes else grad))
+        stack.append((record, _alone(grad)))
         if len(stack) >= count:
             self._update_stack(stack, decision)
 
@@ -164,6 +197,7 @@ class Updates:
 
     def flush(self, decision: Decision | None) -> None:
         """Updates the parameters whose gradients wait, after the last gradient of a step."""
+        self._update_waiting(decision)
         if self._shards:
             self._update_shards()
         for stack in filter(None, self._stacks.values()):
@@ -171,6 +205,7 @@ class Updates:
 
     def drop(self) -> None:
         """Discards the gradients that wait, after their backward has failed."""
+        self._waiting.clear()
         self._shards.clear()
         self._stacks.clear()
 
@@ -192,8 +227,63 @@ class Updates:
         with self._shard.lend(param, self._states[param]) as state, self._shard.lend(param, record.extra) as extra:
             held = Held(record.program.weight, (*tensors_of(shard), *extra.values()))
             self._run([record], held, grad, state, decision)
-        self._shard.write(param, shard)
-        record.version = self._shard.version(param) if record.extra else None
+        self._written(record, shard)
+
+    def _update_waiting(self, decision: Decision | None) -> None:
+        """Updates the parameters whose gradients wait."""
+        waiting, self._waiting = self._waiting, []
+        for record, _ in waiting:
+            self.begin_state(record)
+        if not self._shard.moves:
+            self._launch([(*each, self._states[each[0].param], each[0].extra) for each in waiting], decision)
+            return
+        for record, grad in waiting:
+            lend, param = self._shard.lend, record.param
+            with lend(param, self._states[param]) as state, lend(param, record.extra) as extra:
+                self._launch([(record, grad, state, extra)], decision)
+
+    def _launch(
+        self,
+        waiting: Sequence[tuple[ParamRecord, Tensor, dict[str, Any], dict[str, Tensor]]],
+        decision: Decision | None,
+    ) -> None:
+        """Updates parameters, those that have the same kernels by one launch per pass. waiting: gradient, states and
+        the other tensors of the weight's storage of each.
+        """
+        batches = defaultdict[Any, list[Launched]](list)
+        for record, grad, state, extra in waiting:
+            program, shard, sent = record.program, self._shard.read(record.param), self._sent_to(grad.device)
+            held = Held(program.weight, (*tensors_of(shard), *extra.values()))
+            tiles = self._tiles([record], held, grad, decision)
+            place = sent.places[record.group], sent.drawing.get(record, 0)
+            bound = self.compilation.bind(record, tiles, state, place)
+            if bound is None:
+                self._run([record], held, grad, state, decision)
+                self._written(record, shard)
+                continue
+            clips = record.group if decision is not None and decision.own_clips else None
+            like = bound.update, grad.dtype, program.ranks, clips
+            batches[like].append(Launched(record, tiles, state, place, bound, shard))
+        for batch in batches.values():
+            records, tiles = [each.record for each in batch], batch[0].tiles
+            reading = tiles.reading
+            if decision is not None and len(batch) > 1:
+                reading = self.clipping.reading(records, tiles.grad, decision)
+            counts = [self.changes.watch([each.record], each.tiles.weight, each.tiles.grad) for each in batch]
+            self.cycle.moved = True
+            sent = self._sent_to(tiles.device)
+            self._note(records, self.compilation.launch(batch, Values(sent.numbers, sent.keys, reading)))
+            for count_changes in filter(None, counts):
+                count_changes()
+            shards = [each.shard for each in batch]
+            torch.autograd.graph.increment_version(shards)  # kernels write by addresses
+            for record, shard in zip(records, shards, strict=True):
+                self._written(record, shard)
+
+    def _written(self, record: ParamRecord, shard: Tensor) -> None:
+        """Called when an update has changed this rank's shard of a parameter."""
+        self._shard.write(record.param, shard)
+        record.version = self._shard.version(record.param) if record.extra else None
 
     def _update_shards(self) -> None:
         """Measures the waiting shards in one collective, and updates their parameters."""
@@ -207,7 +297,7 @@ class Updates:
         while self._shards:
             self._update(*self._shards.popleft(), measured)
 
-    def _update_stack(self, stack: Waiting, decision: Decision | None) -> None:
+    def _update_stack(self, stack: Queue, decision: Decision | None) -> None:
         """Updates parameters as one: stacks their tensors, and copies the results back."""
         records, grads = zip(*stack, strict=True)
         stack.clear()
@@ -236,34 +326,50 @@ class Updates:
         self, records: Sequence[ParamRecord], held: Held, grad: Tensor, state: dict[str, Any], decision: Decision | None
     ) -> None:
         """Runs the program of parameters on their tensors, and notes the results in their records."""
-        first, count, sent = records[0], len(records), self._sent_to(grad.device)
-        program = first.program if count == 1 else first.program.stacked(count)
-        keys = None
-        if program.draws:
-            keys = sent.keys[first] if count == 1 else torch.stack([sent.keys[each] for each in records])[:, None]
         self.cycle.moved = True
-        count_changes = self.changes.watch(records, held, grad)
-        compiles = self.compilation.active and not (self._batching and first.program.span.numel <= SMALL)
-        planned = compiles and grad.device.type == "meta"  # a GPU's compiled code has no temporaries of a tile
-        tiles = StoredTiles(
+        count_changes, tiles = self.changes.watch(records, held, grad), self._tiles(records, held, grad, decision)
+        is_small = self._batching and records[0].program.span.numel <= SMALL
+        result = self.compilation.run(records[0], tiles, state) if self.compilation.active and not is_small else None
+        if result is None:
+            result = self.observer.update(self._program(records), tiles, state)
+        self._note(records, result)
+        if count_changes is not None:
+            count_changes()
+
+    @staticmethod
+    def _program(records: Sequence[ParamRecord]) -> Program:
+        """The program of a parameter, or of a stack of them."""
+        program = records[0].program
+        return program if len(records) == 1 else program.stacked(len(records))
+
+    def _tiles(
+        self, records: Sequence[ParamRecord], held: Held, grad: Tensor, decision: Decision | None
+    ) -> StoredTiles:
+        """Returns the tiles of a parameter, or of a stack of them."""
+        program, sent, keys = self._program(records), self._sent_to(grad.device), None
+        if program.draws:
+            each = [sent.key_of[record] for record in records]
+            keys = each[0] if len(each) == 1 else torch.stack(each)[:, None]
+        # a GPU's compiled code has no temporaries of a tile
+        planned = self.compilation.active and program.span.numel > SMALL and grad.device.type == "meta"
+        return StoredTiles(
             program.layout,
             held,
             grad,
             sent.reading if decision is None else self.clipping.reading(records, grad, decision),
-            sent.scalars[first.group],
-            members=count,
+            sent.scalars[records[0].group],
+            members=len(records),
             keys=keys,
             across=program.ranks,
             tile=PLANNED_TILE if planned else None,
         )
-        result = self.compilation.run(first, tiles, state) if compiles else None
-        if result is None:
-            result = self.observer.update(program, tiles, state)
-        sizes = [None] * count if result.sizes is None else _each(result.sizes)
+
+    @staticmethod
+    def _note(records: Sequence[ParamRecord], result: Result) -> None:
+        """Notes the results of updates in the records of their parameters."""
+        sizes = [None] * len(records) if result.sizes is None else _each(result.sizes)
         for record, square_sum, size in zip(records, _each(result.square_sums), sizes, strict=True):
             record.square_sum, record.size = square_sum, size
-        if count_changes is not None:
-            count_changes()
 
 
 def initial_tensors(program: Program, names: Iterable[str], shard: Tensor) -> dict[str, Tensor]:
@@ -280,3 +386,10 @@ def initial_tensors(program: Program, names: Iterable[str], shard: Tensor) -> di
 def _each(values: Tensor) -> Sequence[Tensor]:
     """Returns the elements as tensors of one element."""
     return [values] if values.numel() == 1 else values.view(-1).split(1)
+
+
+def _alone(grad: Tensor) -> Tensor:
+    """Returns a gradient that may wait. A gradient of FSDP2 is a view of its module's gradients, which would stay in
+    memory.
+    """
+    return grad.clone() if grad.untyped_storage().nbytes() > grad.nbytes else grad

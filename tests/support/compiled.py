@@ -4,18 +4,21 @@ import os
 
 import pytest
 import torch
+from support.interpreted import INTERPRETED
 
 FORCED = bool(os.environ.get("LOWMEM_COMPILED"))
 
 
 def force() -> None:
     """Makes `compile="auto"` compile every update, none of them in a stack, if that was asked for."""
-    if not FORCED:
+    if not (FORCED or INTERPRETED):
         return
     from lowmem.step import compiled, updates
 
     compiled.COMPILE_FROM = 0
     updates.SMALL = 0
+    if INTERPRETED:
+        compiled.KERNELS.add("cpu")
 
 
 def compiles(test):

@@ -1,0 +1,217 @@
+"""Writes the kernels of what lies between passes: a program for each slice of a parameter.
+
+A program loops over the rows, the columns, the slices of its parameter, or the last dimension of a state, as often as
+sums over them depend on each other, and computes again in each loop what it needs:
+
+    mean of the new row factor      ┐ a loop over rows
+    row factors, divided by it      ┐ the next one
+    column factors                  ┐ a loop over columns
+"""
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from lowmem.errors import UnsupportedError
+from lowmem.kernels.inputs import Columns, Scalars
+from lowmem.kernels.printing import REDUCTIONS, Lines, Printer, Value, closure, op_name, source_of
+
+BLOCK = 4096  # elements that a loop takes at a time
+
+# Sides along which a value extends; besides, the number of elements of the last dimension of a state.
+ONE, SLICE, ROW, COL = "one", "slice", "row", "col"
+LIMITS = {ROW: "R", COL: "C", SLICE: "B"}
+
+Side = str | int
+
+
+class Between:
+    """The code between passes, for the slices of parameters."""
+
+    def __init__(self, scalars: Scalars, columns: Columns) -> None:
+        self.scalars, self.columns, self.update = scalars, columns, scalars.update
+        graph, inputs = self.update.graph, scalars.inputs
+        self.sides: dict[fx.Node, Side] = {}
+        self.sums: dict[fx.Node, tuple[int, int]] = {}  # number of the pass, and of its sum
+        for n, each in enumerate(self.update.passes):
+            self.sums |= {user: (n, user.args[1]) for user in each.node.users}  # type: ignore[misc]
+        self.copies = {  # into small states
+            inputs[node.args[0]]: node  # type: ignore[index]
+            for node in graph.module.graph.nodes
+            if op_name(node) == "copy" and node.args[0] in inputs
+        }
+        known = set[fx.Node]()
+        self.stages: list[list[fx.Node]] = []  # what is computed before each pass
+        for each in self.update.passes:
+            vectors = dict(zip(each.vectors, each.node.args[0], strict=True))
+            new = [source_of(node) for key, node in vectors.items() if key[0] != "noise"]
+            self.stages.append([node for node in new if node not in known and scalars.input(node) is None])
+            known |= set(new)
+        self.results = {source_of(node): name for name, node in graph.results.items()}
+        self.ends = [*self.copies.values(), *self.results]  # with the last pass, after all states have been read
+        for node in closure([node for stage in (*self.stages, self.ends) for node in stage], self.sums.__contains__):
+            self.sides[node] = self._side(node, SLICE if self.update.kind.batched else ONE)
+
+    def _side(self, node: fx.Node, of_slice: Side) -> Side:
+        """The side along which a value extends."""
+        if (key := self.scalars.inputs.get(node)) is not None:
+            tail = node.meta["val"].shape[1:] if key[0] == "slice" else ()
+            return int(tail[0]) if tail else key[0] if key[0] in (ROW, COL) else of_slice if key[0] == "slice" else ONE
+        if node in self.sums:
+            kind = self.update.passes[self.sums[node][0]].sums[node.args[1]][0]  # type: ignore[index]
+            return of_slice if kind == "scalar" else COL if kind == "col" else ROW
+        if op_name(node) == "arange" and isinstance(node.args[0], int):
+            return node.args[0]
+        sides = {self.sides[source] for source in node.all_input_nodes} - {ONE}
+        if not sides:
+            return ONE
+        if op_name(node) in REDUCTIONS:
+            within = sides - {SLICE} or isinstance(node.args[0].meta["val"].shape[-1], int)  # type: ignore[union-attr]
+            return of_slice if within else ONE
+        if len(sides) > 1:
+            sides -= {SLICE}
+        if len(sides) > 1:
+            raise UnsupportedError(f"rows and columns meet in {node.format_node()}")
+        return next(iter(sides))
+
+    def is_sum(self, node: fx.Node) -> bool:
+        """Returns whether a node reduces one of the sides."""
+        return op_name(node) in REDUCTIONS and self.sides[node.args[0]] != ONE  # type: ignore[index]
+
+    def text(self, number: int) -> str:
+        """Writes the kernel before pass `number`; "" if there is nothing to do."""
+        ends = self.ends if number == len(self.update.passes) - 1 else []
+        if not (roots := [*self.stages[number], *ends]):
+            return ""
+        main, level = Scope(self, Lines(), ONE), dict[fx.Node, int]()
+        nodes = closure(roots, self.sums.__contains__)
+        for node in nodes:
+            level[node] = max((level[source] for source in node.all_input_nodes if source in level), default=0)
+            level[node] += self.is_sum(node)
+        highest = max(level.values())
+        level |= dict.fromkeys(self.copies.values(), highest)  # a state is read before it is written
+        for now in range(highest + 1):
+            loops: dict[tuple[Side, str], list[fx.Node]] = {}
+            for node in nodes:
+                if self.is_sum(node) and level[node] == now + 1:
+                    loops.setdefault(self._loop_of(node), []).append(node)
+            for node in roots:
+                if self.sides[node] not in (ONE, SLICE) and level[node] == now:
+                    loops.setdefault((self.sides[node], self._limit(self.sides[node])), []).append(node)
+            for (side, limit), of_loop in loops.items():
+                self._print_loop(main, side, limit, of_loop)
+        for node in roots:
+            if self.sides[node] in (ONE, SLICE):
+                main.store(node)
+        names = {"R": "rows", "C": "cols", "B": "slices"} | {name: name for name in ("index", "member", "group")}
+        start = ["slice = tl.program_id(0)", "row = table + slice * SLICE_COLUMNS"]
+        start += [f"{name} = {self.columns.load(key)}" for name, key in names.items()]
+        return main.text.function(f"between_{number}", self.scalars.args, start, main.lines)
+
+    def _limit(self, side: Side) -> str:
+        return LIMITS[side] if isinstance(side, str) else str(side)
+
+    def _loop_of(self, node: fx.Node) -> tuple[Side, str]:
+        """The side of a sum, and the number of its elements."""
+        side, shape = self.sides[node.args[0]], node.args[0].meta["val"].shape  # type: ignore[index, union-attr]
+        if node.kwargs or node.args[1:2] not in (([-1],), ([len(shape) - 1],)):
+            raise UnsupportedError(f"{node.format_node()} has no form in Triton")
+        return side, str(shape[-1]) if side == SLICE and isinstance(shape[-1], int) else self._limit(side)
+
+    def _print_loop(self, main: "Scope", side: Side, limit: str, nodes: list[fx.Node]) -> None:
+        """Prints a loop over a side, which sums nodes or stores them."""
+        sums = [node for node in nodes if self.is_sum(node)]
+        inner = Scope(self, main.text, side, main, limit)
+        totals = [main.assign(f"tl.zeros([{BLOCK}], tl.float32)", (BLOCK,), torch.float32) for _ in sums]
+        for total, node in zip(totals, sums, strict=True):
+            if op_name(node) == "amax":
+                raise UnsupportedError("a maximum between two passes has no form in Triton")
+            value = inner.of_float32(node.args[0])
+            inner.lines.append(f"{total.code} += tl.where(here, {value.code}, 0.0)")
+        for node in nodes:
+            if not self.is_sum(node):
+                inner.store(node)
+        main.lines += [f"for first in range(0, {limit}, {BLOCK}):", f"    at = first + tl.arange(0, {BLOCK})"]
+        main.lines += [f"    here = at < {limit}", *(f"    {line}" for line in inner.lines)]
+        for total, node in zip(totals, sums, strict=True):
+            value = main.assign(f"tl.sum({total.code}, 0)", (), torch.float32)
+            if op_name(node) == "mean":
+                count = f"tl.full((), {limit}, tl.float32)" if limit.isdigit() else f"{limit}.to(tl.float32)"
+                value = main.assign(f"tl.div_rn({value.code}, {count})", (), torch.float32)
+            main.values[node] = value
+
+
+class Scope(Printer):
+    """Prints the body of a program, or of a loop in it over `side`, in which values of this side are blocks."""
+
+    def __init__(
+        self, between: Between, text: Lines, side: Side, outer: "Scope | None" = None, limit: str = ""
+    ) -> None:
+        super().__init__(text)
+        self._between, self._side, self._outer, self._limit = between, side, outer, limit
+        self._shape: tuple[int, ...] = (BLOCK,) if outer else ()
+
+    def value(self, node: fx.Node) -> Value:
+        if self._outer is not None and self._between.sides[node] != self._side:
+            return self._outer.value(node)
+        return super().value(node)
+
+    def source(self, node: fx.Node) -> Value | None:
+        between = self._between
+        if (known := between.scalars.input(node)) is not None:
+            return known._replace(code=self.text.once(known.code))
+        if node in between.sums:
+            return self._load("work", f"{between.columns.load('total', between.sums[node])}", torch.float32)
+        kind, name = key = between.scalars.inputs.get(node, ("", ""))
+        if kind == "size":
+            return Value("BRC"[name], (), torch.int64)
+        if kind:
+            assert self._side != SLICE, "programs would read states that others write"
+            dtype = node.meta["val"].dtype
+            return self._load(between.columns.pointer("state", key, dtype), "", dtype)
+        if op_name(node) == "arange":
+            return Value("at", self._shape, torch.int32)
+        return None
+
+    def _load(self, pointer: str, offset: str, dtype: torch.dtype) -> Value:
+        """Loads a value of this slice, or a block of values."""
+        base = self.text.once(pointer + (f" + {offset}" if offset else ""))
+        if not self._shape:
+            return self.assign(f"tl.load({base})", (), dtype)
+        if self._side == SLICE:  # from the first slice of the sum on
+            base += " - index" if self._limit == "B" else f" - index % {self._limit}"
+        return self.assign(f"tl.load({base} + at, mask=here, other=0)", self._shape, dtype)
+
+    def reshaped(self, node: fx.Node, value: Value) -> Value:
+        before, after = ([str(size) for size in each.meta["val"].shape if size != 1] for each in (node.args[0], node))  # type: ignore[union-attr]
+        if value.shape and self._side != SLICE and before != after:
+            raise UnsupportedError(f"{node.format_node()} has no form in Triton")
+        return value
+
+    def reduced(self, node: fx.Node, value: Value) -> Value:
+        return value  # one element: other sums have been computed by a loop
+
+    def of_float32(self, node: Any) -> Value:
+        """Returns a value that is summed, or stored in the workspace."""
+        if (value := self.value(node)).dtype != torch.float32:
+            raise UnsupportedError(f"{node.format_node()} has no form in Triton, because it is not float32")
+        return value
+
+    def store(self, node: fx.Node) -> None:
+        """Stores a value: a state, a result, or what a pass reads."""
+        between, value = self._between, self.value(node)
+        at, mask = (" + at", ", mask=here") if self._shape else ("", "")
+        if node in between.copies.values():
+            key = between.scalars.inputs[node.args[0]]  # type: ignore[index]
+            pointer = self.text.once(between.columns.pointer("state", key, node.meta["val"].dtype))
+            self.lines.append(f"tl.store({pointer}{at}, {value.code}{mask})")
+        elif self._shape:
+            value = self.of_float32(node)
+            vector = self.text.once(f"work + {between.columns.load('vector', node)}")
+            self.lines.append(f"tl.store({vector}{at}, {value.code}{mask})")
+        if node in between.results:
+            place = self.text.once(f"results + {between.columns.load('result', between.results[node])}")
+            self.lines.append(f"tl.store({place}, {value.code}.to(tl.float64), mask=index == 0)")
+        if any(node in stage for stage in between.stages) and not self._shape:
+            self.lines.append(f"tl.store({between.scalars.place(node)}, {value.code}.to(tl.float64))")

@@ -1,0 +1,91 @@
+"""What kernels read: tables with a row for each thing that a program works on, and scalars.
+
+programs  int32 [programs]: the row of the table that a program works on
+table     int64 [rectangles or slices, columns]: sizes, pointers, and places in the workspace
+grads     int64 [members]: pointers        numbers  float64, of all groups        keys  int32: of random bits
+scalars   float64 [slices, slots]: what code between passes has computed for a slice
+work      float32: partial sums, sums, and vectors of rows and columns
+results   float64 [results, members]
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from lowmem.kernels.printing import TYPES, Value, op_name, source_of
+from lowmem.tiles.traced import TracedUpdate
+
+ARGS = ("programs", "table", "grads", "numbers", "keys", "scalars", "work", "results")
+
+
+class Tile(NamedTuple):
+    """A program takes `steps` tiles [rows, cols] one after another: downwards, or along a line."""
+
+    rows: int
+    cols: int
+    steps: int
+    warps: int = 4
+
+    @property
+    def strip(self) -> tuple[int, int]:
+        """Rows and columns of a program."""
+        return (1, self.cols * self.steps) if self.rows == 1 else (self.rows * self.steps, self.cols)
+
+
+class Columns:
+    """The columns of a table, in the order in which kernels need them. row: the variable with a pointer to a row."""
+
+    def __init__(self, row: str) -> None:
+        self.row, self.keys = row, dict[tuple[str, Any], int]()
+
+    def load(self, kind: str, name: Any = "") -> str:
+        """Code that loads a column, which is added if it is new."""
+        return f"tl.load({self.row} + {self.keys.setdefault((kind, name), len(self.keys))})"
+
+    def pointer(self, kind: str, name: Any, dtype: torch.dtype) -> str:
+        """Code that loads a pointer."""
+        return f"{self.load(kind, name)}.to(tl.pointer_type({TYPES[dtype]}))"
+
+
+class Scalars:
+    """Scalars that kernels read: inputs of the update, and results of code between passes, which has a slot for each.
+
+    inputs: keys of the graph's inputs.
+    """
+
+    def __init__(self, update: TracedUpdate) -> None:
+        self.update, self.slots = update, dict[fx.Node, int]()
+        self.inputs = {node: key for key, node in update.graph.inputs.items()}
+        self.reading = [key[1] for key, *_ in update.kind.args if key[0] == "reading"]
+        self.args = (*ARGS, *(f"reading_{name}" for name in self.reading))
+
+    def input(self, node: fx.Node) -> Value | None:
+        """Returns the value of a node that is a number of the rule or of the reading, with views; else None."""
+        node = source_of(node)
+        kind, name = self.inputs.get(node, ("", ""))
+        if kind == "reading":
+            dtype = node.meta["val"].dtype
+            return Value(f"tl.load(reading_{name}{' + member' if node.meta['val'].ndim else ''})", (), dtype)
+        if op_name(node) == "getitem" and op_name(node.args[0]) == "unbind":  # type: ignore[arg-type]
+            kind, name = self.inputs[node.args[0].args[0]]  # type: ignore[union-attr, index]
+            assert kind == "numbers"
+            return self.number(int(node.args[1]), single=name == "single")  # type: ignore[arg-type]
+        return None
+
+    def number(self, at: int, *, single: bool) -> Value:
+        """Returns a number of the rule."""
+        code = f"tl.load(numbers + group + {at})"
+        return Value(f"{code}.to(tl.float32)", (), torch.float32) if single else Value(code, (), torch.float64)
+
+    def place(self, node: fx.Node) -> str:
+        """Code of the slot of a node."""
+        return f"scalars + slice * SLOTS + {self.slots.setdefault(node, len(self.slots))}"
+
+    def stored(self, node: fx.Node) -> Value:
+        """Returns a scalar vector of a pass."""
+        if (known := self.input(node)) is not None:
+            return known
+        dtype = node.meta["val"].dtype
+        code = f"tl.load({self.place(source_of(node))})"
+        return Value(f"({code} != 0)" if dtype == torch.bool else f"{code}.to({TYPES[dtype]})", (), dtype)

@@ -1,0 +1,215 @@
+"""The kernels of one kind of parameters, and their launches for parameters that are updated together."""
+
+import functools
+import hashlib
+import linecache
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lowmem.kernels.source import Source
+from lowmem.kernels.tables import FOLD, Member, Tables
+from lowmem.tiles.stored import Across
+from lowmem.tiles.tile import Reading
+from lowmem.tiles.traced import TracedUpdate
+
+# How Triton compiles: it does not load ahead, nor contract multiplies and adds.
+OPTIONS: dict[str, Any] = {"num_stages": 1, "enable_fp_fusion": False}
+WARPS_BETWEEN, WARPS_FOLD = 16, 8
+
+# What the arguments of kernels point to, except for those of the reading.
+TYPES = {
+    "programs": torch.int32, "table": torch.int64, "grads": torch.int64, "numbers": torch.float64,
+    "keys": torch.int32, "scalars": torch.float64, "work": torch.float32, "results": torch.float64,
+    "jobs": torch.int64, "pieces": torch.int64,
+}  # fmt: skip
+
+
+def try_compiler() -> None:
+    """Compiles one of the kernels for the present GPU. Raises Triton's error."""
+    from lowmem.kernels.device import fold
+
+    pointers = (TYPES[name] for name in ("programs", "jobs", "pieces", "work"))
+    fold.warmup(*pointers, False, *FOLD, grid=(1,), num_warps=WARPS_FOLD, **OPTIONS)
+
+
+class Values(NamedTuple):
+    """What is other in each step, on the device.
+
+    numbers: of all groups, one after another, float64.  keys: of the noise of all parameters, int32.  reading: of the
+    gradients of a batch; its scalars are the same for all members.
+    """
+
+    numbers: Tensor
+    keys: Tensor
+    reading: Reading
+
+
+class Result(NamedTuple):
+    """square_sums: of the gradients, unless they were known.  sizes: see `UpdateRule.update`. Float64 [members]."""
+
+    square_sums: Tensor | None
+    sizes: Tensor | None
+
+
+class Kernels:
+    """The kernels of an update, for any number of parameters of any sizes."""
+
+    def __init__(self, update: TracedUpdate, *, line: bool, aligned: bool) -> None:
+        """line: parameters are updated `is_line`.  aligned: and each `Member.is_aligned`, as its gradients are. Raises
+        `UnsupportedError` for an operation that is not known.
+        """
+        self.source = Source(update, line=line, aligned=aligned)
+        self._held: dict[torch.device, dict[Any, Any]] = {}  # compiled kernels by name and constants
+
+    @functools.cached_property
+    def functions(self) -> dict[str, Any]:
+        """Triton's functions by name."""
+        import triton
+        import triton.language as tl
+
+        from lowmem.kernels import device
+
+        text, shared = self.source.text, {each: getattr(device, each) for each in device.__all__}
+        name = f"lowmem.kernels.generated_{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+        linecache.cache[name] = len(text), None, text.splitlines(keepends=True), name  # where Triton reads it
+        found: dict[str, Any] = {"__name__": name, "triton": triton, "tl": tl, **shared}
+        exec(compile(text, name, "exec"), found)  # noqa: S102 (written by this package alone)
+        return found
+
+    @property
+    def variants(self) -> Iterator[tuple[str, tuple[Any, ...], int]]:
+        """Name, constants and warps of each kernel."""
+        for name, _ in self.source.steps:
+            yield name, (), WARPS_BETWEEN if name.startswith("between") else self.source.tile.warps
+        kinds = {kind for each in self.source.update.passes for kind, _ in each.sums or ()}
+        for largest in {kind == "row_max" for kind in kinds}:
+            yield "fold", (largest, *FOLD), WARPS_FOLD
+
+    def compile(self, device: torch.device) -> None:
+        """Compiles them for a device, if that has not been done. Raises Triton's error."""
+        if device in self._held:
+            return
+        args, held = self.source.update.kind.args, dict[Any, Any]()
+        types = TYPES | {f"reading_{key[1]}": dtype for key, dtype, _ in args if key[0] == "reading"}
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            for name, constants, warps in self.variants:
+                function = self.functions[name]
+                pointers = [types[each] for each in function.arg_names[: len(function.arg_names) - len(constants)]]
+                held[name, constants] = function.warmup(*pointers, *constants, grid=(1,), num_warps=warps, **OPTIONS)
+        self._held[device] = held
+
+    def launch(self, launch: "Launch", args: Sequence[Any], device: torch.device) -> None:
+        """Launches a kernel on a device, which is the current one."""
+        args = *launch.args, *args, *launch.constants
+        if (held := self._held[device][launch.name, launch.constants]) is None:  # in Triton's interpreter
+            self.functions[launch.name][launch.grid,](*args)
+        else:
+            held[launch.grid, 1, 1](*args)
+
+
+class Launch(NamedTuple):
+    """name: of the kernel.  grid: number of programs.  args: its first arguments.  constants: its last ones."""
+
+    name: str
+    grid: int
+    args: tuple[Tensor, ...]
+    constants: tuple[Any, ...] = ()
+
+
+class Sum(NamedTuple):
+    """A part of the workspace that is summed over ranks, or of which they take the maximum."""
+
+    part: slice
+    largest: bool
+
+
+class Batch:
+    """Parameters that are updated together. All that is static about them is on their device, also pointers to their
+    tensors, which it does not keep alive.
+
+    Attributes:
+        steps: of a run.
+    """
+
+    def __init__(self, kernels: Kernels, members: Sequence[Member], across: Across | None = None) -> None:
+        """across: the ranks that have the other shards of all of them."""
+        self._kernels, self._across, source = kernels, across, kernels.source
+        self.device = members[0].tensors["param", 0].device
+        tables = Tables(source, members)
+        self._size = tables.size
+        self._scalars = self._sent([[0] * len(source.scalars.slots)] * len(tables.slices), torch.float64)
+        rectangles, slices = self._sent(tables.rectangles), self._sent(tables.slices)
+        programs = self._sent(tables.programs(tables.tiles), torch.int32)
+        self.steps = list[Launch | Sum]()
+        for name, n in source.steps:
+            if name.startswith("between"):
+                self.steps.append(Launch(name, len(tables.slices), (programs, slices)))
+                continue
+            if len(programs):
+                self.steps.append(Launch(name, len(programs), (programs, rectangles)))
+            for largest in (False, True):
+                of_fold, jobs, pieces = tables.folds(n, largest)
+                if jobs:
+                    args = self._sent(of_fold, torch.int32), self._sent(jobs), self._sent(pieces)
+                    self.steps.append(Launch("fold", len(args[0]), args, (largest, *FOLD)))
+                    if across is not None:
+                        self.steps.append(Sum(tables.totals[n, largest], largest))
+        self._pinned = [
+            (torch.empty(len(members), dtype=torch.int64, pin_memory=True), torch.cuda.Event())
+            for _ in range(2 if self.device.type == "cuda" else 0)
+        ]  # pointers of gradients, in turn
+        self._sent_pointers, self._grads = list[int](), torch.empty(0, dtype=torch.int64)
+        self._results = torch.zeros(len(source.results), len(members), dtype=torch.float64, device=self.device)
+        rows = dict(zip(source.results, self._results, strict=True))
+        self._result = Result(rows.get("square_sums"), rows.get("sizes"))
+
+    def _sent(self, numbers: Sequence[Any], dtype: torch.dtype = torch.int64) -> Tensor:
+        return torch.tensor(numbers, dtype=dtype).to(self.device)
+
+    @property
+    def launches(self) -> int:
+        """Number of launches of a run."""
+        return sum(isinstance(step, Launch) for step in self.steps)
+
+    def run(self, grads: Sequence[Tensor], values: Values) -> Result:
+        """Updates the members. grads: of each, contiguous, in the order of its tensors.
+
+        Returns:
+            The results, which the next run overwrites.
+        """
+        pointers, reading = [grad.data_ptr() for grad in grads], values.reading.tensors
+        source = self._kernels.source
+        assert not (source.aligned and any(pointer % 16 for pointer in pointers)), "a gradient is not aligned"
+        assert [name for _, name in reading] == source.scalars.reading, "gradients are read in another way"
+        work = torch.empty(self._size, dtype=torch.float32, device=self.device)
+        with torch.cuda.device(self.device) if self._pinned else nullcontext():
+            step = self._pointers(pointers), values.numbers, values.keys
+            args = *step, self._scalars, work, self._results, *reading.values()
+            for each in self.steps:
+                if isinstance(each, Sum):
+                    assert self._across is not None
+                    work[each.part] = self._across.all_reduce([work[each.part]], largest=each.largest)[0]
+                else:
+                    self._kernels.launch(each, (work,) if each.name == "fold" else args, self.device)
+        return self._result
+
+    def _pointers(self, pointers: list[int]) -> Tensor:
+        """Sends pointers, unless they are those of the run before. It does not wait for the device, unless that has not
+        yet got those that were sent two times before.
+        """
+        if pointers != self._sent_pointers:
+            self._sent_pointers, host = pointers, torch.tensor(pointers, dtype=torch.int64)
+            if not self._pinned:
+                self._grads = host
+                return host
+            self._pinned.reverse()
+            buffer, sent = self._pinned[0]
+            sent.synchronize()
+            buffer.copy_(host)
+            self._grads = buffer.to(self.device, non_blocking=True)
+            sent.record()
+        return self._grads

@@ -1,0 +1,45 @@
+"""The source of all kernels of an update."""
+
+from collections.abc import Sequence
+
+from lowmem.kernels.between import Between
+from lowmem.kernels.inputs import Columns, Scalars, Tile
+from lowmem.kernels.passes import pass_text
+from lowmem.tiles.traced import TracedUpdate
+
+# 16 elements per thread: registers suffice, and loads are 16 bytes wide.
+MATRIX, LINE = Tile(8, 256, 16), Tile(1, 2048, 16)
+
+
+def is_line(update: TracedUpdate, shape: Sequence[int]) -> bool:
+    """Returns whether a parameter [B, R, C] is updated as single lines."""
+    kinds = {kind for each in update.passes for kind, _ in (*each.vectors, *(each.sums or ()))}
+    return shape[1] == 1 and not kinds & {"row", "col", "row_max"}
+
+
+class Source:
+    """The source of the kernels of an update.
+
+    Attributes:
+        text: a module.
+        steps: name of each kernel in the order of their launches, and the number of its pass.
+        rectangles, slices: columns of the tables.
+        vectors: the kind of each vector that code between passes stores in the workspace.
+        results: names of what the update returns.
+    """
+
+    def __init__(self, update: TracedUpdate, *, line: bool, aligned: bool) -> None:
+        self.update, self.aligned, self.tile = update, aligned, LINE if line else MATRIX
+        self.rectangles, self.slices, self.scalars = Columns("row"), Columns("row"), Scalars(update)
+        between = Between(self.scalars, self.slices)
+        self.steps, text = list[tuple[str, int]](), ""
+        for n, reached in enumerate(update.passes):
+            if before := between.text(n):
+                self.steps.append((f"between_{n}", n))
+            self.steps.append((f"pass_{n}", n))
+            text += before + pass_text(self.scalars, self.rectangles, n, reached, self.tile, aligned=aligned)
+        columns = (len(each) for each in (self.rectangles.keys, self.slices.keys, self.scalars.slots))
+        counts = zip(("RECTANGLE_COLUMNS", "SLICE_COLUMNS", "SLOTS"), columns, strict=True)
+        self.text = "".join(f"{name} = tl.constexpr({count})\n" for name, count in counts) + text
+        self.vectors = {node: str(between.sides[node]) for kind, node in self.slices.keys if kind == "vector"}
+        self.results = list(update.graph.results)

@@ -1,0 +1,197 @@
+"""The tables of parameters that are updated together: their rectangles and slices, and places in the workspace."""
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from lowmem.kernels.source import Source
+from lowmem.tiles.layout import WIDEST, Layout
+
+# Lines and columns of partial sums that a program of `fold` takes at a time.
+FOLD = 16, 128
+
+
+class Rectangle(NamedTuple):
+    """A rectangle of one slice of a parameter. element: its first one in the tensors of the shard."""
+
+    member: int
+    slice: int
+    row: int
+    col: int
+    rows: int
+    cols: int
+    stride: int
+    element: int
+
+
+class Member(NamedTuple):
+    """One parameter.
+
+    layout: of its shard.  tensors: of the weight ("param") and of states of its size, by name and number of the part.
+    small: its other states, by kind and name.  group: place of its group's numbers.  key: number of its noise key.
+    """
+
+    layout: Layout
+    tensors: Mapping[tuple[str, int], Tensor]
+    small: Mapping[tuple[str, str], Tensor]
+    group: int = 0
+    key: int = 0
+
+    @property
+    def _views(self) -> list[Tensor]:
+        return self.layout.views(self.tensors["param", 0])
+
+    @property
+    def fits(self) -> bool:
+        """Returns whether kernels can update it: its tensors are contiguous, and so are the rows of its rectangles."""
+        if not all(each.is_contiguous() for each in (*self.tensors.values(), *self.small.values())):
+            return False
+        views = self._views
+        narrow = all(view.shape[1] == 1 or view.stride(1) < 1 << 28 for view in views)  # int32 counts within a tile
+        return narrow and all(view.shape[2] == 1 or view.stride(2) == 1 for view in views)
+
+    @property
+    def is_aligned(self) -> bool:
+        """Returns whether all rows begin at multiples of 16 elements, and all rectangles at multiples of 16 bytes."""
+        numel, rectangles = self.tensors["param", 0].numel(), list(self.rectangles(0))
+        return all((each.cols | each.stride | each.element) % 16 == 0 for each in rectangles) and all(
+            (tensor.data_ptr() + each.element // (numel // tensor.numel()) * tensor.itemsize) % 16 == 0
+            for tensor in self.tensors.values()
+            for each in rectangles
+        )
+
+    def rectangles(self, number: int) -> Iterator[Rectangle]:
+        """Yields the rectangles of its slices on this rank. number: of the member."""
+        weight = self.tensors["param", 0]
+        for view, rectangle in zip(self._views, self.layout.rectangles, strict=True):
+            batch, rows, cols = view.shape
+            first, outer = (view.data_ptr() - weight.data_ptr()) // weight.itemsize, rectangle.rect
+            for n, start in itertools.product(range(batch if rows else 0), range(0, cols, WIDEST)):
+                yield Rectangle(
+                    number, outer.batch.start + n, outer.rows.start, outer.cols.start + start, rows,
+                    min(WIDEST, cols - start), view.stride(1) if rows > 1 else cols,
+                    first + n * view.stride(0) + start,
+                )  # fmt: skip
+
+
+class Tables:
+    """Everything static about parameters that are updated together, on the host.
+
+    Attributes:
+        tiles: number of programs of each rectangle.
+        rectangles, slices: the tables of kernels.
+        totals: the parts of the workspace with the sums of a pass, by its number, and by whether they are maxima.
+        size: of the workspace.
+    """
+
+    def __init__(self, source: Source, members: Sequence[Member]) -> None:
+        self._source, self._members, self._storages = source, members, dict(source.update.kind.storages)
+        shapes = [member.layout.shape for member in members]
+        self._slices = [(n, index) for n, (batch, *_) in enumerate(shapes) for index in range(batch)]
+        numbers = {each: n for n, each in enumerate(self._slices)}
+        found = (each for n, member in enumerate(members) for each in member.rectangles(n))
+        self._rectangles = sorted(found, key=lambda each: (each.member, each.slice))
+        self._slice_of = [numbers[each.member, each.slice] for each in self._rectangles]
+        down, across = source.tile.strip
+        self._strips = [(-(-each.rows // down), -(-each.cols // across)) for each in self._rectangles]
+        self.tiles = [down * across for down, across in self._strips]
+        self._first = [0, *itertools.accumulate(self.tiles)]
+        rows, cols = ([shapes[n][side] for n, _ in self._slices] for side in (1, 2))
+        self._lengths = {"row": rows, "row_max": rows, "col": cols, "scalar": [1] * len(self._slices)}
+        self._places = dict[tuple[str, Any], list[int]]()  # in the workspace, of rectangles or slices
+        self.totals, self.size = dict[tuple[int, bool], slice](), 0
+        self._give_places()
+        self.rectangles = [self._of_rectangle(n, each) for n, each in enumerate(self._rectangles)]
+        self.slices = [self._of_slice(n, *each) for n, each in enumerate(self._slices)]
+
+    @staticmethod
+    def programs(counts: Sequence[int]) -> list[int]:
+        """Returns what each program works on, given the number of programs of each."""
+        return [n for n, count in enumerate(counts) for _ in range(count)]
+
+    def _sums(self, number: int, largest: bool) -> Iterator[tuple[tuple[int, int], str]]:
+        """The sums or the maxima of a pass: key and kind."""
+        for n, (kind, _) in enumerate(self._source.update.passes[number].sums or ()):
+            if (kind == "row_max") is largest:
+                yield (number, n), kind
+
+    def _give_places(self) -> None:
+        def place(kind: str, name: Any, sizes: Sequence[int]) -> None:
+            *self._places[kind, name], self.size = itertools.accumulate(sizes, initial=self.size)
+
+        for n, largest in itertools.product(range(len(self._source.update.passes)), (False, True)):
+            start = self.size
+            for key, kind in self._sums(n, largest):
+                place("total", key, self._lengths[kind])
+            self.totals[n, largest] = slice(start, self.size)
+        for node, kind in self._source.vectors.items():
+            place("vector", node, self._lengths[kind])
+        kept = most = self.size
+        for n, _ in enumerate(self._source.update.passes):
+            self.size = kept  # the partial sums of earlier passes have been summed
+            for largest in (False, True):
+                for key, kind in self._sums(n, largest):
+                    place("partial", key, [lines * length for lines, _, length in self._partial(kind)])
+            most = max(most, self.size)
+        self.size = most
+
+    def _partial(self, kind: str) -> Iterator[tuple[int, int, int]]:
+        """The partial sums of each rectangle: lines, start in the sum, length of a line."""
+        for each, (down, across) in zip(self._rectangles, self._strips, strict=True):
+            if kind == "scalar":
+                yield down * across, 0, 1
+            else:
+                yield (down, each.col, each.cols) if kind == "col" else (across, each.row, each.rows)
+
+    def folds(self, number: int, largest: bool) -> tuple[list[int], list[tuple[int, ...]], list[tuple[int, ...]]]:
+        """Returns the programs, jobs and pieces of `fold` for the sums or the maxima of a pass."""
+        programs, jobs, pieces = list[int](), list[tuple[int, ...]](), list[tuple[int, ...]]()
+        for key, kind in self._sums(number, largest):
+            of_slice: list[list[tuple[int, ...]]] = [[] for _ in self._slices]
+            for n, place, piece in zip(self._slice_of, self._places["partial", key], self._partial(kind), strict=True):
+                of_slice[n].append((place, *piece))
+            for here, place, length in zip(of_slice, self._places["total", key], self._lengths[kind], strict=True):
+                first = len(programs)
+                programs += [len(jobs)] * -(-length // FOLD[1])
+                jobs.append((first, place, length, len(pieces), len(here)))
+                pieces += here
+        return programs, jobs, pieces
+
+    def _of_rectangle(self, number: int, each: Rectangle) -> list[int]:
+        """The columns of a rectangle."""
+        member, of_slice, columns = self._members[each.member], self._slice_of[number], list[int]()
+        line, (high, low) = each.slice * member.layout.shape[1] + each.row, divmod(each.col + (1 << 31), 1 << 32)
+        fixed = {
+            "first": self._first[number], "rows": each.rows, "cols": each.cols, "stride": each.stride,
+            "member": each.member, "group": member.group, "slice": of_slice, "offset": each.element, "key": member.key,
+            "line": (line + (1 << 31)) % (1 << 32) - (1 << 31), "high": high, "low": low - (1 << 31),
+        }  # fmt: skip
+        for kind, name in self._source.rectangles.keys:
+            if kind == "pointer":
+                tensor, group = member.tensors[name], self._storages[name[0]].parts[name[1]].group
+                columns.append(tensor.data_ptr() + each.element // group * tensor.itemsize)
+            elif kind == "partial":
+                columns.append(self._places[kind, name][number])
+            elif kind == "vector":
+                start = each.row if self._source.vectors[name] == "row" else each.col
+                columns.append(self._places[kind, name][of_slice] + start)
+            else:
+                columns.append(fixed[kind])
+        return columns
+
+    def _of_slice(self, number: int, n: int, index: int) -> list[int]:
+        """The columns of a slice: number `index` of member n."""
+        member, columns = self._members[n], list[int]()
+        batch, rows, cols = member.layout.shape
+        fixed = {"rows": rows, "cols": cols, "slices": batch, "index": index, "member": n, "group": member.group}
+        for kind, name in self._source.slices.keys:
+            if kind == "state":
+                state = member.small[name]
+                columns.append(state.data_ptr() + index * (state.nbytes // batch))
+            elif kind == "result":
+                columns.append(self._source.results.index(name) * len(self._members) + n)
+            else:
+                columns.append(fixed[kind] if kind in fixed else self._places[kind, name][number])
+        return columns

@@ -1,0 +1,277 @@
+"""Kernels in Triton's interpreter have the bits of the eager sweep. They run if LOWMEM_TRITON=1."""
+
+import itertools
+import os
+import threading
+
+import numpy as np
+import pytest
+import torch
+from support.interpreted import INTERPRETED
+from support.updated import Parameter, batches_of, run, update
+
+from lowmem.kernels.inputs import Tile
+from lowmem.tiles.layout import Layout
+from lowmem.tiles.sweep import Reading
+
+pytestmark = pytest.mark.skipif(not INTERPRETED, reason="runs in tests/test_parts.py, in Triton's interpreter")
+
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+
+# Matrices of several programs, with rests of tiles in both directions; experts, a convolution, vectors.
+SHAPES = [(35, 70), (33, 1), (1, 80), (3, 18, 30), (2, 3, 5, 5), (1100,), ()]
+NO_CONVOLUTION = [shape for shape in SHAPES if len(shape) < 4]
+GROUPED = [(35, 128), (3, 9, 64), (576,)]  # whose rows are complete groups
+NUMBERS = Reading(inverse_scale=torch.tensor(0.37), limit=torch.tensor(0.01), clip_coef=torch.tensor(0.77))
+HEURISTIC = {"min_dim_size_to_factor": 2}
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch):
+    """The interpreter takes as long for a small tile as for a large one."""
+    monkeypatch.setattr("lowmem.kernels.source.MATRIX", Tile(8, 64, 2))
+    monkeypatch.setattr("lowmem.kernels.source.LINE", Tile(1, 256, 2))
+
+
+def made(rule, dtype=F32, rounding="nearest", storage="float32", options=None, shapes=SHAPES, **more):
+    return [
+        Parameter(rule, shape, dtype, rounding, storage, options=options or {}, name=str(shape), **more)
+        for shape in shapes
+    ]
+
+
+def cases(*rows, sample=1):
+    """Runs a test with the first of these cases, or with all of them if LOWMEM_FULL=1."""
+    rows = rows if os.environ.get("LOWMEM_FULL") == "1" else rows[:sample]
+    return pytest.mark.parametrize("case", rows, ids=lambda case: " ".join(map(str, case)).replace("torch.", ""))
+
+
+def assert_exact(differences):
+    assert differences
+    assert {key: different for key, (different, _) in differences.items() if different} == {}
+
+
+def assert_close(differences, dtype=F32):
+    """Sums in another order may change the last bit of a float32 number, and so a rounding to 16 bits now and then."""
+    assert differences
+    assert {key: off for key, (_, off) in differences.items() if off > (2e-6 if dtype == F32 else 1e-2)} == {}
+
+
+@cases(("adamw", BF16, "stochastic", "bfloat16"), ("lion",), ("adamw",), ("lomo", BF16), sample=2)
+def test_elementwise_rules(case):
+    assert_exact(update(made(*case)))
+
+
+@cases(
+    ("adalomo", F32), ("scaled_adam", BF16, "stochastic"),
+    ("adafactor_t2t", F32, "nearest", "float32", {"simulated_quantize_bits": 8, "beta1": 0.9}),
+    ("lans", BF16, "master", "float32", {"variant": "step", "lower_bound": 0.1, "clip_gradient": 0.3}),
+    ("adalomo", BF16, "stochastic"), ("lans", F32), ("adafactor_t2t", BF16), sample=3,
+)  # fmt: skip
+def test_rules_that_sum(case):
+    assert_close(update(made(*case), steps=5 if case[0] == "scaled_adam" else 2), case[1])
+
+
+@cases(
+    ("adafactor", BF16, "stochastic", "bfloat16", {"beta1": 0.9, "variant": "op_by_op", "max_parameter_scale": 0.5}),
+    ("adafactor", F32, "nearest", "float32", {"beta1": 0.9, "skip_nan_updates": True}),
+)
+def test_options_of_adafactor(case):
+    *case, options = case
+    assert_close(update(made(*case, HEURISTIC | options, NO_CONVOLUTION)), case[1])
+
+
+@cases(("N R C", (4, 20, 30)), ("C B R", (20, 3, 30)), ("N B R C", (2, 3, 20, 30)), ("B R C C", (3, 5, 2, 4)), sample=2)
+def test_stacks_of_adafactor(case):
+    dimensions, shape = case
+    names = {"N": "NONE", "B": "BATCH", "R": "ROW", "C": "COLUMN"}
+    rule = tuple(names[dimension] for dimension in dimensions.split())
+    assert_close(update(made("adafactor", options=HEURISTIC | {"factor_map": [(".*", rule)]}, shapes=[shape])))
+
+
+@cases(
+    ("lion", F16, "stochastic", "float16"), ("lion", BF16, "compensated", "bfloat16"), ("lion", F16, "compensated"),
+    ("lion", BF16, "compensated8"), ("lion", BF16, "master"), sample=2,
+)  # fmt: skip
+def test_storages(case):
+    assert_exact(update(made(*case, shapes=[(35, 70), (7,), ()])))
+
+
+@cases(
+    ("adamw", BF16, "int12", "8bit"), ("lion", BF16, "int10", "8bit_nearest"), ("adamw", F32, "nearest", "8bit_64"),
+    ("lion", BF16, "int8"),
+)  # fmt: skip
+def test_storages_in_groups(case):
+    assert_exact(update(made(*case, shapes=GROUPED), reading=NUMBERS))
+
+
+def test_quantized_weights_of_a_rule_that_sums():
+    assert_close(update(made("adalomo", BF16, "int12", shapes=GROUPED)), BF16)
+
+
+def test_aligned_tensors_and_tensors_that_are_not():
+    aligned = made("lion", BF16, "stochastic", "bfloat16", shapes=[(17, 272), (3, 16, 32)])
+    assert all(each.member().is_aligned for each in aligned)
+    assert_exact(update(aligned, aligned=True))
+    skewed = made("lion", BF16, "stochastic", "bfloat16", shapes=[(17, 272)], skewed=1)
+    assert not skewed[0].member().is_aligned
+    assert_exact(update(skewed))
+    units = made("adalomo", BF16, "int12", shapes=[(3, 1, 64), (3, 8, 64)])  # 2 and 16 bytes of units per slice
+    assert [each.member().is_aligned for each in units] == [False, True]
+
+
+@pytest.mark.parametrize("rule", ["adalomo", "lion"])
+def test_a_gradient_that_is_not_finite_leaves_its_parameter_unchanged(rule):
+    shapes = [(3, 20, 40), (3, 7, 9)]
+    before = made(rule, shapes=shapes)
+    assert_close(update(before, steps=1, spoil="(3, 20, 40)"))
+    moved = [bool(each.tensors["param", 0].ne(start.tensors["param", 0]).any()) for each, start in pairs(before, rule)]
+    assert moved == [False, True]
+    assert not any(bool(state.any()) for state in before[0].small.values())
+
+
+def pairs(parameters, rule):
+    torch.manual_seed(0)
+    return zip(parameters, made(rule, shapes=[each.shape for each in parameters]), strict=True)
+
+
+@pytest.mark.parametrize("rule", ["adalomo", "adamw"])
+def test_a_decided_step_is_read_by_member(rule):
+    decided = Reading(finite=torch.tensor([True, False]), square_sums=torch.tensor([4.0, 5.0], dtype=torch.float64))
+    parameters = made(rule, shapes=[(30, 40), (20, 30)])
+    ((_, batch),) = batches_of(parameters, decided)
+    assert batch.launches == {"adalomo": 7, "adamw": 2}[rule]
+    assert_close(update(parameters, reading=decided))
+    assert [bool(each.small[key].any()) for each in parameters for key in [next(iter(each.small))]] == [True, False]
+
+
+def test_launches():
+    expected = {"lomo": 4, "lion": 4, "adamw": 4, "adalomo": 7}
+    for rule, launches in expected.items():
+        ((_, batch),) = batches_of(made(rule, shapes=[(30, 40), (20, 30)]), Reading())
+        assert batch.launches == launches
+
+
+@pytest.mark.parametrize("rule", ["adalomo", "lans"])
+def test_a_parameter_has_the_same_bits_alone_and_together(rule):
+    results = []
+    for groups in ([[0, 1, 2]], [[2], [1], [0]], [[1, 2], [0]]):
+        torch.manual_seed(0)
+        parameters = made(rule, shapes=[(35, 20), (9, 70), (12, 5)])
+        grads = [each.gradient(1) for each in parameters]
+        for group in groups:
+            of = [parameters[n] for n in group]
+            ((_, batch),) = batches_of(of, Reading())
+            run(batch, of, [grads[n] for n in group], 1, Reading())
+        results.append([tensor for each in parameters for tensor in (*each.tensors.values(), *each.small.values())])
+    for other in results[1:]:
+        assert all(map(torch.equal, results[0], other))
+
+
+@cases(("adalomo", F32), ("adamw", BF16, "stochastic", "8bit"), ("adafactor_t2t", BF16), sample=2)
+def test_programs_of_a_launch_write_to_places_of_their_own(case, monkeypatch):
+    """Also in another order they give the same bits, and nothing is written beside the tensors."""
+    from triton.runtime import interpreter
+
+    from lowmem.kernels import Kernels
+
+    stored, executor = [], interpreter.interpreter_builder
+    masked, launch, turn = executor.create_masked_store, Kernels.launch, executor.set_grid_idx
+
+    def store(ptrs, value, mask, *rest):
+        places = np.asarray(ptrs.data).ravel()
+        stored.append(places[np.broadcast_to(np.asarray(mask.data).ravel(), places.shape)])
+        return masked(ptrs, value, mask, *rest)
+
+    def watched(self, step, args, device):
+        stored.clear()
+        launch(self, step, args, device)
+        places = np.concatenate(stored)
+        assert len(np.unique(places)) == len(places) > 0
+        known = [*tensors, *(each for each in args if each.dtype in (F32, torch.float64))]
+        bounds = [(each.data_ptr(), each.data_ptr() + each.nbytes) for each in known]
+        assert sum(((places >= start) & (places < end)).sum() for start, end in bounds) >= len(places)
+
+    results = []
+    monkeypatch.setattr(executor, "create_masked_store", store)
+    monkeypatch.setattr(Kernels, "launch", watched)
+    for shuffled in (False, True):
+        if shuffled:
+            monkeypatch.setattr(executor, "set_grid_idx", lambda x, y, z: turn(executor.grid_dim[0] - 1 - x, y, z))
+        torch.manual_seed(0)
+        parameters = made(*case, shapes=GROUPED)
+        tensors = [tensor for each in parameters for tensor in (*each.tensors.values(), *each.small.values())]
+        for of, batch in batches_of(parameters, Reading()):
+            for step in (1, 2):
+                run(batch, of, [each.gradient(step) for each in of], step, Reading())
+        assert all(each.is_intact() for each in parameters)
+        results.append(tensors)
+    assert all(map(torch.equal, *results))
+
+
+class Ranks:
+    """Ranks as threads, of which one runs at a time."""
+
+    def __init__(self, count):
+        self.turn, self.meeting, self.given = threading.Lock(), threading.Barrier(count), []
+        self.calls = 0
+
+    def all_reduce(self, tensors, *, largest=False):
+        self.given.append(tensors[0].clone())
+        self.turn.release()
+        self.meeting.wait(60)
+        result = torch.stack(self.given).amax(0) if largest else torch.stack(self.given).sum(0)
+        if self.meeting.wait(60) == 0:
+            self.given.clear()
+            self.calls += 1
+        self.meeting.wait(60)
+        self.turn.acquire()
+        return [result]
+
+
+def shard_of(full, start, stop):
+    """The parameter of a rank, which has the elements from start to stop."""
+    options = {"options": full.options, "name": full.name}
+    shard = Parameter(full.rule, full.shape, full.dtype, full.rounding, full.storage, **options)
+    shard.layout = Layout.of(full.shape, full.spec.view, start, stop)
+    for (name, n), tensor in full.tensors.items():
+        group = full.storages[name].parts[n].group
+        shard.tensors[name, n] = tensor.reshape(-1)[start // group : stop // group].clone()
+    return shard
+
+
+@cases(
+    ("adalomo", BF16, "stochastic", "float32", {}, (3, 6, 64)), ("lion", BF16, "stochastic", "8bit", {}, (20, 96)),
+    ("adafactor_t2t", F32, "nearest", "float32", {"simulated_quantize_bits": 8}, (20, 96)),
+    ("adalomo", F32, "nearest", "float32", {}, (20, 96)), sample=3,
+)  # fmt: skip
+def test_shards_of_ranks(case):
+    """Flat shards: the end of a row, whole rows and the start of a row; one of them is empty."""
+    *case, shape = case
+    (full,), ranks, failures = made(*case, shapes=[shape]), Ranks(4), []
+    grad, bounds = full.gradient(1), [0, 480, 992, full.tensors["param", 0].numel(), full.tensors["param", 0].numel()]
+    shards = [shard_of(full, *at) for at in itertools.pairwise(bounds)]
+
+    def train(shard, at):
+        try:
+            with ranks.turn:
+                ((_, batch),) = batches_of([shard], Reading(), across=ranks)
+                run(batch, [shard], [grad.reshape(-1)[slice(*at)].clone()], 1, Reading())
+        except BaseException as error:
+            failures.append(error)
+            ranks.meeting.abort()
+
+    pairs = zip(shards, itertools.pairwise(bounds), strict=True)
+    threads = [threading.Thread(target=train, args=each) for each in pairs]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert not failures
+    full.expect(grad, 1, Reading())
+    for key, tensor in full.tensors.items():
+        tensor.copy_(torch.cat([shard.tensors[key] for shard in shards]).view(tensor.shape))
+    for shard in shards:
+        full.small = shard.small
+        assert_close(full.differences(), case[1])
+    assert ranks.calls == {"adalomo": 2, "lion": 1, "adafactor_t2t": 3}[full.rule]

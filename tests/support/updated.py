@@ -1,0 +1,208 @@
+"""Parameters that are updated by kernels and, as a reference, by the eager sweep from the same start."""
+
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from lowmem import rules
+from lowmem.tiles.layout import Layout
+from lowmem.tiles.rounding import noise_key
+from lowmem.tiles.storage import Float, Held, Integer, Uniform, of_state, of_weight
+from lowmem.tiles.stored import StoredTiles
+from lowmem.tiles.sweep import Reading, Scalars, Sweep
+from lowmem.tiles.tile import extent
+from lowmem.tiles.traced import GRAD, Kind, signature, trace_update
+
+MARGIN = 4096  # elements
+
+
+@dataclass
+class Parameter:
+    """One parameter by two ways. rounding: also int8, int10, int12."""
+
+    rule: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
+    rounding: str = "nearest"
+    storage: str = "float32"
+    grad: torch.dtype | None = None
+    options: dict = field(default_factory=dict)
+    skewed: int = 0  # elements by which tensors are misaligned
+    name: str = "w"
+
+    def __post_init__(self):
+        self.by_rule = rules.resolve(self.rule)
+        self.hyper = {**self.by_rule.defaults, "rounding": "auto", **self.options}
+        self.spec = self.by_rule.spec(self.name, self.shape, self.hyper)
+        self.layout = Layout.of(self.shape, self.spec.view)
+        self.grad = self.grad or self.dtype
+        quantized = self.rounding.startswith("int")
+        weight = Integer(int(self.rounding[3:])) if quantized else of_weight(self.rounding, self.dtype)
+        self.storages = {"param": weight}
+        self.small, self.buffers = {}, []
+        for name, state in self.spec.states.items():
+            if state.extent == "full":
+                dtype = self.dtype if state.dtype == "weight" else state.dtype
+                self.storages[name] = of_state(self.storage, state.signed) if dtype is None else Float(dtype)
+            else:
+                sizes = *extent(state.extent, self.layout.shape), *state.extra
+                self.small[state.extent, name] = self.memory(sizes, state.dtype or torch.float32)
+        start = torch.randn(self.shape) * 0.02
+        self.tensors = {}
+        for name, storage in self.storages.items():
+            for n, part in enumerate(storage.parts):
+                sizes = self.shape if part.group == 1 else (*self.shape[:-1], self.shape[-1] // part.group)
+                self.tensors[name, n] = self.memory(sizes, part.dtype)
+        encoded = weight.encode(start.to(self.dtype).float(), Uniform.half(start))
+        for n, part in enumerate(encoded):
+            self.tensors["param", n].copy_(part)
+        self.expected = {key: each.clone() for key, each in self.tensors.items()}
+        self.expected_small = {key: each.clone() for key, each in self.small.items()}
+
+    def memory(self, sizes, dtype):
+        """A tensor of zeros between canaries."""
+        count, before = torch.Size(sizes).numel(), MARGIN + self.skewed
+        self.buffers.append(torch.full((before + count + MARGIN,), 7, dtype=dtype))
+        return self.buffers[-1][before : before + count].zero_().view(sizes)
+
+    def is_intact(self):
+        """Whether nothing was written beside its tensors."""
+        return all(bool((part == 7).all()) for each in self.buffers for part in (each[:MARGIN], each[-MARGIN:]))
+
+    @property
+    def draws(self):
+        return any(storage.draws for storage in self.storages.values())
+
+    def kind(self, reading):
+        numbers = Scalars.of(self.numbers(1))
+        args = {**self.small, **reading.tensors}
+        args["numbers", "single"], args["numbers", "double"] = numbers.single, numbers.double
+        if self.draws:
+            args["key", ""] = torch.zeros((), dtype=torch.int32)
+        return Kind(
+            ((GRAD, Float(self.grad)), *self.storages.items()),
+            max(storage.group for storage in self.storages.values()),
+            signature(args),
+            torch.device("cpu"),
+            batched=self.layout.shape[0] > 1,
+            numbers=numbers.names,
+        )
+
+    def traced(self, reading):
+        update = lambda sweep, states: self.by_rule.update(sweep, self.spec, states)  # noqa: E731
+        return trace_update(self.kind(reading), update, self.spec.alike)
+
+    def gradient(self, step):
+        return self.memory(self.shape, self.grad).copy_(torch.randn(self.shape) * 0.01 * step)
+
+    def member(self, group=0, key=0):
+        from lowmem.kernels import Member
+
+        return Member(self.layout, self.tensors, self.small, group, key)
+
+    def key(self, step):
+        return noise_key(0, step, self.name)
+
+    def numbers(self, step):
+        return self.by_rule.scalars(self.hyper, step)
+
+    def expect(self, grad, step, reading):
+        """Updates the reference."""
+        held = {
+            name: Held(s, tuple(self.expected[name, n] for n, _ in enumerate(s.parts)))
+            for name, s in self.storages.items()
+        }
+        weight, small = held.pop("param"), {name: state for (_, name), state in self.expected_small.items()}
+        tiles = StoredTiles(
+            self.layout, weight, grad, reading, Scalars.of(self.numbers(step)),
+            keys=torch.tensor(self.key(step), dtype=torch.int32),
+        )  # fmt: skip
+        sweep = Sweep(tiles)
+        sizes = self.by_rule.update(sweep, self.spec, held | small)
+        return sweep.square_sums, sizes
+
+    def differences(self):
+        """Number of elements that differ, by tensor, and the largest difference relative to the largest element."""
+        found = {}
+        for own, expected in ((self.tensors, self.expected), (self.small, self.expected_small)):
+            for key, tensor in own.items():
+                a, b = tensor.double(), expected[key].double()
+                off = (a != b) & ~(a.isnan() & b.isnan())
+                size = max(float(b.abs().max()), 1e-300) if b.numel() else 1.0
+                found[key] = int(off.sum()), float((a - b).abs().max()) / size if b.numel() else 0.0
+        return found
+
+    def equalize(self):
+        """Begins the next step from the reference."""
+        for own, expected in ((self.tensors, self.expected), (self.small, self.expected_small)):
+            for key, tensor in own.items():
+                tensor.copy_(expected[key])
+
+
+KERNELS = {}  # of all tests
+
+
+def batches_of(parameters, reading, aligned=False, across=None):
+    """Yields parameters of one kind, and their batch."""
+    from lowmem.kernels import Batch, Kernels, is_line
+
+    kinds = {}
+    for each in parameters:
+        spec = each.rule, replace(each.spec, view=None), tuple(each.spec.states.items())
+        kinds.setdefault((each.kind(one(reading, 0)), each.layout.shape[1] == 1, spec), []).append(each)
+    for like, of in kinds.items():
+        if (like, aligned) not in KERNELS:
+            traced = of[0].traced(one(reading, 0))
+            line = is_line(traced, of[0].layout.shape)
+            KERNELS[like, aligned] = Kernels(traced, line=line, aligned=aligned)
+            KERNELS[like, aligned].compile(torch.device("cpu"))
+        members = [each.member(n * len(each.numbers(1)), n) for n, each in enumerate(of)]
+        yield of, Batch(KERNELS[like, aligned], members, across)
+
+
+def one(reading, n):
+    """The reading of one of several parameters."""
+    return replace(reading, **{name: each[n : n + 1] for (_, name), each in reading.tensors.items() if each.ndim})
+
+
+def run(batch, of, grads, step, reading):
+    """Updates the parameters of a batch."""
+    from lowmem.kernels import Values
+
+    numbers = [number for each in of for number in each.numbers(step).values()]
+    keys = torch.tensor([each.key(step) for each in of], dtype=torch.int32)
+    return batch.run(grads, Values(torch.tensor(numbers, dtype=torch.float64), keys, reading))
+
+
+def update(parameters, steps=2, reading=None, aligned=False, spoil=None):
+    """Updates parameters by kernels and as expected. Each step begins from equal tensors. spoil: a parameter whose
+    gradient is infinite.
+
+    Returns:
+        By tensor, the number of elements that differ after some step, and the largest difference relative to the
+        largest element.
+    """
+    reading, worst = reading or Reading(), {}
+    for of, batch in batches_of(parameters, reading, aligned):
+        for step in range(1, steps + 1):
+            grads = [each.gradient(step) for each in of]
+            for each, grad in zip(of, grads, strict=True):
+                if each.name == spoil:
+                    grad.view(-1)[-1] = torch.inf
+            result = run(batch, of, grads, step, reading)
+            for n, (each, grad) in enumerate(zip(of, grads, strict=True)):
+                square_sums, sizes = each.expect(grad, step, one(reading, n))
+                if result.square_sums is not None:
+                    close(result.square_sums[n : n + 1], square_sums)
+                assert (result.sizes is None) == (sizes is None)
+                if sizes is not None:
+                    close(result.sizes[n : n + 1].float(), sizes)
+                for key, (different, relative) in each.differences().items():
+                    before = worst.get(key, (0, 0.0))
+                    worst[key] = before[0] + different, max(before[1], relative)
+                each.equalize()
+    return worst
+
+
+def close(one, other):
+    torch.testing.assert_close(one, other, rtol=1e-5, atol=0, equal_nan=True)
