@@ -3,9 +3,9 @@
     python -m benchmarks.host [--count 32 --repeats 20 --rounds 5]
 
 Compiled code and launches of kernels are replaced by functions that compute nothing, so the time is the host's: a GPU
-waits for it if its kernels take less. torch's `AdamW(fused=True)` has an optimizer per parameter, which steps in a hook; its time includes
-the update, of 160 × 160 elements. Times are of the thread: for each parameter except the first, with which the step
-begins, the least of all steps; and then their mean.
+waits for it if its kernels take less. torch's `AdamW(fused=True)` has an optimizer per parameter, which steps in a
+hook; its time includes the update, of 160 × 160 elements. Times are of the thread: for each parameter except the first,
+with which the step begins, the least of all steps; and then their mean.
 """
 
 import math
