@@ -8,6 +8,7 @@ from unittest import mock
 from torch import Tensor, fx
 
 import lowmem
+from lowmem.kernels import Kernels
 from lowmem.placements import Ranks, release
 from lowmem.step import compiled
 from lowmem.step.compiled import has_compiler
@@ -24,8 +25,10 @@ def update_one(opt: lowmem.FusedOptimizer, param: Tensor, grad: Tensor) -> None:
 
 
 @contextmanager
-def without_computing() -> Iterator[None]:
-    """Replaces compiled code by functions that return the results of their first call. No compiler is needed."""
+def without_computing(*, kernels: bool = False) -> Iterator[None]:
+    """Replaces compiled code by functions that return the results of their first call, and launches of kernels by
+    nothing. No compiler is needed. kernels: tensors on a CPU are updated as on a GPU.
+    """
 
     def first_results(graph: fx.GraphModule, sizes: Any, example: Sequence[Any]) -> Callable[..., Any]:
         results = list[Any]()
@@ -37,8 +40,15 @@ def without_computing() -> Iterator[None]:
 
         return run
 
-    replaced = {"_TRACED": {}, "missing_compiler": lambda device, tries: None}
-    with mock.patch.object(stages, "compiled", first_results), mock.patch.multiple(compiled, **replaced):
+    replaced = {
+        "_TRACED": {}, "missing_compiler": lambda device, tries: None, "KERNELS": {"cpu", "cuda"} if kernels else set()
+    }  # fmt: skip
+    launches = {"compile": lambda self, device: None, "launch": lambda self, launch, args, device: None}
+    with (
+        mock.patch.object(stages, "compiled", first_results),
+        mock.patch.multiple(compiled, **replaced),
+        mock.patch.multiple(Kernels, **launches),
+    ):
         yield
 
 

@@ -2,10 +2,10 @@
 
     python -m benchmarks.host [--count 32 --repeats 20 --rounds 5]
 
-Compiled code is replaced by functions that compute nothing, so the time is the host's: a GPU waits for it if its
-kernels take less. torch's `AdamW(fused=True)` has an optimizer per parameter, which steps in a hook; its time includes
-the update, of 160 × 160 elements. Times are of the thread: for each parameter except the first, with which the step
-begins, the least of all steps; and then their mean.
+Compiled code and launches of kernels are replaced by functions that compute nothing, so the time is the host's: a GPU
+waits for it if its kernels take less. torch's `AdamW(fused=True)` has an optimizer per parameter, which steps in a
+hook; its time includes the update, of 160 × 160 elements. Times are of the thread: for each parameter except the first,
+with which the step begins, the least of all steps; and then their mean.
 """
 
 import math
@@ -56,6 +56,15 @@ def fused(params: Sequence[Tensor], rule: str) -> object:
     return lowmem.FusedOptimizer(params, rule=rule, lr=1e-5, compile=True)
 
 
+def timed_in_turn(timed: Callable[[Register], list[float]]) -> dict[str, list[float]]:
+    """Times all ways to update once."""
+    times = {BASE: timed(hooked)}
+    for kernels, code in ((False, "compiled for a CPU"), (True, "kernels of a GPU")):
+        with without_computing(kernels=kernels):
+            times |= {f"{rule}, {code}": timed(partial(fused, rule=rule)) for rule in RULES}
+    return times
+
+
 def hooked(params: Sequence[Tensor]) -> object:
     """An `AdamW(fused=True)` per parameter, which steps in its hook."""
 
@@ -88,10 +97,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = reports.make_parser(__doc__, counts).parse_args(argv)
     settings = {**{name: getattr(options, name) for name in counts}, "dtype": options.dtype}
     timed = partial(microseconds, count=options.count, repeats=options.repeats, dtype=getattr(torch, options.dtype))
-    methods: dict[str, Register] = {BASE: hooked, **{rule: partial(fused, rule=rule) for rule in RULES}}
-    with reports.output(options.out), without_computing():
-        rounds = [{name: timed(register) for name, register in methods.items()} for _ in range(options.rounds)]
-        times = {name: mean(map(min, zip(*(each[name] for each in rounds), strict=True))) for name in methods}
+    with reports.output(options.out):
+        rounds = [timed_in_turn(timed) for _ in range(options.rounds)]
+        times = {name: mean(map(min, zip(*(each[name] for each in rounds), strict=True))) for name in rounds[0]}
         reports.publish(options.out, "host", settings, tables, microseconds=times)
 
 

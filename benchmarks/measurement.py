@@ -69,12 +69,8 @@ class Workload:
     def model(self, device: str) -> nn.Module:
         """Random weights, with activation checkpointing."""
         layers, hidden, vocabulary = SIZES[self.size]
-        return llama(layers, hidden, self.intermediate, vocabulary, self.dtype, device)
-
-    @property
-    def intermediate(self) -> int:
-        """Llama's size of MLPs: 8/3 of the hidden size, rounded up to a multiple of 256."""
-        return -(-SIZES[self.size][1] * 8 // 3 // 256) * 256
+        intermediate = -(-hidden * 8 // 3 // 256) * 256  # as Llama: rounded up to a multiple of 256
+        return llama(layers, hidden, intermediate, vocabulary, self.dtype, device)
 
 
 def sync() -> None:

@@ -22,7 +22,7 @@ FLOOR = "floor"
 LR = 1e-4
 
 # What peers need beyond torch, as pip names it.
-PACKAGES = ("flashoptim", "lomo-optim", "torch-optimi", "torchao")
+PACKAGES = ("lomo-optim", "torch-optimi", "torchao")
 
 
 def installed(package: str) -> bool:
@@ -37,22 +37,18 @@ class Method:
     Attributes:
         make: builds it. Must be picklable: a module-level function, or a `partial` of one.
         package: must be installed, as pip names it.
-        gpu: it needs a GPU.
         micro_batches: into how many the batch of a step is split.
     """
 
     make: Callable[..., Any]
     kind: Literal["floor", "ours", "peer"] = "peer"
     package: str | None = None
-    gpu: bool = False
     micro_batches: int = 1
 
     def missing(self) -> str | None:
         """Returns the requirement that this machine does not meet, or None."""
         if self.package is not None and not installed(self.package):
             return f"pip install {self.package}"
-        if self.gpu and not torch.cuda.is_available():
-            return "it needs a GPU"
         return None
 
 
@@ -181,13 +177,6 @@ def torchao(model: nn.Module) -> Step:
     return ordinary(model, importlib.import_module("torchao.optim").AdamW8bit)
 
 
-def flashoptim(model: nn.Module) -> Step:
-    """AdamW with gradient release, 8-bit moments, and 8 more bits per bfloat16 weight."""
-    package = importlib.import_module("flashoptim")
-    package.enable_gradient_release(model, package.FlashAdamW(model.parameters(), lr=LR))
-    return _backward
-
-
 PEERS = {
     "AdamW, fused": Method(partial(ordinary, cls=torch.optim.AdamW, fused=True)),
     "AdamW, foreach": Method(partial(ordinary, cls=torch.optim.AdamW, foreach=True)),
@@ -197,7 +186,6 @@ PEERS = {
     "lomo_optim AdaLomo": Method(partial(lomo_optim, name="AdaLomo"), package="lomo-optim"),
     "optimi AdamW": Method(optimi, package="torch-optimi"),
     "torchao AdamW8bit": Method(torchao, package="torchao"),
-    "FlashOptim AdamW": Method(flashoptim, package="flashoptim", gpu=True),
 }
 
 

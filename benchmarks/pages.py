@@ -9,9 +9,10 @@ pictures; nothing is measured.
 
 import hashlib
 import importlib
+import io
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,10 +27,11 @@ BLOCK = re.compile(
 )
 
 Row = Mapping[str, str]  # text by column
+Picture = Callable[[Any], Any]  # draws the figure of a report
 
 
 class Source(NamedTuple):
-    """Where tables and pictures come from: `tables(report)` gives them by name, `draw(report, path)` draws."""
+    """A module: its `tables(report)` gives tables by name, its `PICTURES` are pictures by the names of their files."""
 
     module: str
 
@@ -38,16 +40,14 @@ class Source(NamedTuple):
         return RESULTS / f"{self.module.rpartition('.')[2]}.json"
 
     def tables(self) -> dict[str, str]:
-        """The tables of the recorded results, each with a line about the machine; or of several results, without."""
-        if not self.file.exists():
-            return _code(self).tables(None)
+        """The tables of the recorded results, each with a line about the machine."""
         report = json.loads(self.file.read_text())
         tables = _code(self).tables(report)
         return {name: f"{table}\n{about(report)}\n" for name, table in tables.items()}
 
-    def draw(self) -> None:
-        if self.file.exists() and (draw := getattr(_code(self), "draw", None)):
-            draw(json.loads(self.file.read_text()), self.file.with_suffix(".png"))
+    @property
+    def pictures(self) -> Mapping[str, Picture]:
+        return getattr(_code(self), "PICTURES", {})  # type: ignore[no-any-return]
 
 
 def _code(source: Source) -> Any:
@@ -79,12 +79,17 @@ def blocks(page: Path) -> Iterator[re.Match[str]]:
     return BLOCK.finditer(page.read_text())
 
 
+def sources() -> list[Source]:
+    """The modules whose tables pages show."""
+    return sorted({Source(block["module"]) for page in PAGES for block in blocks(page)})
+
+
 def write(file: Path | None = None) -> None:
     """Writes the tables of one JSON file, or of all, into the pages that show them."""
 
     def written(block: re.Match[str]) -> str:
         source = Source(block["module"])
-        if file not in (None, source.file) and source.file.exists():
+        if file not in (None, source.file):
             return block[0]
         return f"{block['begin']}{source.tables()[block['table'] or '']}{block['end']}"
 
@@ -99,11 +104,32 @@ def checksum(file: Path) -> str:
     return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
+def panels(title: str, size: tuple[float, float], columns: int, rows: int = 1, **layout: Any) -> tuple[Any, Any]:
+    """A figure and its axes."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=size, layout="constrained")
+    axes = figure.subplots(rows, columns, **layout)
+    for each in figure.axes:
+        each.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(title, fontsize=11)
+    return figure, axes
+
+
+def draw(file: Path, pictures: Mapping[str, Picture]) -> None:
+    """Draws the pictures of a JSON file into PNG files next to it, which contain its checksum."""
+    from lowmem.files import write_file  # needs more than torch, which is all that `gpu_check` has
+
+    for name, picture in pictures.items():
+        png = io.BytesIO()
+        picture(json.loads(file.read_text())).savefig(png, dpi=150, metadata={"Source": checksum(file)})
+        write_file(file.with_name(f"{name}.png"), png.getvalue())
+
+
 def main() -> None:
     write()
-    sources = {Source(block["module"]) for page in PAGES for block in blocks(page)}
-    for source in sorted(sources):
-        source.draw()
+    for source in sources():
+        draw(source.file, source.pictures)
 
 
 if __name__ == "__main__":

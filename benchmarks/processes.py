@@ -4,32 +4,19 @@ import contextlib
 import itertools
 import multiprocessing
 import os
-import re
-import runpy
 import signal
-import socket
 import statistics
 import sys
 import tempfile
-import threading
-import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from multiprocessing.connection import wait
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-import torch
 
 # What a measurement returns, by name: seconds, bytes.
 Figures = dict[str, float]
 
-_ROOT = Path(__file__).parent.parent
-
-# Commands are forked from a process that has imported everything: starting Python would take most of their time.
-SPAWN, CONTEXT = multiprocessing.get_context("spawn"), multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["trl.scripts.sft", "trl.scripts.dpo", "deepspeed", "lowmem.run.training"])
-GRACE = 30  # seconds that the other ranks have to end after one has failed
+SPAWN = multiprocessing.get_context("spawn")
 
 
 class MeasurementError(Exception):
@@ -85,61 +72,6 @@ def _answer(sending: Any, variables: Mapping[str, str], function: Callable[..., 
     sending.send((result, failure))
 
 
-def execute(
-    words: Sequence[str],
-    log: Path,
-    ranks: int = 0,
-    *,
-    environment: Mapping[str, str],
-    threads: int = 1,
-    seconds: float = 3600,
-) -> None:
-    """Runs `python -m` with `words` in a forked process, or in `ranks` processes with the environment of torchrun.
-
-    Args:
-        log: gets the output of all of them.
-        environment: variables to set before the module is imported; torch and DeepSpeed have been imported already.
-        threads: of each.
-        seconds: after which they are killed.
-
-    Raises:
-        MeasurementError: a process failed, with its message, or did not end in time.
-    """
-    with socket.create_server(("localhost", 0)) as server:
-        group = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(server.getsockname()[1])}
-    group |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(ranks))
-    environments = [{**group, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)] or [{}]
-    processes = [
-        CONTEXT.Process(target=_execute, args=(words, {**environment, **each}, log, threads)) for each in environments
-    ]
-    for process in processes:
-        process.start()
-    end, running = time.monotonic() + seconds, processes
-    while running and (ended := wait([process.sentinel for process in running], end - time.monotonic())):
-        running = [process for process in running if process.sentinel not in ended]
-        if any(process.exitcode for process in processes):
-            end = min(end, time.monotonic() + GRACE)
-    for process in running:
-        process.kill()
-        process.join()
-    if any(process.exitcode for process in processes):
-        lines = log.read_text().strip().splitlines() or [f"exit status {processes[0].exitcode}"]
-        failed = [line for line in lines if line.startswith("error")]
-        hung = len(running) == len(processes)
-        raise MeasurementError(f"no end in {seconds:.0f} s" if hung else (failed or lines[-1:])[0])
-
-
-def _execute(words: Sequence[str], environment: Mapping[str, str], log: Path, threads: int) -> None:
-    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
-    os.environ.update(environment)
-    os.chdir(_ROOT)
-    torch.set_num_threads(threads)
-    sys.argv = list(words)
-    runpy.run_module(words[0], run_name="__main__", alter_sys=True)
-
-
 def in_rounds(
     names: Iterable[str], rounds: int, measure: Callable[[str, Path], Figures], longest: str = ""
 ) -> tuple[dict[str, Figures], dict[str, str]]:
@@ -172,28 +104,3 @@ def summary(rows: Sequence[Figures], longest: str = "") -> Figures:
     """The median of each figure over the rounds; the largest of `longest`."""
     columns = {key: [row[key] for row in rows] for key in rows[0]}
     return {key: max(values) if key == longest else statistics.median(values) for key, values in columns.items()}
-
-
-def resident(process: str = "self") -> dict[str, int]:
-    """Bytes of a process in memory: its own, pages of files that it has mapped, and shared ones. Empty if it ends."""
-    status = Path("/proc", process, "status").read_text()
-    names = {"Anon": "own", "File": "mapped", "Shmem": "shared"}
-    return {names[kind]: int(size) * 1024 for kind, size in re.findall(r"Rss(Anon|File|Shmem):\s+(\d+)", status)}
-
-
-@contextlib.contextmanager
-def repeated(act: Callable[[], object], seconds: float) -> Iterator[None]:
-    """Calls a function in a thread, with a pause of some seconds before each call, until the context is left."""
-    ended = threading.Event()
-
-    def repeat() -> None:
-        while not ended.wait(seconds):
-            act()
-
-    thread = threading.Thread(target=repeat)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()

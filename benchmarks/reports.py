@@ -3,7 +3,6 @@
 import argparse
 import datetime
 import functools
-import io
 import json
 import os
 import platform
@@ -13,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -135,22 +135,21 @@ def save(file: Path, settings: Mapping[str, Any], **parts: Any) -> None:
 
 def publish(
     out: Path, name: str, settings: Mapping[str, Any], tables: Callable[[Any], Mapping[str, str]],
-    draw: Callable[[Any, Path], None] | None = None, **parts: Any,
+    pictures: Mapping[str, pages.Picture] = MappingProxyType({}), **parts: Any,
 ) -> None:  # fmt: skip
-    """Saves results, prints their first table, draws their picture, and writes the pages that show them."""
+    """Saves results, prints their first table, draws their pictures, and writes the pages that show them."""
     file = out / f"{name}.json"
     save(file, settings, **parts)
     report = json.loads(file.read_text())
-    print(f"{pages.about(report)}\n\n{next(iter(tables(report).values()))}")
+    print(f"{pages.about(report)}\n\n{next(iter(tables(report).values()), '')}")
     for what, why in report.get("failed", {}).items():
         print(f"{what} failed: {why}")
     for what, why in report.get("left_out", {}).items():
         print(f"left out: {what} ({why})")
-    if draw is not None:
-        draw(report, file.with_suffix(".png"))
+    pages.draw(file, pictures)
     if out.resolve() == pages.RESULTS:
         pages.write(pages.RESULTS / file.name)
-    print(f"\nwrote {file}{'' if draw is None else ' and its picture'}")
+    print(f"\nwrote {file}{' and its pictures' if pictures else ''}")
 
 
 def compare(
@@ -171,21 +170,3 @@ def compare(
 def formatted(value: float | None, form: str) -> str:
     """A number as text; a dash for what was not measured."""
     return "–" if value is None else format(value, form)
-
-
-@contextmanager
-def picture(
-    path: Path, title: str, size: tuple[float, float], columns: int, rows: int = 1, **layout: Any
-) -> Iterator[Any]:  # fmt: skip
-    """Gives the axes of a figure with so many panels, and writes it as PNG, with the checksum of its JSON file."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=size, layout="constrained")
-    panels = figure.subplots(rows, columns, **layout)
-    yield panels
-    for axes in figure.axes:
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.suptitle(title, fontsize=11)
-    source, png = path.with_suffix(".json"), io.BytesIO()
-    figure.savefig(png, dpi=150, metadata={"Source": pages.checksum(source)} if source.exists() else None)
-    write_file(path, png.getvalue())

@@ -100,7 +100,6 @@ IN_BFLOAT16 = {  # rule, nearest peer and options of what is measured with bfloa
     "adamw, 8-bit moments": ("adamw", BASE, {"state_storage": "8bit"}),
     "adamw, 8-bit moments, stochastic": ("adamw", BASE, {"state_storage": "8bit", "rounding": "stochastic"}),
     "adamw, 8-bit moments, compensated8": ("adamw", BASE, {"state_storage": "8bit", "rounding": "compensated8"}),
-    "adamw, compensated": ("adamw", "optimi AdamW, Kahan", {"rounding": "compensated"}),
     **{
         f"adalomo, {rounding}": ("adalomo", "lomo_optim AdaLomo", {"rounding": rounding})
         for rounding in ("stochastic", "compensated", "compensated8")
@@ -119,9 +118,6 @@ METHODS = {
     "torch Adafactor": torchs(torch.optim.Adafactor),
     "lomo_optim AdaLomo": UpdateMethod(lomo_optim_update, package="lomo-optim"),
     "optimi Lion": UpdateMethod(partial(optimi_update, name="Lion"), package="torch-optimi"),
-    "optimi AdamW, Kahan": UpdateMethod(
-        partial(optimi_update, name="AdamW", kahan_sum=True), package="torch-optimi", dtype="bfloat16"
-    ),
 }
 
 

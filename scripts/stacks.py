@@ -1,4 +1,4 @@
-"""Records a run of the tests with other versions, and writes the tables of docs/reference/versions.md.
+"""Records a run of the tests with other versions, and writes the tables of docs/reference/tested.md.
 
 scripts/test.sh --stack NAME runs it in the environment of the stack: python scripts/stacks.py NAME JUNIT_XML
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "reference" / "versions.md"
+PAGE = ROOT / "docs" / "reference" / "tested.md"
 RESULTS = ROOT / "benchmarks" / "results" / "stacks.json"
 MARKS = "<!-- stacks -->\n", "<!-- /stacks -->"
 PACKAGES = ("torch", "transformers", "trl", "accelerate", "datasets", "deepspeed")

@@ -7,7 +7,7 @@
 #   scripts/test.sh --gpu     the same tests on a GPU of this machine
 #   scripts/test.sh --triton  the tests of updates, with the GPU's kernels in Triton's interpreter
 #   scripts/test.sh --stack NAME  the tests of trainers and of the engine with the versions in constraints/NAME.txt, such as floor
-#                             (the oldest) or newest; updates docs/reference/versions.md
+#                             (the oldest) or newest; updates docs/reference/tested.md
 set -euo pipefail
 engine=(tests/tiles tests/rules tests/step tests/layers tests/placements)
 trainers=(tests/trainer tests/hf tests/test_accelerate.py)

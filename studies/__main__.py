@@ -1,41 +1,95 @@
-"""Studies what rules and formats learn: does the runs that are missing, and writes their tables and the picture.
+"""Studies what rules and formats learn: does runs, compares them with recorded ones, and writes the tables.
 
-    python -m studies [--minutes 600] [--processes 2] [--out benchmarks/results]
-    python -m studies --repeat task=search method=adalomo lr=0.001 seed=0 --out benchmarks/results
+    python -m studies task=search method=adalomo lr=0.001 seed=0 seed=1 [--processes 2] [--out benchmarks/results]
 
-Finished runs and models are stored in `data/studies`, so that an interrupted study continues, after the runs that are
-recorded in `--out`. Tasks whose models cannot be installed are left out. `--repeat` does finished runs again.
+Every combination of the values is a run; the default of `format` is float32, of `seed` 0. A run that is not in the JSON
+file of `--out` is added to it, and of one that is there both results are printed. Without runs, the tables are written.
 """
 
+import itertools
+import json
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from multiprocessing import get_context
+from typing import Any
 
 import torch
 
 from benchmarks import reports
 from benchmarks.reports import command
-from studies import plans, running, tables, training
+from lowmem.errors import ConfigError, did_you_mean
+from studies import tables, tasks, training
+from studies.grid import KEYS, Run
+from studies.tasks import METHODS, TASKS
 
 NAME = "studies"
+NAMES: dict[str, Mapping[str, Any]] = {"task": TASKS, "method": METHODS}
+
+
+def asked(words: Sequence[str]) -> list[Run]:
+    """The runs that words KEY=VALUE ask for: every combination of the values of each key.
+
+    Raises:
+        ConfigError: a key, task or method is unknown, or not given.
+    """
+    values: dict[str, list[Any]] = {key: [] for key in KEYS}
+    for word in words:
+        key, _, text = word.partition("=")
+        if key not in KEYS:
+            raise ConfigError(f"{word!r} is not KEY=VALUE. The keys are {', '.join(KEYS)}")
+        if key in NAMES and text not in NAMES[key]:
+            raise ConfigError(f"{key} {text!r} is unknown.{did_you_mean(text, NAMES[key])}")
+        values[key].append(KEYS[key](text))
+    values["format"] = values["format"] or ["float32"]
+    values["seed"] = values["seed"] or [0]
+    if missing := [key for key, given in values.items() if not given]:
+        raise ConfigError(f"no {' and no '.join(missing)} is given: write {missing[0]}=VALUE")
+    return [dict(zip(values, each, strict=True)) for each in itertools.product(*values.values())]
+
+
+def trained(run: Run) -> Run:
+    """The run with its results, in one thread: what a process does."""
+    torch.set_num_threads(1)
+    start = time.perf_counter()
+    return {**run, **tasks.train(run), "seconds": time.perf_counter() - start}
+
+
+def results(runs: Sequence[Run], processes: int) -> Iterator[Run]:
+    """Each run with its results, as soon as it has ended. Those that fail are reported and left out."""
+    with ProcessPoolExecutor(processes, get_context("forkserver")) as pool:
+        futures = {pool.submit(trained, run): run for run in runs}
+        for future in as_completed(futures):
+            if error := future.exception():
+                print(f"{futures[future]} failed: {error!r}", file=sys.stderr, flush=True)
+            else:
+                yield future.result()
 
 
 @command
 def main(argv: Sequence[str] | None = None) -> None:
-    numbers = {"minutes": (600, "no run is begun after this time"), "processes": (2, "runs at the same time")}
-    parser = reports.make_parser(__doc__, numbers, dtype=False)
-    parser.add_argument("--repeat", nargs="+", metavar="KEY=VALUE", help="do the finished runs with these values again")
+    parser = reports.make_parser(__doc__, {"processes": (2, "runs at the same time")}, dtype=False)
+    parser.add_argument("runs", nargs="*", metavar="KEY=VALUE", help="values of the runs; a key may have several")
     options = parser.parse_args(argv)
-    torch.set_num_threads(1)
+    runs = asked(options.runs) if options.runs else []
     training.WORK.mkdir(parents=True, exist_ok=True)
     with reports.output(options.out):
-        stored = training.WORK / "runs.jsonl"
-        done = running.finished(stored, options.out / f"{NAME}.json")
-        if options.repeat:
-            running.repeat(done, options.repeat)
-            return
-        complete = running.continue_runs(done, stored, 60 * options.minutes, options.processes)
-        reports.publish(options.out, NAME, plans.SETTINGS, tables.tables, tables.draw, runs=done)
-    if not complete:
+        file = options.out / f"{NAME}.json"
+        done = json.loads(file.read_text())["runs"] if file.exists() else []
+        recorded = {tuple(row[key] for key in KEYS): row for row in done}
+        ended = []
+        for run in results(runs, options.processes):
+            ended.append(run)
+            before = recorded.get(tuple(run[key] for key in KEYS))
+            for name in tables.SCORES if before else ():
+                if name in run:
+                    print(f"{[run[key] for key in KEYS]}, {name}: {before[name]} recorded, {run[name]} now")
+            if not before:
+                done.append(run)
+                reports.save(file, {}, runs=done)
+        reports.publish(options.out, NAME, {}, tables.tables, tables.PICTURES, runs=done)
+    if len(ended) < len(runs):
         sys.exit(1)
 
 

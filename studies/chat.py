@@ -1,4 +1,4 @@
-"""The tasks of chats and preferences: SmolLM2-135M-Instruct learns to answer in as few words as possible.
+"""The task of chats: SmolLM2-135M-Instruct learns to answer in as few words as possible.
 
 Questions are made at random, of kinds whose answers can be checked: arithmetic, formats, and lookups in a text.
 """
@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy, logsigmoid
+from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import TensorDataset
 
 from studies import packages
 from studies.text import paragraphs
-from studies.training import Task, autocast
+from studies.training import Task
 
 TRAINED, HELD_OUT = 2400, 180  # chats
 WORDS = "open file read write close parse split merge sort find count store load move copy print check start stop"
@@ -30,7 +30,6 @@ IGNORED = -100  # the label of a token that is not trained
 class Question(NamedTuple):
     text: str
     answer: str
-    wrong: str  # an answer that is not preferred
 
 
 def question(draw: random.Random) -> Question:
@@ -38,21 +37,22 @@ def question(draw: random.Random) -> Question:
     if kind < 2:  # arithmetic
         a, b = draw.randint(10, 999), draw.randint(10, 99)
         text, value = (f"{a} + {b}", a + b) if kind else (f"{a + b} - {b}", a)
-        return Question(f"What is {text}?", str(value), f"The answer is {value + draw.choice((-10, -1, 1, 10))}.")
+        draw.choice(range(4))  # as when the recorded runs were made, which also drew a wrong answer
+        return Question(f"What is {text}?", str(value))
     if kind == 2:
         year, month, day = draw.randint(1950, 2030), draw.randint(1, 12), draw.randint(1, 28)
         words = f"{MONTHS[month - 1]} {day}, {year}"
-        return Question(f"Write {words} as YYYY-MM-DD.", f"{year}-{month:02}-{day:02}", f"{day:02}/{month:02}/{year}")
+        return Question(f"Write {words} as YYYY-MM-DD.", f"{year}-{month:02}-{day:02}")
     if kind == 3:
         words = draw.sample(WORDS.split(), 3)
-        return Question(f'Write the name "{" ".join(words)}" in snake case.', "_".join(words), "-".join(words))
+        return Question(f'Write the name "{" ".join(words)}" in snake case.', "_".join(words))
     people = draw.sample(NAMES.split(), 4)
     rooms = draw.sample(range(100, 1000), 4)
     facts = " ".join(f"{name} works in room {room}." for name, room in zip(people, rooms, strict=True))
-    right, wrong = draw.sample(range(4), 2)
+    right, _ = draw.sample(range(4), 2)
     if kind == 4:
-        return Question(f"{facts} In which room does {people[right]} work?", str(rooms[right]), f"Room {rooms[wrong]}.")
-    return Question(f"{facts} Who works in room {rooms[right]}?", people[right], f"It is {people[wrong]}.")
+        return Question(f"{facts} In which room does {people[right]} work?", str(rooms[right]))
+    return Question(f"{facts} Who works in room {rooms[right]}?", people[right])
 
 
 @functools.cache
@@ -69,12 +69,12 @@ Chats = tuple[Tensor, ...]  # token ids, and labels: of the next token, or `IGNO
 
 
 @functools.cache
-def chats(wrong: bool = False) -> TensorDataset:
-    """`Chats`: every question with its answer, or with its wrong one. Ids are zero after the end."""
+def chats() -> TensorDataset:
+    """`Chats`: every question with its answer. Ids are zero after the end."""
     tokenizer, ids, labels = packages.chat_tokenizer(), [], []
     for each in questions():
         asked = tokenizer(f"<|im_start|>user\n{each.text}<|im_end|>\n<|im_start|>assistant\n")["input_ids"]
-        answer = tokenizer(f"{each.wrong if wrong else each.answer}<|im_end|>")["input_ids"]
+        answer = tokenizer(f"{each.answer}<|im_end|>")["input_ids"]
         ids.append(torch.tensor(asked + answer))
         labels.append(torch.tensor([IGNORED] * (len(asked) - 1) + answer + [IGNORED]))
     return TensorDataset(pad_sequence(ids, True), pad_sequence(labels, True, IGNORED))
@@ -91,7 +91,6 @@ def prose() -> Chats:
 
 def logits(model: Any, chats: Chats) -> Tensor:
     """Of every token with a label [tokens, vocabulary]."""
-    model = getattr(model, "get_base_model", lambda: model)()  # under the adapters
     longest = int((chats[1] != IGNORED).any(0).nonzero().max()) + 1
     ids, labels = (tensor[:, :longest] for tensor in chats)
     states = model.model(input_ids=ids, attention_mask=(ids != 0).long()).last_hidden_state
@@ -113,9 +112,8 @@ class Chat(Task):
 
     updates: int = 100
     batch: int = 8
-    packages: tuple[str, ...] = (packages.CHAT, packages.READER)
 
-    def model(self, seed: int) -> Any:
+    def model(self) -> Any:
         return packages.chat_model()
 
     def rows(self) -> Any:
@@ -136,50 +134,3 @@ class Chat(Task):
             right += hits.all(1).sum().item()
         old = torch.cat([losses(model, part) for part in in_parts(prose())])
         return {"loss": torch.cat(lost).mean().item(), "exact": right / HELD_OUT, "old": old.mean().item()}
-
-
-def preferences(model: Any, right: Chats, wrong: Chats) -> Tensor:
-    """The differences of the log-probabilities of right and wrong answers [pairs]."""
-
-    def log_probabilities(chats: Chats) -> Tensor:
-        lost, counts = torch.cat([losses(model, part) for part in in_parts(chats)]), (chats[1] != IGNORED).sum(1)
-        return torch.stack([-of_one.sum() for of_one in lost.split(counts.tolist())])
-
-    return log_probabilities(right) - log_probabilities(wrong)
-
-
-@dataclass(frozen=True)
-class Preference(Chat):
-    """Direct preference optimization [Rafailov et al. 2023, arXiv:2305.18290] with right and wrong answers.
-
-    Attributes:
-        beta: the strength of the reference.
-    """
-
-    updates: int = 30
-    beta: float = 0.1
-
-    def rows(self) -> TensorDataset:
-        """As many as its updates need."""
-        return TensorDataset(*compared(self)[HELD_OUT:])
-
-    def loss(self, model: Any, batch: tuple[Tensor, ...]) -> Tensor:
-        return -logsigmoid(self.beta * (preferences(model, batch[:2], batch[2:4]) - batch[4])).mean()
-
-    def scores(self, model: Any) -> dict[str, float]:
-        """`loss`: of held-out pairs. `preferred`: the share of them whose right answer is more likely than the wrong
-        one. `answers`: nats per token of right answers. `exact` and `old` as for chats.
-        """
-        pairs, scores = compared(self)[:HELD_OUT], super().scores(model)
-        preferred = preferences(model, pairs[:2], pairs[2:4])
-        loss = -logsigmoid(self.beta * (preferred - pairs[4])).mean().item()
-        return {**scores, "loss": loss, "preferred": (preferred > 0).float().mean().item(), "answers": scores["loss"]}
-
-
-@functools.cache
-def compared(task: Preference) -> TensorDataset:
-    """Right and wrong answers, and by how much the first model prefers the right ones."""
-    some = slice(HELD_OUT + task.updates * task.batch)
-    right, wrong = chats()[some], chats(True)[some]
-    with torch.no_grad(), autocast():
-        return TensorDataset(*right, *wrong, preferences(task.model(0).eval(), right, wrong))

@@ -1,88 +1,41 @@
-"""Formats of weights and states, by name: `FORMAT` or `FORMAT, STORAGE states`.
+"""Formats of weights and states, by name: `WEIGHTS` or `WEIGHTS, STORAGE states`.
 
-"float32" are float32 weights, other names are roundings of bfloat16 weights: lowmem's, and the ones of this file.
+`WEIGHTS` are float32, the rounding of bfloat16 weights, or one of lowmem's weight formats.
 """
 
-import functools
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
-from lowmem.tiles import storage
-from lowmem.tiles.storage import of_state, of_weight
-
-
-class Unpacked(storage.Integer):
-    """`Integer` that holds its multiples as float32 numbers: the same values. Compiled code on a CPU is slow at packing
-    bits.
-    """
-
-    _low = 0
-
-    @property
-    def bytes_per_element(self) -> float:
-        return storage.Integer(self.bits, self.size).bytes_per_element
-
-    @functools.cached_property
-    def parts(self) -> tuple[storage.Part, ...]:  # type: ignore[override]
-        return storage.Part("codes", torch.float32), storage.Part("unit", torch.bfloat16, self.size)
-
-
-class Fresh(Unpacked):
-    """One whose groups take another scale at each update."""
-
-    def update(self, value: Tensor, uniform: storage.Uniform, stored: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return self.encode(value, uniform)
-
-
-STORAGES: dict[str, storage.Maker] = {
-    **{name: lambda dtype, signed, bits=bits: Unpacked(bits) for name, bits in storage.WEIGHT_FORMATS.items()},
-    "int8, fresh units": lambda dtype, signed: Fresh(8),
-}
+import lowmem
+from lowmem.tiles.storage import WEIGHT_FORMATS, of_state
 
 
 class Format(NamedTuple):
-    """How weights and states are stored.
+    """How weights and states are stored."""
 
-    Attributes:
-        matrices: "float32", or the rounding of bfloat16 weights; vectors next to integers are rounded stochastically.
-        states: the `state_storage`.
-        compiled: whether updates are; None leaves it to the optimizer.
-    """
+    weights: str
+    states: str
 
-    matrices: str
-    states: str = "float32"
-    compiled: bool | None = None
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """Of `FusedOptimizer`."""
-        rounding = "nearest" if self.matrices == "float32" else self.matrices
-        compiled = {} if self.compiled is None else {"compile": self.compiled}
-        return {"rounding": rounding, "state_storage": self.states, **compiled}
-
-    def parameters(self, model: Any) -> list[Any]:
-        """The trained parameters of a model, a group for each rounding."""
-        named: dict[str, list[Any]] = {}
-        for name, param in model.named_parameters():
-            if param.requires_grad:
-                vector = param.dim() == 1 and self.matrices in STORAGES
-                named.setdefault("stochastic" if vector else self.options["rounding"], []).append((name, param))
-        return [{"params": params, "rounding": rounding} for rounding, params in named.items()]
+    def optimizer(self, model: Any, rule: str, **options: Any) -> lowmem.FusedOptimizer:
+        """Stores the weights of a float32 model in this format, and returns their optimizer."""
+        if self.weights != "float32":
+            for param in model.parameters():  # and no buffer, such as the frequencies of positions
+                param.data = param.data.bfloat16()
+        if self.weights in WEIGHT_FORMATS:
+            lowmem.quantize_(model, self.weights)
+        trained = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
+        rounding = {"float32": "nearest", **dict.fromkeys(WEIGHT_FORMATS, "stochastic")}.get(self.weights, self.weights)
+        return lowmem.FusedOptimizer(trained, rule, rounding=rounding, state_storage=self.states, **options)
 
     def bytes_per_element(self, states: int) -> float:
-        """Bytes of an element of a matrix, without what the parameter shows, and of so many states."""
+        """Bytes of an element of a matrix and of so many states."""
         moments = sum(of_state(self.states, signed=not place).bytes_per_element for place in range(states))
-        held = of_weight(self.options["rounding"], torch.float32 if self.matrices == "float32" else torch.bfloat16)
-        return getattr(held, "held", held).bytes_per_element + moments
+        if self.weights in WEIGHT_FORMATS:
+            return WEIGHT_FORMATS[self.weights] / 8 + 2 / 64 + moments  # with a scale for each 64 elements
+        return (torch.float32 if self.weights == "float32" else torch.bfloat16).itemsize + moments
 
 
 def format_of(name: str) -> Format:
-    for storage_name, maker in STORAGES.items():
-        if storage_name not in (*storage.roundings(), *storage.state_storages()):
-            storage.register(storage_name)(maker)
-    if name == "float32, not compiled":
-        return Format("float32", compiled=False)
     weights, _, states = name.removesuffix(" states").rpartition(", ") if name.endswith(" states") else (name, "", "")
     return Format(weights, states or "float32")

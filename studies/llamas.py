@@ -17,9 +17,7 @@ from studies.text import modules
 from studies.training import Task, autocast, batches, schedule, with_bfloat16_states
 
 # Layers, hidden size, and updates and learning rate of pretraining.
-SIZES = {
-    "0.7M": (2, 128, 1500, 4e-3), "1M": (4, 128, 1500, 4e-3), "5M": (6, 256, 800, 2e-3), "20M": (6, 512, 500, 1e-3),
-}  # fmt: skip
+SIZES = {"1M": (4, 128, 1500, 4e-3), "5M": (6, 256, 800, 2e-3), "20M": (6, 512, 500, 1e-3)}
 PRETRAINING_ROWS = 8  # per update
 
 
@@ -48,51 +46,46 @@ class LlamaTask(Task):
     Attributes:
         size: of `SIZES`.
         held_out: rows of each text.
-        pretrained: whether weights are pretrained, or random, others for each seed.
-        trained: the text to train on: "new", or "old" again.
     """
 
     size: str = "1M"
     length: int = 128
     vocab: int = 2048
     held_out: int = 64
-    pretrained: bool = True
-    trained: str = "new"
 
     @property
     def texts(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         return texts(self.length, self.vocab, self.held_out)
 
-    def random(self, seed: int) -> Any:
+    def random(self) -> Any:
         """A Llama with random float32 weights. Its hidden states have the dtype of the products."""
         layers, hidden, *_ = SIZES[self.size]
         options = {
             "max_position_embeddings": self.length, "tie_word_embeddings": True, "num_attention_heads": hidden // 64,
             "num_key_value_heads": hidden // 64, "attn_implementation": "eager",  # faster than sdpa at these sizes
         }  # fmt: skip
-        model = llama(layers, hidden, hidden * 3, self.vocab, "float32", checkpointing=False, seed=seed, **options)
+        model = llama(layers, hidden, hidden * 3, self.vocab, "float32", checkpointing=False, **options)
         with_bfloat16_states(model.get_input_embeddings())
         return model
 
-    def model(self, seed: int) -> Any:
-        model = self.random(0 if self.pretrained else seed)
-        if self.pretrained:
-            model.load_state_dict(self.weights(), strict=False)  # the head is the embedding
+    def model(self) -> Any:
+        model = self.random()
+        model.load_state_dict(self.weights(), strict=False)  # the head is the embedding
         return model
 
     def rows(self) -> Tensor:
-        return self.texts[0][self.trained]
+        return self.texts[0]["new"]
 
     def loss(self, model: Any, batch: Tensor) -> Tensor:
         return model(input_ids=batch, labels=batch).loss
 
     def scores(self, model: Any) -> dict[str, float]:
-        """`loss`: nats per token of held-out rows of the text it is trained on, and of the other text, by its name."""
+        """`loss`: nats per token of held-out docstrings. `old`: of held-out code."""
         losses = {
             name: sum(self.loss(model, part).item() * len(part) for part in rows.split(32)) / len(rows)
             for name, rows in self.texts[1].items()
         }
-        return {"loss": losses.pop(self.trained), **losses}
+        return {"loss": losses["new"], "old": losses["old"]}
 
     def weights(self) -> dict[str, Tensor]:
         """Trained on code by torch's AdamW, rounded to bfloat16; from the folder if they are there for this code."""
@@ -101,7 +94,7 @@ class LlamaTask(Task):
 
     def _pretrained(self) -> dict[str, Tensor]:
         _, _, updates, lr = SIZES[self.size]
-        model = self.random(0)
+        model = self.random()
         optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), fused=True)
         rates = schedule(optimizer, updates)
         for _, rows in zip(range(updates), batches(self.texts[0]["old"], PRETRAINING_ROWS, 0), strict=False):

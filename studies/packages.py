@@ -36,16 +36,6 @@ def installed(requirement: str) -> Path:
     return training.once(folder, install)
 
 
-@functools.cache
-def available(requirements: tuple[str, ...]) -> bool:
-    """Returns whether packages are there, or were installed; says which one is missing."""
-    try:
-        return all(map(installed, requirements))
-    except MissingPackageError as error:
-        print(f"left out: {error}", file=sys.stderr)
-        return False
-
-
 def prepared(model: Any, embeddings: Any) -> Any:
     """The model with weights that bfloat16 holds exactly, so that runs in any format begin with the same ones."""
     for param in model.parameters():

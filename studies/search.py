@@ -68,9 +68,8 @@ class Search(Task):
     updates: int = 300
     batch: int = 16
     compiled: bool = True
-    packages: tuple[str, ...] = (packages.ENCODER,)
 
-    def model(self, seed: int) -> Any:
+    def model(self) -> Any:
         return packages.encoder()
 
     def rows(self) -> TensorDataset:

@@ -12,13 +12,12 @@ import torch
 from filelock import FileLock
 from torch import Tensor, nn
 
-import lowmem
 from lowmem.errors import StepError
 from studies.formats import Format
 
 WORK = Path("data/studies")  # models and finished runs
 WARMUP = 0.05  # of the updates; then the learning rate decays linearly to zero
-DIVERGED = 1.0  # nats above the first held-out loss: the run ends
+DIVERGED = 1.0  # nats above the first held-out loss
 
 
 @dataclass(frozen=True)
@@ -27,19 +26,15 @@ class Task(ABC):
 
     Attributes:
         updates: of a run, with `batch` rows each.
-        looks: shares of the updates after which the scores are taken.
-        compiled: whether updates are compiled in any case, and the model, too, for at least 1,000 updates.
-        packages: requirements of pip.
+        compiled: whether updates are compiled in any case.
     """
 
     updates: int = 150
     batch: int = 4
-    looks: tuple[float, ...] = (0.5, 1.0)
     compiled: bool = False
-    packages: tuple[str, ...] = ()
 
     @abstractmethod
-    def model(self, seed: int) -> Any:
+    def model(self) -> Any:
         """The model with the float32 weights from which every run starts."""
 
     @abstractmethod
@@ -100,11 +95,6 @@ def matrices(model: Any) -> Tensor:
     return torch.cat([param.detach().float().flatten() for param in params])
 
 
-def distance(ours: Tensor, theirs: Tensor) -> float:
-    """The norm of the difference over the norm of `theirs`."""
-    return ((ours - theirs).norm() / theirs.norm()).item()
-
-
 @torch.no_grad()
 def scored(task: Task, model: Any) -> dict[str, float]:
     with autocast():
@@ -124,42 +114,26 @@ def train(
 
     Returns:
         The scores after the last update, infinite if the run diverged, by their names, and:
-        `curve`: (share of the updates, the scores).
-        `moved`: share of the elements of matrices that an update changes, just after the warmup.
-        `step`: norm of an update over the norm of the weights, there.
-        `change`: norm of all changes over the norm of the first weights, at the end.
+        `curve`: (share of the updates, the scores) before the first update and after the last one.
+        `step`: norm of an update over the norm of the weights, just after the warmup.
     """
-    if form.matrices != "float32":
-        for param in model.parameters():  # and no buffer, such as the frequencies of positions
-            param.data = param.data.bfloat16()
-    first = matrices(model)
-    settings = {"lr": lr, "seed": seed, **({"compile": True} if task.compiled else {}), **form.options, **options}
-    optimizer = lowmem.FusedOptimizer(form.parameters(model), rule, **settings)
-    torch.compiler.reset()  # there is a limit to how often a model of a class is compiled
-    trained = torch.compile(model) if task.compiled and task.updates >= 1000 else model  # but not for its scores
+    compiled = {"compile": True} if task.compiled else {}
+    optimizer = form.optimizer(model, rule, lr=lr, seed=seed, **compiled, **options)
     updates, rates = task.updates, schedule(optimizer, task.updates)
     watched = {min(warmup(updates) + more, updates) for more in (1, 3, 5)}
-    shown = {max(1, round(updates * share)) for share in task.looks}
-    scores = scored(task, model)
-    curve, moved, steps = [(0.0, *scores.values())], [], []
+    first, scores, steps = scored(task, model), None, list[float]()
     with suppress(StepError):  # gradients that are not finite
         for update, some in zip(range(1, updates + 1), batches(task.rows(), task.batch, seed), strict=False):
             before = matrices(model) if update in watched else None
             with autocast():
-                loss = task.loss(trained, some)
+                loss = task.loss(model, some)
             optimizer.backward(loss)
             rates.step()
             if before is not None:
-                after = matrices(model)
-                moved.append((after != before).float().mean().item())
-                steps.append(distance(after, before))
-            if update in shown:
-                scores = scored(task, model)
-                curve.append((update / updates, *scores.values()))
-                if not curve[-1][1] < curve[0][1] + DIVERGED:
-                    break
+                steps.append(((matrices(model) - before).norm() / before.norm()).item())
+        scores = scored(task, model)
     optimizer.remove()
-    if curve[-1][0] != 1.0 or not curve[-1][1] < curve[0][1] + DIVERGED:
-        scores = dict.fromkeys(scores, math.inf)
-    means = {"moved": sum(moved) / max(1, len(moved)), "step": sum(steps) / max(1, len(steps))}
-    return {**scores, "curve": curve, **means, "change": distance(matrices(model), first)}
+    if scores is None or not scores["loss"] < first["loss"] + DIVERGED:
+        scores = dict.fromkeys(first, math.inf)
+    curve = [(0.0, *first.values()), (1.0, *scores.values())]
+    return {**scores, "curve": curve, "step": sum(steps) / max(1, len(steps))}

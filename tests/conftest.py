@@ -131,7 +131,7 @@ def reasons_to_skip(item):
             yield f"on a CPU only: {marker.args[0]}"
         if "ranks_of" in item.fixturenames:
             yield "on a CPU only: ranks are processes that meet over gloo"
-    if compiled.FORCED:
+    if compiled.FORCED or compiled.INTERPRETED:
         for marker in item.iter_markers("by_tiles"):
             yield f"by tiles only: {marker.args[0]}"
 

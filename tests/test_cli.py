@@ -519,7 +519,6 @@ def test_the_printed_generate_command_uses_the_adapters(tmp_path):
     assert answer.out != lowmem("generate", assets() / "model", *words[3:], "--max-new-tokens", 8).out
 
 
-@pytest.mark.troubleshooting("No valid checkpoint")
 def test_generate_says_which_checkpoint_answers(run, tmp_path, monkeypatch):
     assert "there is no such folder" in lowmem("generate", "/nope", "hello").err
     assert "No valid checkpoint found in output directory" in lowmem("generate", tmp_path, "hello").err

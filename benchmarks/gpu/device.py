@@ -1,10 +1,9 @@
 """Measures a call on the device, a GPU or, to try a script, the CPU: seconds, kernels, bytes."""
 
 import gc
-import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -96,18 +95,13 @@ def pinned_bytes() -> int:
     return int(torch.cuda.host_memory_stats()["allocated_bytes.current"])
 
 
-def normal(*size: int, dtype: torch.dtype = torch.bfloat16, offset: int = 0) -> Tensor:
-    """offset: elements of its memory before it."""
-    return torch.randn(offset + math.prod(size), device=DEVICE).to(dtype)[offset:].view(size)
+def normal(*size: int) -> Tensor:
+    return torch.randn(size, device=DEVICE).bfloat16()
 
 
 def squares(params: Sequence[Tensor]) -> Tensor:
     """A loss in which every parameter is."""
     return torch.stack([param.float().square().sum() for param in params]).sum()
-
-
-def flat(tensors: Iterable[Tensor]) -> Tensor:
-    return torch.cat([tensor.detach().float().flatten() for tensor in tensors])
 
 
 class Updates:
@@ -117,18 +111,15 @@ class Updates:
         first_seconds: the time of the first update of all parameters, compilation included.
     """
 
-    def __init__(
-        self, size: Sequence[int], count: int = 1, dtype: torch.dtype = torch.bfloat16, *, weights: str = "",
-        offset: int = 0, **options: Any,
-    ) -> None:  # fmt: skip
+    def __init__(self, size: Sequence[int], count: int, *, weights: str = "", **options: Any) -> None:
         torch.manual_seed(0)
         module = nn.ModuleList(nn.Linear(1, 1, bias=False) for _ in range(count))  # quantize_ needs modules
         for linear in module:
-            linear.weight = nn.Parameter(normal(*size, dtype=dtype, offset=offset))
+            linear.weight = nn.Parameter(normal(*size))
         if weights:
             lowmem.quantize_(module, weights)
         self.params = [linear.weight for linear in module]
-        self._grads = [normal(*size, dtype=dtype, offset=offset) for _ in range(count)]
+        self._grads = [normal(*size) for _ in range(count)]
         options = {"lr": 1e-2, "batching": False, "state_storage": "float32", **options}
         self._opt = lowmem.FusedOptimizer(self.params, **options)
         self.first_seconds = seconds(self.run)

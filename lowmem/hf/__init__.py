@@ -6,7 +6,7 @@ from importlib import metadata
 
 from lowmem.errors import require_packages
 
-# The oldest and the newest tested minor version (docs/reference/limits.md). versions.md lists tests that fail.
+# The oldest and the newest tested minor version (docs/reference/limits.md). docs/reference/tested.md lists failures.
 TESTED = {
     "torch": ("2.9", "2.15"),
     "transformers": ("4.57", "5.24"),

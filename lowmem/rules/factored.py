@@ -69,12 +69,11 @@ def moved(t: Tile, rounded: Callable[..., Tensor] = exactly) -> dict[str, Tensor
 class FactoredSpec(ParamSpec):
     """Its states are v, or the row and the column means of v, and momentum `m` if the rule uses momentum.
 
-    normalized: the factor that is divided by its mean.  alike: number of consecutive slices of the batch that share
-    scale and clipping.  scaled: steps are relative to the size of the weight.
+    normalized: the factor that is divided by its mean.  scaled: steps are relative to the size of the weight. Slices
+    that are `alike` share scale and clipping.
     """
 
     normalized: Literal["row", "col"] = "row"
-    alike: int = 1
     scaled: bool = True
 
 

@@ -53,11 +53,13 @@ class ParamSpec:
 
     view: its dimensions as [batch, rows, cols].  states: by name.
     together: maximum number of small parameters of equal spec per stack; None: as many as fit.
+    alike: number of consecutive slices of the batch whose sums are added.
     """
 
     view: View
     states: Mapping[str, StateSpec] = field(default_factory=dict, hash=False)
     together: int | None = None
+    alike: int = 1
 
 
 @dataclass(frozen=True)

@@ -334,7 +334,11 @@ def traced(program: Program, kind: Kind, variant: Any) -> Update | None:
         return None
     try:
         if key not in updates:
-            updates[key] = Traced(trace_update(kind, lambda sweep, states: rule.update(sweep, program.spec, states)))
+            updates[key] = Traced(
+                trace_update(
+                    kind, lambda sweep, states: rule.update(sweep, program.spec, states), alike=program.spec.alike
+                )
+            )
         update, compiling = updates[key].code(*variant)
     except Exception as error:  # of the rule, or of PyTorch's tracer, such as for a branch on the value of a tensor
         updates.clear()

@@ -194,12 +194,14 @@ class Passes(Tiles):
         return Sums.of((*key, value) for key, value in zip(sums, totals, strict=True))
 
 
-def trace_update(kind: Kind, update: Callable[[Sweep, dict[str, Any]], Tensor | None]) -> TracedUpdate:
+def trace_update(kind: Kind, update: Callable[[Sweep, dict[str, Any]], Tensor | None], alike: int = 1) -> TracedUpdate:
     """Traces an update, which takes a sweep and states by name. Results are the "square_sums" of the gradient, unless
     they are known, and the "sizes" that it returns, if any. Raises errors of the rule, and of PyTorch's tracer.
+
+    alike: number of slices whose sums the rule adds.
     """
     sizes, passes = Sizes(), list[Pass]()
-    shape = (sizes.size(PARAMETER[0]) if kind.batched else 1), *map(sizes.size, PARAMETER[1:])
+    shape = (sizes.size(PARAMETER[0] * alike) if kind.batched else 1), *map(sizes.size, PARAMETER[1:])
     args = sized(shape) | fake(kind.args, shape, sizes, kind.device)
 
     def results_of(given: Arguments) -> dict[Any, Tensor]:

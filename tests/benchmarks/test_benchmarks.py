@@ -2,17 +2,18 @@
 
 import json
 import os
+import shlex
 import signal
-import time
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
+from support import runs
 
-from benchmarks import defaults, dispatch, host, long_context, measurement, methods, phases, step, update
+from benchmarks import defaults, host, measurement, memory, methods, step, update
 from benchmarks.measurement import SIZES, Workload
 from benchmarks.methods import FLOOR, drop_gradients, fused, hooked, ordinary
+from benchmarks.pages import ROOT
 from benchmarks.processes import MeasurementError, alone
 from lowmem import FusedConfig
 
@@ -31,20 +32,11 @@ def nothing_installed(monkeypatch):
 # -- the commands ------------------------------------------------------------------------------------------------------
 
 
-def fake_peak(model, tokens, setting, **changes):
-    """4 MiB, and per token of 512 KiB and of an input per layer, which may be offloaded."""
-    model = {**model, **changes}
-    layer = 2**20 + (0 if setting.get("offload") else 2 * model["hidden_size"] * tokens)
-    return 2**22 + tokens * 2**19 + model["num_hidden_layers"] * layer + 3 * model["vocab_size"]
-
-
 COMMANDS = {  # arguments, and a line of what is printed
-    step: ([*SMALL, "--dtype", "bfloat16", *only(FLOOR, "AdamW, fused", "FlashOptim AdamW")], "| AdamW, fused "),
+    step: ([*SMALL, "--dtype", "bfloat16", *only(FLOOR, "AdamW, fused", "optimi AdamW")], "| AdamW, fused "),
     update: (["--size", "64", "--rounds", "1", *only("adalomo, eager", update.BASE)], "| adalomo, eager "),
     defaults: (["--rounds", "1"], "| 512 × 64 | 55% of the weights | 16 |"),
-    dispatch: (["--count", "3", "--repeats", "1"], "| 3 tensors of | bare hook |"),
     host: (["--count", "2", "--repeats", "1", "--rounds", "1"], "| adalomo |"),
-    long_context: (["--tokens", "65536"], "| Llama-3.2-1B | 24 GiB |"),
 }
 
 
@@ -56,8 +48,6 @@ def run(monkeypatch, nothing_installed, tmp_path, capsys):
         monkeypatch.setattr(module, "alone", lambda function, *args, folder=None: function(*args))
     monkeypatch.setattr(defaults, "SHAPES", ((1, 64, 512, 16),))
     monkeypatch.setattr(defaults, "FusedConfig", lambda **options: FusedConfig(rule="lomo"))
-    monkeypatch.setattr(long_context, "peak", fake_peak)
-    monkeypatch.setattr(long_context, "planned", lambda model, tokens: SimpleNamespace(items={"weights": 2**20}))
 
     def of(module):
         words, _ = COMMANDS[module]
@@ -77,12 +67,27 @@ def test_a_command_measures_prints_a_table_and_writes_json(module, run):
 
 def test_results_of_a_step(run):
     out, report = run(step)
-    assert "left out: FlashOptim AdamW (pip install flashoptim)" in out
+    assert "left out: optimi AdamW (pip install torch-optimi)" in out
     floor, adamw = (report["results"][name] for name in (FLOOR, "AdamW, fused"))
     weights = report["settings"]["weights"]
     assert weights == 2 * 1_049_472
     assert floor["tensor_peak"] < 2 * weights  # no gradient except the largest, and activations
     assert 4 * weights <= adamw["tensor_peak"] < 5 * weights  # gradients and two moments
+
+
+def test_a_plan_is_the_one_of_the_command_line(monkeypatch, tmp_path):
+    """Of a small model, on two ranks; and all plans that the tables show are made."""
+    monkeypatch.chdir(ROOT)
+    words = memory.words_of("llama-3.2-1b", "adalomo, int12", ranks=2)
+    sizes = memory.planned(words)
+    config = ["--config", memory.CONFIG, "--eval_strategy", "no", *shlex.split(words)]
+    assert runs.lowmem("plan", "sft", *config, "--json", tmp_path / "plan.json").status == 0
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    assert sum(sizes.values()) == plan["needed"]
+    assert sizes["weights"] == plan["items"]["weights"]
+
+    every = {words: dict.fromkeys(memory.COLORS, 2**30) for words in memory.every()}
+    assert len(memory.tables({"plans": every})) == 5
 
 
 # -- methods -----------------------------------------------------------------------------------------------------------
@@ -149,20 +154,3 @@ def test_a_process_returns_its_result_its_error_or_its_status(tmp_path):
         alone(json.loads, "")
     with pytest.raises(MeasurementError, match=f"^its process exited with status {-signal.SIGABRT}$"):
         alone(os.abort)
-
-
-# -- phases ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.cpu_only("the memory of a process")
-def test_memory_counts_in_the_phase_that_has_it(tmp_path):
-    """Phases of this process, which allocates 64 MiB in the second one."""
-    folder = tmp_path / "phases"
-    with phases.sampled(folder) as peaks, (folder / str(os.getpid())).open("w", buffering=1) as file:
-        for phase, size in (("idle", 0), ("load", 64), ("step", 0)):
-            print(time.monotonic(), phase, file=file)
-            memory = torch.ones(size << 20, dtype=torch.uint8)
-            time.sleep(0.2)
-            del memory
-    assert peaks["load"] == pytest.approx(64 << 20, abs=16 << 20)
-    assert peaks["step"] <= 16 << 20

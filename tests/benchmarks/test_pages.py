@@ -6,12 +6,11 @@ import re
 import pytest
 from PIL import Image
 
-from benchmarks import memory_bars, pages
-from benchmarks.pages import PAGES, RESULTS, ROOT, Source, blocks
+from benchmarks import memory, pages
+from benchmarks.pages import PAGES, RESULTS, ROOT, Source, blocks, sources
 from scripts import stacks
 
 BLOCKS = [(page, block) for page in PAGES for block in blocks(page)]
-PICTURES = sorted(RESULTS.glob("*.png"))
 
 
 @pytest.mark.parametrize(
@@ -28,28 +27,26 @@ def test_every_marker_is_one_of_a_table():
 
 
 def test_every_result_is_shown():
-    shown = {Source(block["module"]).file for _, block in BLOCKS}
-    assert {file for file in shown if file.exists()} == {*RESULTS.glob("*.json")} - {stacks.RESULTS}
+    assert {source.file for source in sources()} == {*RESULTS.glob("*.json")} - {stacks.RESULTS}
 
 
-@pytest.mark.parametrize("picture", PICTURES, ids=lambda path: path.name)
-def test_a_picture_is_shown_and_drawn_from_its_results(picture):
-    """Its command wrote into it the checksum of the JSON file that it was drawn from; a drawing has none."""
-    assert any(f"results/{picture.name})" in page.read_text() for page in PAGES)
-    results = picture.with_suffix(".json")
-    if results.exists():
-        assert Image.open(picture).text["Source"] == pages.checksum(results), "python -m benchmarks.pages"
-    else:
-        assert (ROOT / "benchmarks" / f"{picture.stem}.py").exists()
+def test_pictures_are_shown_and_drawn_from_their_results():
+    """Each contains the checksum of the JSON file that it was drawn from."""
+    drawn = {name: source.file for source in sources() for name in source.pictures}
+    assert drawn.keys() == {path.stem for path in RESULTS.glob("*.png")}
+    for name, file in drawn.items():
+        assert any(f"results/{name}.png)" in page.read_text() for page in PAGES), name
+        source = Image.open(RESULTS / f"{name}.png").text["Source"]
+        assert source == pages.checksum(file), "python -m benchmarks.pages"
 
 
 PLANNED = {
     "`adalomo`": "adalomo",
     "`adalomo`, `weight_format: int12`": "adalomo, int12",
-    "`adafactor`, `beta1: 0.9`, `state_storage: 8bit`": "adafactor, 8bit momentum",
-    "`adamw`, `state_storage: 8bit`": "adamw, 8bit states, clipped",
-    "the same with `rounding: compensated8`": "adamw, 8bit states, compensated8, clipped",
-    "`adamw`": "adamw, bfloat16 states",
+    "`adafactor`, `beta1: 0.9`, `state_storage: 8bit`": "adafactor, 8-bit momentum",
+    "`adamw`, `state_storage: 8bit`": "adamw, 8-bit states, clipped",
+    "the same with `rounding: compensated8`": "adamw, 8-bit states, compensated8, clipped",
+    "`adamw`": "adamw",
     "`lion`": "lion",
     "`lomo` with `max_grad_norm: 1`": "lomo, clipped",
 }
@@ -60,13 +57,17 @@ def cells(text):
     return [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")]
 
 
+def plans():
+    return json.loads((RESULTS / "memory.json").read_text())["plans"]
+
+
 def test_the_memory_of_rules_equals_the_plan():
     """The table of README.md."""
-    plans = json.loads((RESULTS / "memory_bars.json").read_text())["planned"]["llama-3.1-8b"]
     planned = {row[0]: row[2] for row in cells((ROOT / "README.md").read_text()) if row[0] in PLANNED}
     assert planned.keys() == PLANNED.keys()
     for name, text in planned.items():
-        assert int(re.match(r"(\d+) GiB", text)[1]) == round(sum(plans[PLANNED[name]].values()) / 2**30), name
+        sizes = plans()[memory.words_of(memory.EIGHT_BILLION, PLANNED[name])]
+        assert int(re.match(r"(\d+) GiB", text)[1]) == round(sum(sizes.values()) / 2**30), name
 
 
 def test_the_distances_of_rules_to_adamw_are_measured():
@@ -82,8 +83,6 @@ def test_the_distances_of_rules_to_adamw_are_measured():
 
 
 def test_the_first_screen_has_the_figures_of_the_bars():
-    report = json.loads((RESULTS / "memory_bars.json").read_text())
-    ours, ordinary = (
-        round(sum(memory_bars.bars(report)[name].values()) / 2**30) for name in ("adalomo", "AdamW, all in bfloat16")
-    )
+    bars = memory.bars(plans())
+    ours, ordinary = (round(sum(bars[name].values()) / 2**30) for name in ("adalomo", "AdamW, all in bfloat16"))
     assert f"takes {ours} GiB (planned), against {ordinary} GiB" in (ROOT / "README.md").read_text()

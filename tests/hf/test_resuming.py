@@ -79,7 +79,6 @@ REFUSED = {
     "a last batch": (replace(PLAIN, rows=10), {"dataloader_drop_last": True}, "drop_last was false and is now true"),
     "packing": pytest.param(
         PLAIN, {"data": "packed"}, "differs from the data of this checkpoint",
-        marks=pytest.mark.troubleshooting("the tokenized data differs"),
     ),
     "a token": (PLAIN, {"edit": "a token"}, "differs from the data of this checkpoint"),
     "a row of a list": (replace(PLAIN, data="list"), {"edit": "two swapped"}, "differs from the data of this"),

@@ -190,7 +190,6 @@ def test_quantized_weights_are_sharded_only_by_fsdp2(sharded_ranks, two, tmp_pat
 # -- configurations that shard nothing ---------------------------------------------------------------------------------
 
 
-@pytest.mark.troubleshooting("deepspeed: zero_optimization.stage is")
 def test_other_zero_stages_raise():
     config = HfDeepSpeedConfig({"zero_optimization": {"stage": 2}})
     try:
@@ -200,7 +199,6 @@ def test_other_zero_stages_raise():
         unset_hf_deepspeed_config()
 
 
-@pytest.mark.troubleshooting("fsdp: version 1 stores parameters")
 def test_fsdp1_raises():
     with pytest.raises(UnsupportedError):
         FSDP2Sharding(SimpleNamespace(fsdp_plugin_args={"fsdp_version": 1}))
@@ -248,7 +246,6 @@ def test_settings_of_fsdp_without_fsdp_raise(tmp_path):
         of(args, None)
 
 
-@pytest.mark.troubleshooting("there is only one process")
 def test_one_process_shards_nothing():
     sharding = FSDP2Sharding(SimpleNamespace(fsdp_plugin_args={"fsdp_version": 2}, fsdp_config={}))
     with pytest.raises(LowmemError):

@@ -494,8 +494,6 @@ def test_small_parameters_stay(make):
 
 
 @pytest.mark.troubleshooting("lowmem.stream finds no repeated layers")
-@pytest.mark.troubleshooting("device_memory is ... bytes")
-@pytest.mark.troubleshooting("the disk has ... bytes left")
 def test_refusals(make, tmp_path):
     model = make(False).cpu()
     with pytest.raises(ConfigError, match=r"call lowmem\.stream"):

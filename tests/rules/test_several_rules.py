@@ -135,7 +135,6 @@ def test_a_wrong_group_is_named(change, message):
     assert not any(param._post_accumulate_grad_hooks for param in net.parameters())
 
 
-@pytest.mark.troubleshooting("rule ... has no hyperparameter")
 def test_groups_by_name():
     """As trainers and YAML files give them: the first expression that is found in a name takes the parameter."""
     groups = ({"match": r"bias$", "rule": "lomo", "lr": 5e-2}, {"match": "last", "weight_decay": 0.5})

@@ -48,7 +48,6 @@ def summary(arguments):
     [
         pytest.param(
             {"datasets": None, "dataset_name": "chats.jsonl"}, "datasets: [{path: json, data_files: chats.jsonl}]",
-            marks=pytest.mark.troubleshooting("is the name of a file"),
         ),
         ({"datasets": None, "dataset_name": "a/b.Parquet"}, "datasets: [{path: parquet, data_files: a/b.Parquet}]"),
         ({"datasets": None}, "no data: set dataset_name, or datasets: [{path: json, data_files: chats.jsonl}]"),
@@ -161,7 +160,6 @@ def test_pairs_that_are_too_long_are_counted(command, summary):
 
 
 @pytest.mark.troubleshooting("none of the ... tokens")
-@pytest.mark.troubleshooting("max_length=... leaves none")
 def test_rows_without_trained_tokens_raise(summary):
     with pytest.raises(DataError, match="none of the 48 tokens in 3 rows contributes to the loss"):
         summary([LATE] * 3, max_length=16, assistant_only_loss=True, packing=True)
@@ -206,7 +204,6 @@ WRONG = {
 
 @pytest.mark.parametrize(("command", "row"), WRONG.values(), ids=WRONG)
 @pytest.mark.parametrize("alone", [True, False])
-@pytest.mark.troubleshooting("row ... of the data")
 def test_the_row_that_cannot_be_tokenized_is_named(command, row, alone, arguments):
     column = next(iter(row))
     usual = [chat for file in runs.FILES.values() for chat in file if column in chat and chat.keys() >= row.keys()]

@@ -19,7 +19,6 @@ def use(folder, resume=None):
         (folder / "config.yaml").touch()
 
 
-@pytest.mark.troubleshooting("is in use")
 def test_a_folder_is_used_by_one_process_at_a_time(tmp_path):
     with in_use(tmp_path):
         for resume in ("last", None):
@@ -39,7 +38,6 @@ def test_a_folder_is_used_by_one_process_at_a_time(tmp_path):
             ["config.yaml"],
             None,
             "Continue it with --resume_from_checkpoint last",
-            marks=pytest.mark.troubleshooting("already contains a run"),
         ),
         (["checkpoint-4/config.json"], None, "already contains a run. Continue it with --resume_from_checkpoint last"),
     ],
@@ -95,7 +93,6 @@ def test_the_lock_of_a_killed_run_is_ignored(tmp_path):
     use(tmp_path)
 
 
-@pytest.mark.troubleshooting("is a symbolic link")
 def test_an_invalid_output_directory_raises(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="is a file"):

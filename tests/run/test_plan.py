@@ -348,6 +348,8 @@ def test_suggestions_respect_the_other_arguments(write, changes, absent, present
         ("llama3_8b_chat_24gb", "llama-3.1-8b"),
         ("llama3_8b_chat_24gb", "qwen3-8b"),
         ("qwen3_14b_text_80gb", "qwen3-14b"),
+        ("qwen3_8b_chat_24gb", "qwen3-8b"),
+        ("qwen3_4b_chat_16gb", "qwen3-4b"),
     ],
 )
 def test_shipped_configurations_are_planned(config, model, tmp_path):

@@ -117,7 +117,6 @@ def test_a_key_of_a_section_overrides_a_merged_one(parsed):
 
 
 @pytest.mark.parametrize("rule", ["adalomo", "torch.optim.SGD"])
-@pytest.mark.troubleshooting("unknown key")
 def test_hyperparameters_of_the_rule_are_arguments(rule, parsed, error_message):
     name = {"adalomo": "clip_threshold", "torch.optim.SGD": "momentum"}[rule]
     nested = parsed(f"fused: {{rule: {rule}, {name}: 0.5}}")
@@ -214,7 +213,6 @@ def test_mistakes_in_a_file(text, error_message):
         pytest.param(
             "--num_processes 2 --max_steps 3",
             "accelerate launch OPTIONS -m lowmem sft ...",
-            marks=pytest.mark.troubleshooting("of the launcher"),
         ),
         ("--model_init_kwargs [1]", "--model_init_kwargs: expected a mapping, such as "),
         ('--model_init_kwargs {"token":"abc"}', "--model_init_kwargs contains a password or token"),

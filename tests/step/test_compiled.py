@@ -9,6 +9,7 @@ from typing import ClassVar
 import pytest
 import torch
 from support.devices import seeded
+from support.interpreted import INTERPRETED
 from support.products import FULL, pairwise
 from torch._inductor import config, metrics
 from torch.profiler import ProfilerActivity, profile
@@ -25,7 +26,10 @@ from lowmem.tiles.storage import Held
 from lowmem.tiles.stored import NO_READING, StoredTiles
 from lowmem.tiles.sweep import Scalars, Sweep
 
-pytestmark = pytest.mark.cpu_only("the simulated GPU has no compiler")
+pytestmark = [
+    pytest.mark.cpu_only("the simulated GPU has no compiler"),
+    pytest.mark.skipif(INTERPRETED, reason="of Inductor's code"),
+]
 
 RULES = sorted(TABLE)
 ELEMENTWISE = ("lomo", "adamw", "lion")

@@ -164,13 +164,15 @@ class Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.cpu_only("code is replaced on a CPU")
+@pytest.mark.parametrize("kernels", [False, True])
 @pytest.mark.parametrize("rule", ["adalomo", "adamw", "lion"])
-def test_a_compiled_update_has_few_operations_on_the_host(rule, monkeypatch):
+def test_a_compiled_update_has_few_operations_on_the_host(rule, kernels, monkeypatch):
     """From the hook of a large parameter to the end of its update, once its states are bound: it only views the weight
-    and the gradient in the form that the code takes."""
+    and the gradient in the form that the code takes. Kernels take addresses, and have a workspace."""
     monkeypatch.setattr(compiled, "_get_current_dispatch_mode", lambda: None)  # nothing has to be seen
     params, counting = [torch.nn.Parameter(torch.randn(160, 160).bfloat16()) for _ in range(4)], Operations()
-    with without_computing():
+    with without_computing(kernels=kernels):
         for param in params:
             param.register_post_accumulate_grad_hook(lambda _: counting.mark(True))
         opt = lowmem.FusedOptimizer(params, rule, compile=True)
@@ -181,7 +183,8 @@ def test_a_compiled_update_has_few_operations_on_the_host(rule, monkeypatch):
         loss = torch.stack([param.sum() for param in params]).sum()
         with counting:
             loss.backward()
-    assert counting.parts[-3:] == [Counter(detach=1, view=2)] * 3  # the first one has operations of the step
+    expected = Counter(detach=1, empty=1, lift_fresh=1) if kernels else Counter(detach=1, view=2)
+    assert counting.parts[-3:] == [expected] * 3  # the first one has operations of the step
 
 
 ELEMENTS = 10_240

@@ -473,14 +473,12 @@ def test_a_reset_leaves_residuals_of_rounding(reset):
 
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
-@pytest.mark.troubleshooting("a FusedOptimizer cannot be copied")
 def test_an_optimizer_cannot_be_copied(copied):
     opt = lomo(make_net())
     with pytest.raises(UnsupportedError, match=r"cannot be copied or pickled.*opt\.state_dict\(\)"):
         copied(opt)
 
 
-@pytest.mark.troubleshooting("backward() of an optimizer that was removed")
 def test_a_removed_optimizer_leaves_no_hook_and_can_be_saved():
     net = make_net()
     opt = lomo(net, rule="adamw")

@@ -89,7 +89,8 @@ class Parameter:
         )
 
     def traced(self, reading):
-        return trace_update(self.kind(reading), lambda sweep, states: self.by_rule.update(sweep, self.spec, states))
+        update = lambda sweep, states: self.by_rule.update(sweep, self.spec, states)  # noqa: E731
+        return trace_update(self.kind(reading), update, self.spec.alike)
 
     def gradient(self, step):
         return self.memory(self.shape, self.grad).copy_(torch.randn(self.shape) * 0.01 * step)

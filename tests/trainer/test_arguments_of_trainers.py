@@ -204,7 +204,6 @@ def test_a_sharded_model_is_not_compiled(tmp_path):
         arguments.complete(lowmem.FusedConfig(), args, object.__new__(sharding.FSDP2Sharding))
 
 
-@pytest.mark.troubleshooting("It contains only weights")
 def test_resuming_from_weights_only_raises(tmp_path):
     """Hugging Face would go on with empty optimizer states and the schedule from its start."""
     build(CAUSAL, tmp_path, True, **SAVED, save_only_model=True).train()

@@ -144,7 +144,6 @@ def forget(folder, name):
     path.write_text("".join(line for line in lines if not line.endswith(f"  {name}\n")))
 
 
-@pytest.mark.troubleshooting("is damaged: its checksum")
 def test_removing_a_checksum_line_accepts_a_changed_file(run):
     path = run / NEWEST / "generation_config.json"
     path.write_text('{"temperature": 0.5}')
@@ -183,7 +182,6 @@ def test_damaged_checksums_raise(run, text, message):
             check(run / NEWEST)
 
 
-@pytest.mark.troubleshooting("checksums.txt is missing")
 def test_only_resuming_needs_checksums(run):
     (run / NEWEST / "checksums.txt").unlink()
     checkpoint.check_model(run / NEWEST)

@@ -63,7 +63,6 @@ def test_the_default_of_transformers_differs_in_last_bits(make):
         *((FusedConfig(rule=rule), {}, "its usual rate is") for rule in ("adafactor", "adafactor_t2t", "lans")),
     ],
 )
-@pytest.mark.troubleshooting("is the default of ... for AdamW")
 def test_a_default_learning_rate_raises(make, fused, arguments, usual):
     arguments = {"learning_rate": DEFAULT, **arguments}
     with pytest.raises(ConfigError, match=f"learning_rate=5e-05 is the default of TrainingArguments.*{usual}"):

@@ -188,7 +188,6 @@ REFUSED = {
     "norm clipping": pytest.param(
         {"max_grad_norm": 1.0, "fused": IN_THE_HOOK},
         "max_grad_norm=0",
-        marks=pytest.mark.troubleshooting("policy 'immediate' updates"),
     ),
     "accumulation": ({"gradient_accumulation_steps": 2, "fused": IN_THE_HOOK}, "gradient_accumulation_steps=2"),
     "fp16 on a CPU": ({"fp16": True, "use_cpu": True}, "fp16"),
@@ -333,7 +332,7 @@ def test_a_backward_inside_compute_loss_belongs_to_the_same_step(make, max_grad_
     ("policy", "max_grad_norm"),
     [
         ("immediate", 0.0),
-        pytest.param("two_pass", 1.0, marks=pytest.mark.troubleshooting("policy 'two_pass' cannot accumulate")),
+        pytest.param("two_pass", 1.0),
     ],
 )
 def test_policies_without_accumulation_raise(make, policy, max_grad_norm):

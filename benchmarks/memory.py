@@ -1,0 +1,309 @@
+"""Planned memory of full fine-tuning: by method, by number of GPUs, and by length of the sequence.
+
+    python -m benchmarks.memory [--only llama-3.1-8b] [--out benchmarks/results]
+
+Every figure is `lowmem plan sft` on a GPU, with the reserve for CUDA: the arguments of `CONFIG` (bfloat16 weights,
+1 × 2,048 tokens, activation checkpointing) without an evaluation, and the words that are the key of a plan in the JSON
+file. Several GPUs share the weights by FSDP2. For AdamW without lowmem, weights, gradients and optimizer states are
+bytes per parameter, and the rest is taken from the plan.
+
+`--only` makes the plans whose words contain a text, and takes the others from the JSON file.
+"""
+
+import json
+import multiprocessing
+import os
+import shlex
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+
+from benchmarks import reports
+from benchmarks.pages import Row, markdown, panels
+from benchmarks.reports import command
+from lowmem.run.plan import plan
+from lowmem.run.recipe import parse
+
+CONFIG = "configs/llama3_8b_chat_24gb.yaml"
+GIB = 1 << 30
+
+# Folder of configs/models → name
+MODELS = {
+    "llama-3.2-1b": "Llama-3.2-1B", "qwen3-4b": "Qwen3-4B", "llama-3.1-8b": "Llama-3.1-8B", "qwen3-14b": "Qwen3-14B",
+    "qwen3-32b": "Qwen3-32B", "llama-3.1-70b": "Llama-3.1-70B",
+}  # fmt: skip
+EIGHT_BILLION = "llama-3.1-8b"
+EIGHT_BITS = "--fused.rule adamw --fused.state_storage 8bit --max_grad_norm 1"
+MOMENTUM = "--fused.rule adafactor --fused.beta1 0.9 --fused.state_storage 8bit"
+# Words of the command line, by the name of the method
+METHODS = {
+    "adalomo": "--fused.rule adalomo",
+    "adalomo, int12": "--fused.rule adalomo --fused.weight_format int12",
+    "adalomo, int10": "--fused.rule adalomo --fused.weight_format int10",
+    "adalomo, int8": "--fused.rule adalomo --fused.weight_format int8",
+    "adamw": "--fused.rule adamw",
+    "adamw, float32 states": "--fused.rule adamw --fused.state_storage float32",
+    "adamw, 8-bit states, clipped": EIGHT_BITS,
+    "adamw, 8-bit states, compensated8, clipped": f"{EIGHT_BITS} --fused.rounding compensated8",
+    "adafactor, 8-bit momentum": MOMENTUM,
+    "adafactor, 8-bit momentum, int12": f"{MOMENTUM} --fused.weight_format int12",
+    "lion": "--fused.rule lion",
+    "lomo, clipped": "--fused.rule lomo --max_grad_norm 1",
+}
+
+# Columns of the tables of weight formats and of states, by model
+FORMATS = {
+    "llama-3.1-8b": ("adalomo", "adalomo, int12", "adalomo, int10", "adalomo, int8"),
+    "qwen3-14b": ("adalomo", "adalomo, int12", "adalomo, int10"),
+    "qwen3-32b": ("adalomo", "adalomo, int10"),
+}
+OF_FORMATS = {
+    "bfloat16": "adalomo",
+    "`int12`": "adalomo, int12",
+    "`int10`": "adalomo, int10",
+    "`int8`": "adalomo, int8",
+}
+OF_STATES = {
+    "`adamw`, 5.13 bytes": "adamw, 8-bit states, compensated8, clipped",
+    "`adamw`, 4.13 bytes": "adamw, 8-bit states, clipped",
+    "`adafactor` with momentum, 3.07 bytes": "adafactor, 8-bit momentum",
+    "with `int12`": "adafactor, 8-bit momentum, int12",
+}
+STATES = dict.fromkeys(("llama-3.1-8b", "qwen3-4b", "llama-3.2-1b"), tuple(OF_STATES.values()))
+
+# What fits on how many GPUs
+SHARDED = ("llama-3.1-8b", "qwen3-14b", "qwen3-32b", "llama-3.1-70b")
+RANKS = (1, 2, 4, 8)
+RULES = {"AdaLomo": "adalomo", "AdamW": "adamw"}
+# Size of a card in GB → GiB that are free on it, and the color of what fits
+CARDS = {16: (15.5, "#cfe8d5"), 24: (23.5, "#a9d3e8"), 48: (47.4, "#f3d9a4"), 80: (79.1, "#efb49b")}
+TOO_LARGE = "#e6e6e6"
+
+# Long sequences
+TOKENS = (8_192, 32_768, 131_072)
+OFFLOADED = """--gradient_checkpointing_kwargs '{"offload": true}'"""
+OPTIONS = {
+    "default": "",
+    "tiled MLP": "--layers.mlp_tile 4096",
+    "offload to the host": OFFLOADED,
+    "tiled MLP and offload": f"--layers.mlp_tile 4096 {OFFLOADED}",
+}
+
+# The bars: bytes at the peak by kind, and methods in groups of states with equal dtypes
+COLORS = {
+    "weights": "#1f5fa8", "gradients": "#d1495b", "optimizer states": "#e08e2b", "activations": "#2a8f7c",
+    "reserve": "#999999",
+}  # fmt: skip
+# Bytes per parameter of AdamW without lowmem. The second is a Trainer with bf16=True: float32 weights, and a model that
+# computes in bfloat16.
+ORDINARY = {
+    "AdamW, all in bfloat16": {"weights": 2, "gradients": 2, "optimizer states": 4},
+    "AdamW, mixed precision": {"weights": 4, "gradients": 4, "optimizer states": 8},
+}
+GROUPS = {
+    "AdaLomo": ("adalomo",),
+    "AdamW, bfloat16 states": ("adamw", "AdamW, all in bfloat16"),
+    "AdamW, float32 states": ("adamw, float32 states", "AdamW, mixed precision"),
+}
+BEHIND = {"facecolor": "white", "edgecolor": "none", "pad": 1}  # text, over the line of a card
+
+Plans = dict[str, dict[str, int]]  # bytes by kind, by the words of a plan
+
+
+def words_of(model: str, method: str = "adalomo", ranks: int = 1, tokens: int = 0, options: str = "") -> str:
+    """The words of a plan, with the number of ranks at their end."""
+    parts = [f"--model_name_or_path configs/models/{model}", METHODS[method], options]
+    parts += [f"--max_length {tokens}"] if tokens else []
+    parts += [f"--fsdp --ranks {ranks}"] if ranks > 1 else []
+    return " ".join(filter(None, parts))
+
+
+def every() -> list[str]:
+    """The words of all plans, each once."""
+    wanted = [words_of(EIGHT_BILLION, method) for method in METHODS]
+    wanted += [words_of(model, method) for table in (FORMATS, STATES) for model in table for method in table[model]]
+    wanted += [words_of(EIGHT_BILLION, tokens=n, options=each) for n in TOKENS for each in OPTIONS.values()]
+    wanted += [words_of(model, rule, n) for model in SHARDED for rule in RULES.values() for n in RANKS]
+    return list(dict.fromkeys(wanted))
+
+
+def planned(words: str) -> dict[str, int]:
+    """The bytes of a plan by kind. All kinds that are not drawn count as activations."""
+    run, _, ranks = words.partition(" --ranks ")
+    recipe = parse("sft", ["--config", CONFIG, "--eval_strategy", "no", *shlex.split(run)], device="gpu")
+    result = plan(recipe, int(ranks or 1))
+    items = {kind: result.step.items[kind] for kind in COLORS if kind in result.step.items and kind != "activations"}
+    rest = {"activations": result.step.peak - sum(items.values()), "reserve": result.needed - result.step.peak}
+    return {**items, **rest}
+
+
+# -- tables ------------------------------------------------------------------------------------------------------------
+
+
+def gib(sizes: dict[str, int]) -> float:
+    return sum(sizes.values()) / GIB
+
+
+def bars(plans: Plans) -> dict[str, dict[str, int]]:
+    """Bytes by kind of each method of `GROUPS`, in their order."""
+    ours = {method: plans[words_of(EIGHT_BILLION, method)] for method in METHODS}
+    parameters, rest = ours["adalomo"]["weights"] // 2, {kind: ours["adalomo"][kind] for kind in list(COLORS)[3:]}
+    for name, widths in ORDINARY.items():
+        ours[name] = {**{kind: width * parameters for kind, width in widths.items()}, **rest}
+    return {name: ours[name] for names in GROUPS.values() for name in names}
+
+
+def title(name: str) -> str:
+    """The name of a bar, which says where its figures come from."""
+    return f"{name} (computed)" if name in ORDINARY else f"lowmem {name.partition(',')[0]} (planned)"
+
+
+def card(sizes: dict[str, int]) -> int | None:
+    """The smallest card on which so many bytes are free, in GB."""
+    return next((size for size, (free, _) in CARDS.items() if sum(sizes.values()) <= free * GIB), None)
+
+
+def tables(report: Any) -> dict[str, str]:
+    plans = report["plans"]
+    return {
+        "": markdown(_by_kind(plans)),
+        "formats": markdown(_by_method(plans, FORMATS, OF_FORMATS)),
+        "states": markdown(_by_method(plans, STATES, OF_STATES)),
+        "fits": markdown(_by_ranks(plans)),
+        "lengths": markdown(_by_length(plans)),
+    }
+
+
+def _by_kind(plans: Plans) -> list[Row]:
+    sizes = bars(plans)
+    return [
+        {
+            "optimizer": group,
+            "method": title(name),
+            **{kind: f"{sizes[name][kind] / GIB:.1f}" for kind in COLORS},
+            "GiB in total": f"{gib(sizes[name]):.1f}",
+        }
+        for group, names in GROUPS.items()
+        for name in names
+    ]
+
+
+def _by_method(plans: Plans, methods: dict[str, tuple[str, ...]], columns: dict[str, str]) -> list[Row]:
+    def cell(model: str, method: str) -> str:
+        return f"{gib(plans[words_of(model, method)]):.1f} GiB" if method in methods[model] else ""
+
+    return [
+        {"model": MODELS[model], **{column: cell(model, method) for column, method in columns.items()}}
+        for model in methods
+    ]
+
+
+def _by_ranks(plans: Plans) -> list[Row]:
+    def cell(model: str, rule: str, ranks: int) -> str:
+        sizes = plans[words_of(model, RULES[rule], ranks)]
+        size = card(sizes)
+        return f"{gib(sizes):.1f}" + (f" ({size} GB)" if size else "")
+
+    names = {n: f"{n} GPU{'s' if n > 1 else ''}, GiB" for n in RANKS}
+    return [
+        {"model": MODELS[model], "rule": rule, **{name: cell(model, rule, n) for n, name in names.items()}}
+        for model in SHARDED
+        for rule in RULES
+    ]
+
+
+def _by_length(plans: Plans) -> list[Row]:
+    def cell(tokens: int, options: str) -> str:
+        return f"{gib(plans[words_of(EIGHT_BILLION, tokens=tokens, options=options)]):.1f} GiB"
+
+    return [{"tokens": f"{n:,}", **{name: cell(n, each) for name, each in OPTIONS.items()}} for n in TOKENS]
+
+
+# -- pictures ----------------------------------------------------------------------------------------------------------
+
+
+def draw_bars(report: Any) -> Any:
+    """A bar of bytes by kind for each method of `GROUPS`; those that are computed are hatched."""
+    sizes = bars(report["plans"])
+    figure, axes = panels("Fine-tuning all weights of Llama-3.1-8B: memory of a GPU", (9, 4.2), 1)
+    place, largest = 0.0, max(map(gib, sizes.values()))
+    places: dict[str, float] = {}
+    for group, names in GROUPS.items():
+        axes.text(1, place + 0.62, group, fontsize=9.5, fontweight="bold", va="center", bbox=BEHIND)
+        for name in names:
+            left, style = 0.0, {"hatch": "///" if name in ORDINARY else None, "edgecolor": "white", "linewidth": 0}
+            for kind, color in COLORS.items():
+                axes.barh(place, sizes[name][kind] / GIB, left=left, color=color, height=0.62, **style)
+                left += sizes[name][kind] / GIB
+            axes.text(left + 1, place, f"{left:.0f} GiB", fontsize=9.5, va="center", bbox=BEHIND)
+            places[title(name)] = place
+            place -= 0.85
+        place -= 0.75
+    for size in (24, 80):
+        axes.axvline(size, color="#777777", linewidth=1, linestyle="--", zorder=0)
+        axes.text(size, 1.05, f"{size} GiB card", fontsize=8.5, color="#555555", ha="center")
+    axes.set_yticks(list(places.values()), list(places))
+    axes.set(xlim=(0, largest * 1.1), ylim=(min(places.values()) - 0.5, 1.0), xlabel="GiB on the GPU")
+    for kind, color in COLORS.items():
+        axes.bar(0, 0, color=color, label="reserve for CUDA" if kind == "reserve" else kind)
+    axes.legend(loc="upper right", bbox_to_anchor=(1.0, 0.93), fontsize=9, frameon=False)
+    return figure
+
+
+def draw_fits(report: Any) -> Any:
+    """A panel for each rule: GiB by model and number of GPUs, in the color of the smallest card."""
+    name = "Full fine-tuning: GiB per GPU, and the smallest card that has them"
+    figure, each_axes = panels(name, (9, 3.4), len(RULES), sharey=True)
+    for axes, (rule, method) in zip(each_axes, RULES.items(), strict=True):
+        for row, model in enumerate(SHARDED):
+            for column, ranks in enumerate(RANKS):
+                sizes = report["plans"][words_of(model, method, ranks)]
+                color = CARDS[size][1] if (size := card(sizes)) else TOO_LARGE
+                axes.barh(row, 1, left=column, height=1, color=color, edgecolor="white", linewidth=2)
+                axes.text(column + 0.5, row, f"{gib(sizes):.0f}", ha="center", va="center", fontsize=10)
+        axes.set_yticks(range(len(SHARDED)), [MODELS[model] for model in SHARDED])
+        axes.set_xticks([column + 0.5 for column in range(len(RANKS))], RANKS)
+        axes.set(xlim=(0, len(RANKS)), ylim=(len(SHARDED) - 0.5, -0.5), xlabel="GPUs")
+        axes.set_title(f"{rule}, bfloat16 weights{'' if rule == 'AdaLomo' else ' and states'}", fontsize=10)
+    for size, (_, color) in CARDS.items():
+        each_axes[-1].bar(0, 0, color=color, label=f"{size} GB card")
+    each_axes[-1].bar(0, 0, color=TOO_LARGE, label="none of them")
+    each_axes[-1].legend(loc="center left", bbox_to_anchor=(1.02, 0.5), fontsize=9, frameon=False)
+    return figure
+
+
+def draw_lengths(report: Any) -> Any:
+    """A curve for each setting: GiB by tokens."""
+    figure, axes = panels("Llama-3.1-8B: memory of a GPU by length of the sequence (planned)", (7, 3.6), 1)
+    for option, words in OPTIONS.items():
+        sizes = [gib(report["plans"][words_of(EIGHT_BILLION, tokens=n, options=words)]) for n in TOKENS]
+        axes.plot(TOKENS, sizes, marker="o", markersize=4, label=option)
+    for size in (24, 80):
+        axes.axhline(size, color="#777777", linewidth=1, linestyle="--", zorder=0)
+        axes.text(65_536, size - 1, f"{size} GiB card", fontsize=8.5, color="#555555", va="top")
+    axes.set_xticks(TOKENS, [f"{n // 1024}k" for n in TOKENS])
+    axes.set(xlabel="tokens", ylabel="GiB", ylim=(0, 100))
+    axes.legend(loc="center left", bbox_to_anchor=(1.02, 0.5), fontsize=9, frameon=False)
+    return figure
+
+
+PICTURES = {"memory_bars": draw_bars, "fits": draw_fits, "long_context": draw_lengths}
+
+
+@command
+def main(argv: Sequence[str] | None = None) -> None:
+    options = reports.make_parser(__doc__ or "", {}, dtype=False, only="part of the words of a plan").parse_args(argv)
+    file = options.out / "memory.json"
+    known = json.loads(file.read_text())["plans"] if options.only and file.exists() else {}
+    chosen = [words for words in every() if not options.only or any(part in words for part in options.only)]
+    with reports.output(options.out):
+        with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn")) as processes:
+            for words, sizes in zip(chosen, processes.map(planned, chosen), strict=True):
+                known[words] = sizes
+                reports.save(file, {"config": CONFIG}, plans=known)
+                print(f"{words}: {gib(sizes):.1f} GiB", flush=True)
+        reports.publish(options.out, "memory", {"config": CONFIG}, tables, PICTURES, plans=known)
+
+
+if __name__ == "__main__":
+    main()
