@@ -254,8 +254,9 @@ class Deferred(Policy):
         self._measured |= self.clipping.measure_together([(record, self._sum_of(record)) for record in waiting])
         decision = self.clipping.decide(self._measured, prepared=True)
         if not decision.skipped:
+            largest = max((record.program.span.numel for record in self.records.values() if record.claimed), default=0)
             for record, grad in self._store.drain(list(self.records.values())):
-                self.updates.put(record, grad, decision)
+                self.updates.put(record, grad, decision, waiting=largest)
                 del grad  # frees it before the store fetches the next one
         self.drop()
         return decision

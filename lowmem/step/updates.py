@@ -109,6 +109,7 @@ class Updates:
         self._stacks: dict[tuple[Program, torch.dtype], Queue] = defaultdict(deque)
         self._shards: Queue = deque()
         self._waiting: list[tuple[ParamRecord, Tensor]] = []
+        self._elements = 0  # of them
 
     @property
     def compiled(self) -> bool:
@@ -145,18 +146,23 @@ class Updates:
         reading, held = self._sent_to(grad.device).reading, Held(Float(grad.dtype), (grad,))
         return Sweep(StoredTiles(record.program.layout, held, grad, reading)).square_sums
 
-    def put(self, record: ParamRecord, grad: Tensor, decision: Decision | None) -> None:
+    def put(self, record: ParamRecord, grad: Tensor, decision: Decision | None, waiting: int = 0) -> None:
         """Updates a parameter, or stores its gradient until a stack is full, or until shards are measured.
+
+        waiting: the number of elements of large gradients that may wait to be updated by the same launches.
 
         An elementwise rule has no sums over ranks, but all ranks must know whether a gradient is finite before the
         first one writes. So shards wait until they take as much memory as one full gradient, and are measured together.
         """
         program = record.program
         if self.compilation.launches(record):
-            self._waiting.append((record, _alone(grad) if program.span.numel <= SMALL else grad))
+            size = program.span.numel  # on every rank
+            if waiting and size + self._elements > waiting + STACK:
+                self._update_waiting(decision)
+            self._waiting.append((record, _alone(grad) if size <= SMALL else grad))
+            self._elements += size
             del grad
-            sizes = [each.program.span.numel for each, _ in self._waiting]  # on every rank
-            if sizes[-1] > SMALL or sum(sizes) >= STACK or self._shard.moves:
+            if (size > SMALL and not waiting) or self._elements >= max(waiting, STACK) or self._shard.moves:
                 self._update_waiting(decision)
             return
         large_shard = program.ranks is not None and program.span.numel > SMALL
@@ -206,6 +212,7 @@ class Updates:
     def drop(self) -> None:
         """Discards the gradients that wait, after their backward has failed."""
         self._waiting.clear()
+        self._elements = 0
         self._shards.clear()
         self._stacks.clear()
 
@@ -231,7 +238,7 @@ class Updates:
 
     def _update_waiting(self, decision: Decision | None) -> None:
         """Updates the parameters whose gradients wait."""
-        waiting, self._waiting = self._waiting, []
+        waiting, self._waiting, self._elements = self._waiting, [], 0
         for record, _ in waiting:
             self.begin_state(record)
         if not self._shard.moves:

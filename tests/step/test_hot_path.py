@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import lowmem
 from benchmarks.engine import without_computing
+from lowmem.kernels import Kernels
 from lowmem.step import compiled
 from lowmem.step.offload import GradientStore
 from lowmem.tiles import stored
@@ -185,6 +186,19 @@ def test_a_compiled_update_has_few_operations_on_the_host(rule, kernels, monkeyp
             loss.backward()
     expected = Counter(detach=1, empty=1, lift_fresh=1) if kernels else Counter(detach=1, view=2)
     assert counting.parts[-3:] == [expected] * 3  # the first one has operations of the step
+
+
+@pytest.mark.cpu_only("code is replaced on a CPU")
+@pytest.mark.parametrize(("policy", "flushes"), [("immediate", 9), ("deferred", 3)])
+def test_gradients_that_are_stored_anyway_are_updated_together(policy, flushes, monkeypatch):
+    """Up to the size of the largest one: 2M elements, and twice four times 512k. Their norms are known."""
+    launched = Counter[str]()
+    params = [torch.nn.Parameter(torch.zeros(rows, 1024)) for rows in (2048, *[512] * 8)]
+    with without_computing(kernels=True):
+        monkeypatch.setattr(Kernels, "launch", lambda self, launch, args, device: launched.update([launch.name]))
+        opt = lowmem.FusedOptimizer(params, "adamw", compile=True, policy=policy)
+        opt.backward(torch.stack([param.sum() for param in params]).sum())
+    assert launched["pass_0"] == flushes and launched.total() == flushes * (4 if policy == "immediate" else 2)
 
 
 ELEMENTS = 10_240
