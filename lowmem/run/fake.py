@@ -285,8 +285,8 @@ def _tokenizer() -> PreTrainedTokenizerFast:
 
 
 class _Values(TorchDispatchMode):
-    """Gives code the values of fake tensors that it reads. Those computed from the batch and from constants are known, such
-    as the positions of images. Other integers are 1, other numbers 1/2, and elements of a mask are True.
+    """Gives code the values of fake tensors that it reads. Those computed from the batch and from constants are known,
+    such as the positions of images. Other integers are 1, other numbers 1/2, and elements of a mask are True.
     """
 
     def __init__(self) -> None:
