@@ -276,7 +276,9 @@ def _profile_options(parser: Any) -> None:
 def _plan_options(parser: Any) -> None:
     group = parser.add_argument_group("lowmem plan")
     group.add_argument(
-        "--memory", metavar="SIZE", help="free memory of a device, as 23GiB: shows whether the run fits, or what would"
+        "--memory",
+        metavar="SIZE",
+        help="free memory of a device, such as 23GiB: whether the run fits, and what to change",
     )
     group.add_argument("--ranks", type=int, metavar="N", help="number of processes, each with one device (1)")
     group.add_argument("--write", type=Path, metavar="FILE", help="write the YAML of the run, or of a change that fits")

@@ -413,7 +413,7 @@ BEST = {"metric_for_best_model": "foo", "eval_strategy": "steps", "eval_steps": 
 MISTAKES = {
     "unknown key": ("sft", {"learning_rat": 1}, "", "unknown key 'learning_rat'. Did you mean 'learning_rate'?"),
     "no pad token": ("sft", {"model_name_or_path": "model"}, "", "`pad_token`", no_pad_token),
-    "answers that are cut off": ("sft", {"assistant_only_loss": True}, "--max_length 3", "leaves none of 16 rows"),
+    "answers that are cut off": ("sft", {"assistant_only_loss": True}, "--max_length 3", "removes all 16 rows"),
     "LoRA without PEFT": ("sft", {"use_peft": True}, "", "PEFT", missing("peft")),
     "DeepSpeed is not installed": ("sft", ZERO, "", "Run: pip install deepspeed", missing("deepspeed")),
     "DeepSpeed without a launcher": ("sft", ZERO, "", "Start it with a launcher"),

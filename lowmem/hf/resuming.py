@@ -99,7 +99,7 @@ class Rows(TrainerCallback):  # type: ignore[misc]
         checkpoint: the directory from which the run resumes, or None.
 
     Attributes:
-        left: whether a step is left to train.
+        left: whether there is a step left to train.
         start: the numbers of trained epochs, and of trained micro-batches in the next epoch.
         epoch, fetched: the number of epochs before this one, and of micro-batches that this one has fetched.
         ended: whether this epoch has no more of them.

@@ -1,5 +1,5 @@
-"""Shards the model of a trainer over ranks by DeepSpeed ZeRO-3 or FSDP2, as the trainer's arguments ask for, or streams
-it past the device.
+"""Shards the model of a trainer over ranks by DeepSpeed ZeRO-3 or FSDP2, as the trainer's arguments say, or streams its
+layers through the device.
 
 The Trainer and Accelerate would wrap the model and replace the optimizer. Here their arguments keep their meaning and
 their code shards the model, but the model is not wrapped, and `lowmem.placements` recognizes its shards.

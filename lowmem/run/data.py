@@ -187,7 +187,7 @@ def _counts(trainer: Any, loaded: Any, name: str) -> str:
     limit, of = getattr(args, "max_length", None), " of the evaluation data" if name == "eval" else ""
     rows, has_labels = f"{len(loaded):,} rows", "labels" in tokenized.column_names
     if len(tokenized) == 0:
-        raise DataError(f"max_length={limit} leaves none of {rows}{of}. Increase it, or check the format of the rows")
+        raise DataError(f"max_length={limit} removes all {rows}{of}. Increase it, or check the format of the rows")
     batch_size = getattr(args, f"{name}_batch_size") * args.world_size
     if args.dataloader_drop_last and len(tokenized) < batch_size:
         raise DataError(f"{rows}{of} do not fill a batch of {batch_size:,}; omit dataloader_drop_last, or add rows")

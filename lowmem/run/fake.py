@@ -1,6 +1,6 @@
 """The trainer of a run with fake tensors: nothing is allocated, and nothing is downloaded but the model's config.json.
 
-The model is built from its configuration, and the rows are the longest that the run can meet.
+The model is built from its configuration, and the rows are the longest that can occur in the run.
 """
 
 import copy
@@ -285,8 +285,8 @@ def _tokenizer() -> PreTrainedTokenizerFast:
 
 
 class _Values(TorchDispatchMode):
-    """Values of fake tensors where code asks for them. Known are those computed from the batch and from constants, such
-    as the places of images. Otherwise integers are 1, other numbers 1/2, elements of a mask True.
+    """Gives code the values of fake tensors that it reads. Those computed from the batch and from constants are known,
+    such as the positions of images. Other integers are 1, other numbers 1/2, and elements of a mask are True.
     """
 
     def __init__(self) -> None:

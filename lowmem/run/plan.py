@@ -1,7 +1,7 @@
 """Predicts the memory of a run: the run's own trainer takes one step with fake tensors.
 
-The step has the run's own rule, policy, loss, checkpointing and placement, and the largest batch that the run can meet.
-Nothing is allocated, and every machine predicts the same.
+The step has the run's own rule, policy, loss, checkpointing and placement, and the largest batch that can occur in the
+run. Nothing is allocated, and every machine predicts the same.
 """
 
 import math

@@ -79,7 +79,7 @@ def _problem(recipe: Recipe) -> str | None:
     else:
         return None
     problem = f"it needs {size(need)} {where}, which has {size(has)}"
-    return f"the run does not fit: {problem}. --force trains nevertheless"
+    return f"the run does not fit: {problem}. Use --force to train anyway"
 
 
 def free_on_host() -> int:

@@ -86,8 +86,8 @@ def _require_metric(trainer: Any) -> None:
 
 
 class _Beginning(TrainerCallback):  # type: ignore[misc]
-    """Writes the configuration after the first step. Before it begins, a library's error is about the arguments, and
-    until its update, the message names the library.
+    """Writes the configuration after the first step. An error that a library raises before that step is blamed on
+    the arguments, and until the first update, the message names the library.
     """
 
     def __init__(self, recipe: Recipe, folder: RunFolder) -> None:

@@ -155,7 +155,7 @@ def test_pairs_that_are_too_long_are_counted(command, summary):
     assert summary([long, *usual], command, max_length=20).startswith("17 rows, 1 dropped by max_length=20; ")
     if command != "reward":
         assert "16 longer than max_length=8 (" in summary(usual, command, max_length=8)
-    with pytest.raises(DataError, match="max_length=20 leaves none of 2 rows"):
+    with pytest.raises(DataError, match="max_length=20 removes all 2 rows"):
         summary([long] * 2, command, max_length=20)
 
 
@@ -163,7 +163,7 @@ def test_pairs_that_are_too_long_are_counted(command, summary):
 def test_rows_without_trained_tokens_raise(summary):
     with pytest.raises(DataError, match="none of the 48 tokens in 3 rows contributes to the loss"):
         summary([LATE] * 3, max_length=16, assistant_only_loss=True, packing=True)
-    with pytest.raises(DataError, match=r"max_length=1024 leaves none of 2 rows\. .* the format of the rows"):
+    with pytest.raises(DataError, match=r"max_length=1024 removes all 2 rows\. .* the format of the rows"):
         summary([{"messages": "a text"}] * 2)
     with pytest.raises(DataError, match="none of the 2 tokens in 2 rows contributes to the loss"):
         summary([{"text": "the old cat"}] * 2, max_length=1)
@@ -187,7 +187,7 @@ def test_evaluation_data_are_inspected_too(arguments, tmp_path):
     assert counts.startswith("8 rows packed into ") and "; evaluation: 2 rows, 1 dropped" in counts
     runs.write_rows(tmp_path / "test.jsonl", [LATE] * 2)
     train, evaluation = data.load(parsed)
-    with pytest.raises(DataError, match="max_length=16 leaves none of 2 rows of the evaluation data"):
+    with pytest.raises(DataError, match="max_length=16 removes all 2 rows of the evaluation data"):
         data.check(build.trainer(parsed, train, evaluation), train, evaluation)
 
 

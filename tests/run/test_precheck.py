@@ -25,7 +25,7 @@ def test_a_run_that_does_not_fit_is_refused(config, tmp_path, monkeypatch):
     monkeypatch.setattr(data, "load", lambda recipe: pytest.fail("the data was loaded"))
     ended = runs.lowmem("sft", "--config", config)
     assert ended.status == 2
-    assert "error: the run does not fit: it needs 1." in ended.err and "--force trains nevertheless" in ended.err
+    assert "error: the run does not fit: it needs 1." in ended.err and "Use --force to train anyway" in ended.err
     assert not (tmp_path / "run").exists()
 
 
