@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lowmem.placements.base import Placed
 from lowmem.step.record import ParamRecord
-from lowmem.tiles.stored import flat
+from lowmem.tiles.stored import flat, separate
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +111,7 @@ class GradientStore:
         """Stores a gradient in place of an earlier one. The caller must not use it afterwards."""
         self._remove(record)
         if self._fits(grad.device, grad.nbytes):
-            self._stored[record.name] = record, grad
+            self._stored[record.name] = record, self._allocate(lambda: separate(grad))
             self._held[grad.device] += grad.nbytes
         else:
             self._offload(record, grad)

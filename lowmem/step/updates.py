@@ -21,7 +21,7 @@ from lowmem.step.record import AddedGroup, ParamRecord
 from lowmem.tiles.quantized import tensors_of
 from lowmem.tiles.rounding import noise_key
 from lowmem.tiles.storage import Float, Held, Shown
-from lowmem.tiles.stored import StoredTiles, begin_storage
+from lowmem.tiles.stored import StoredTiles, begin_storage, separate
 from lowmem.tiles.sweep import Reading, Scalars, Sweep
 from lowmem.tiles.transfers import to_device
 
@@ -159,7 +159,7 @@ class Updates:
             size = program.span.numel  # on every rank
             if waiting and size + self._elements > waiting + STACK:
                 self._update_waiting(decision)
-            self._waiting.append((record, _alone(grad) if size <= SMALL else grad))
+            self._waiting.append((record, separate(grad) if size <= SMALL else grad))
             self._elements += size
             del grad
             if (size > SMALL and not waiting) or self._elements >= max(waiting, STACK) or self._shard.moves:
@@ -189,7 +189,7 @@ class Updates:
             self._update_one(record, grad, decision)
             return
         stack = self._stacks[program, grad.dtype]
-        stack.append((record, _alone(grad)))
+        stack.append((record, separate(grad)))
         if len(stack) >= count:
             self._update_stack(stack, decision)
 
@@ -393,10 +393,3 @@ def initial_tensors(program: Program, names: Iterable[str], shard: Tensor) -> di
 def _each(values: Tensor) -> Sequence[Tensor]:
     """Returns the elements as tensors of one element."""
     return [values] if values.numel() == 1 else values.view(-1).split(1)
-
-
-def _alone(grad: Tensor) -> Tensor:
-    """Returns a gradient that may wait. A gradient of FSDP2 is a view of its module's gradients, which would stay in
-    memory.
-    """
-    return grad.clone() if grad.untyped_storage().nbytes() > grad.nbytes else grad

@@ -217,3 +217,10 @@ def add(total: Tensor, grad: Tensor) -> None:
         return
     for into, part in zip(tiles(total), tiles(grad), strict=True):
         into.add_(part)
+
+
+def separate(grad: Tensor) -> Tensor:
+    """Returns a gradient that may be kept. A gradient of FSDP2 is a view of its module's gradients, which would stay in
+    memory.
+    """
+    return grad.clone() if grad.untyped_storage().nbytes() > grad.nbytes else grad
