@@ -109,6 +109,7 @@ class Updates:
         self._stacks: dict[tuple[Program, torch.dtype], Queue] = defaultdict(deque)
         self._shards: Queue = deque()
         self._waiting: list[tuple[ParamRecord, Tensor]] = []
+        self._elements = 0  # of them, on every rank
 
     @property
     def compiled(self) -> bool:
@@ -152,14 +153,15 @@ class Updates:
         first one writes. So shards wait until they take as much memory as one full gradient, and are measured together.
         """
         program = record.program
-        if self.compilation.launches(record):
-            self._waiting.append((record, _alone(grad) if program.span.numel <= SMALL else grad))
+        is_small = program.span.numel <= SMALL
+        if self.compilation.by_kernels(record):
+            self._waiting.append((record, _alone(grad) if is_small else grad))
+            self._elements += program.span.numel
             del grad
-            sizes = [each.program.span.numel for each, _ in self._waiting]  # on every rank
-            if sizes[-1] > SMALL or sum(sizes) >= STACK or self._shard.moves:
+            if not is_small or self._elements >= STACK or self._shard.moves:
                 self._update_waiting(decision)
             return
-        large_shard = program.ranks is not None and program.span.numel > SMALL
+        large_shard = program.ranks is not None and not is_small
         if large_shard and program.rule.elementwise and decision is None:
             self._shards.append((record, grad))
             spans = [each.span for each, _ in self._shards]
@@ -206,6 +208,7 @@ class Updates:
     def drop(self) -> None:
         """Discards the gradients that wait, after their backward has failed."""
         self._waiting.clear()
+        self._elements = 0
         self._shards.clear()
         self._stacks.clear()
 
@@ -231,7 +234,7 @@ class Updates:
 
     def _update_waiting(self, decision: Decision | None) -> None:
         """Updates the parameters whose gradients wait."""
-        waiting, self._waiting = self._waiting, []
+        waiting, self._waiting, self._elements = self._waiting, [], 0
         for record, _ in waiting:
             self.begin_state(record)
         if not self._shard.moves:
@@ -328,8 +331,10 @@ class Updates:
         """Runs the program of parameters on their tensors, and notes the results in their records."""
         self.cycle.moved = True
         count_changes, tiles = self.changes.watch(records, held, grad), self._tiles(records, held, grad, decision)
-        is_small = self._batching and records[0].program.span.numel <= SMALL
-        result = self.compilation.run(records[0], tiles, state) if self.compilation.active and not is_small else None
+        first, result = records[0], None
+        is_small = self._batching and first.program.span.numel <= SMALL
+        if self.compilation.active and not (is_small or self.compilation.by_kernels(first)):
+            result = self.compilation.run(first, tiles, state)
         if result is None:
             result = self.observer.update(self._program(records), tiles, state)
         self._note(records, result)
