@@ -27,9 +27,6 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # no processes that
 SIMGPUS = int(os.environ.get("LOWMEM_SIMGPU", "0"))
 ON_GPU = bool(SIMGPUS) or os.environ.get("LOWMEM_GPU") == "1"
 EVERY = int(os.environ.get("LOWMEM_EVERY", "1"))
-from support import interpreted
-
-interpreted.install()  # before Triton is imported
 if SIMGPUS:
     from support import simgpu
 
