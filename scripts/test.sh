@@ -25,7 +25,7 @@ case "${1:-}" in
         if [ $# = 0 ]; then set -- tests/simgpu tests/tiles tests/rules tests/step tests/layers tests/placements tests/hf tests/trainer; fi
         ;;
     --triton)
-        export LOWMEM_TRITON=1
+        export TRITON_INTERPRET=1
         shift
         if [ $# = 0 ]; then set -- tests/kernels tests/rules tests/step tests/placements; fi
         ;;

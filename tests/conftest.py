@@ -23,13 +23,10 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # no processes that
 
 # Ways to run the tests (scripts/test.sh): on a GPU (--gpu), on a number of simulated GPUs (--simgpu), with compiled
 # updates of any size (--compiled, see support/compiled.py), and with one in EVERY of the engine's tests (--stack).
-# Kernels for a GPU run in Triton's interpreter (LOWMEM_TRITON, see support/interpreted.py).
+# Kernels for a GPU run in Triton's interpreter (TRITON_INTERPRET=1, see support/interpreted.py).
 SIMGPUS = int(os.environ.get("LOWMEM_SIMGPU", "0"))
 ON_GPU = bool(SIMGPUS) or os.environ.get("LOWMEM_GPU") == "1"
 EVERY = int(os.environ.get("LOWMEM_EVERY", "1"))
-from support import interpreted
-
-interpreted.install()  # before Triton is imported
 if SIMGPUS:
     from support import simgpu
 

@@ -27,7 +27,7 @@ PARTS = {
         "placements/test_where_shards_are.py", *STREAMED,
     ],
     "LOWMEM_COMPILED": ["rules/test_moments.py"],
-    "LOWMEM_TRITON": ["kernels/test_kernels.py"],
+    "TRITON_INTERPRET": ["kernels/test_kernels.py"],
 }  # fmt: skip
 
 
@@ -35,7 +35,7 @@ PARTS = {
 @pytest.mark.skipif(any(switch in os.environ for switch in PARTS), reason="runs there already")
 @pytest.mark.parametrize("switch", PARTS)
 def test_a_part_of_the_suite(switch):
-    if switch == "LOWMEM_TRITON":
+    if switch == "TRITON_INTERPRET":
         pytest.importorskip("triton")
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *(str(TESTS / path) for path in PARTS[switch])]
     done = subprocess.run(

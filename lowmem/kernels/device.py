@@ -1,4 +1,4 @@
-"""What all kernels share: Triton functions that are written by hand."""
+"""Triton functions that are written by hand, which all kernels share."""
 # ruff: noqa: ANN001, ANN201 (Triton has no types)
 
 import triton

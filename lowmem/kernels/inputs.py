@@ -1,4 +1,4 @@
-"""What kernels read: tables with a row for each thing that a program works on, and scalars.
+"""The inputs of kernels: tables with a row for each rectangle or slice that a program works on, and scalars.
 
 programs  int32 [programs]: the row of the table that a program works on
 table     int64 [rectangles or slices, columns]: sizes, pointers, and places in the workspace

@@ -37,7 +37,7 @@ def try_compiler() -> None:
 
 
 class Values(NamedTuple):
-    """What is other in each step, on the device.
+    """The values of a step, on the device.
 
     numbers: of all groups, one after another, float64.  keys: of the noise of all parameters, int32.  reading: of the
     gradients of a batch; its scalars are the same for all members.

@@ -158,8 +158,8 @@ class Compilation:
         measured = tiles.reading.square_sums
         return Result(results["square_sums"] if measured is None else measured, results.get("sizes"))
 
-    def launches(self, record: ParamRecord) -> bool:
-        """Returns whether the update of a parameter is launched by kernels, unless its tensors do not allow it."""
+    def by_kernels(self, record: ParamRecord) -> bool:
+        """Returns whether kernels update a parameter, unless its tensors do not allow it."""
         return self.active and record.param.device.type in KERNELS and not record.program.rule.materializes
 
     def launch(self, batch: Sequence[Launched], values: Values) -> Result:
@@ -169,7 +169,8 @@ class Compilation:
         if known is None or any(one is not other for one, other in zip(known[0], bounds, strict=True)):
             kernels, ranks = bounds[0].update, records[0].program.ranks
             assert isinstance(kernels, Kernels)
-            known = bounds, Batch(kernels, [_member(*each[:4]) for each in batch], ranks)
+            members = [_member(each.record, each.tiles, each.states, each.place) for each in batch]
+            known = bounds, Batch(kernels, members, ranks)
         self._batches[records] = known
         results = known[1].run([each.tiles.grad for each in batch], values)
         measured = values.reading.square_sums
@@ -328,16 +329,15 @@ def traced(program: Program, kind: Kind, variant: Any) -> Update | None:
     variant: for kernels, whether parameters are single lines, and whether they are aligned; otherwise whether they are
     one tile, and the forms of their tiles.
     """
-    rule, key = program.rule, (program.spec, kind)
+    rule, spec = program.rule, program.spec
+    key = spec, kind
     updates = _TRACED.setdefault(_key(rule), {})
     if updates is None:
         return None
     try:
         if key not in updates:
             updates[key] = Traced(
-                trace_update(
-                    kind, lambda sweep, states: rule.update(sweep, program.spec, states), alike=program.spec.alike
-                )
+                trace_update(kind, lambda sweep, states: rule.update(sweep, spec, states), alike=spec.alike)
             )
         update, compiling = updates[key].code(*variant)
     except Exception as error:  # of the rule, or of PyTorch's tracer, such as for a branch on the value of a tensor

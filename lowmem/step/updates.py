@@ -109,7 +109,7 @@ class Updates:
         self._stacks: dict[tuple[Program, torch.dtype], Queue] = defaultdict(deque)
         self._shards: Queue = deque()
         self._waiting: list[tuple[ParamRecord, Tensor]] = []
-        self._elements = 0  # of them
+        self._elements = 0  # of them, on every rank
 
     @property
     def compiled(self) -> bool:
@@ -155,17 +155,17 @@ class Updates:
         first one writes. So shards wait until they take as much memory as one full gradient, and are measured together.
         """
         program = record.program
-        if self.compilation.launches(record):
-            size = program.span.numel  # on every rank
-            if waiting and size + self._elements > waiting + STACK:
+        is_small = program.span.numel <= SMALL
+        if self.compilation.by_kernels(record):
+            if waiting and program.span.numel + self._elements > waiting + STACK:
                 self._update_waiting(decision)
-            self._waiting.append((record, separate(grad) if size <= SMALL else grad))
-            self._elements += size
+            self._waiting.append((record, separate(grad) if is_small else grad))
+            self._elements += program.span.numel
             del grad
-            if (size > SMALL and not waiting) or self._elements >= max(waiting, STACK) or self._shard.moves:
+            if not (is_small or waiting) or self._elements >= max(waiting, STACK) or self._shard.moves:
                 self._update_waiting(decision)
             return
-        large_shard = program.ranks is not None and program.span.numel > SMALL
+        large_shard = program.ranks is not None and not is_small
         if large_shard and program.rule.elementwise and decision is None:
             self._shards.append((record, grad))
             spans = [each.span for each, _ in self._shards]
@@ -335,8 +335,10 @@ class Updates:
         """Runs the program of parameters on their tensors, and notes the results in their records."""
         self.cycle.moved = True
         count_changes, tiles = self.changes.watch(records, held, grad), self._tiles(records, held, grad, decision)
-        is_small = self._batching and records[0].program.span.numel <= SMALL
-        result = self.compilation.run(records[0], tiles, state) if self.compilation.active and not is_small else None
+        first, result = records[0], None
+        is_small = self._batching and first.program.span.numel <= SMALL
+        if self.compilation.active and not (is_small or self.compilation.by_kernels(first)):
+            result = self.compilation.run(first, tiles, state)
         if result is None:
             result = self.observer.update(self._program(records), tiles, state)
         self._note(records, result)

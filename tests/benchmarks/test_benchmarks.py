@@ -36,7 +36,7 @@ COMMANDS = {  # arguments, and a line of what is printed
     step: ([*SMALL, "--dtype", "bfloat16", *only(FLOOR, "AdamW, fused", "optimi AdamW")], "| AdamW, fused "),
     update: (["--size", "64", "--rounds", "1", *only("adalomo, eager", update.BASE)], "| adalomo, eager "),
     defaults: (["--rounds", "1"], "| 512 × 64 | 55% of the weights | 16 |"),
-    host: (["--count", "2", "--repeats", "1", "--rounds", "1"], "| adalomo |"),
+    host: (["--count", "2", "--repeats", "1", "--rounds", "1"], "| adalomo, kernels of a GPU |"),
 }
 
 

@@ -1,4 +1,4 @@
-"""Kernels in Triton's interpreter have the bits of the eager sweep. They run if LOWMEM_TRITON=1."""
+"""Kernels in Triton's interpreter have the bits of the eager sweep. They run if TRITON_INTERPRET=1."""
 
 import itertools
 import os

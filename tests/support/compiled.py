@@ -4,7 +4,7 @@ import os
 
 import pytest
 import torch
-from support.interpreted import INTERPRETED
+from support.interpreted import INTERPRETED, install
 
 FORCED = bool(os.environ.get("LOWMEM_COMPILED"))
 
@@ -13,6 +13,7 @@ def force() -> None:
     """Makes `compile="auto"` compile every update, none of them in a stack, if that was asked for."""
     if not (FORCED or INTERPRETED):
         return
+    install()
     from lowmem.step import compiled, updates
 
     compiled.COMPILE_FROM = 0

@@ -1,4 +1,4 @@
-"""Triton's interpreter with the arithmetic of the eager sweep, for tests of kernels on a CPU (LOWMEM_TRITON=1).
+"""Triton's interpreter with the arithmetic of the eager sweep, for tests of kernels on a CPU (TRITON_INTERPRET=1).
 
 triton 3.6, runtime/interpreter.py: it truncates to bfloat16, has no fused multiply-add and no libdevice, loops over
 elements in a reduction that it does not know, and needs an index that numpy 2.4 does not make of an array. torch's root
@@ -10,7 +10,7 @@ import os
 
 import numpy as np
 
-INTERPRETED = os.environ.get("LOWMEM_TRITON") == "1"
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def _narrow(value):
@@ -24,7 +24,6 @@ def install():
     """Makes the interpreter exact. Called before the package's kernels are imported."""
     if not INTERPRETED:
         return
-    os.environ["TRITON_INTERPRET"] = "1"
     import triton.language as tl
     from triton.language.extra import libdevice
     from triton.runtime import interpreter as module
