@@ -194,7 +194,7 @@ def plan(command: argparse.Namespace, rest: Sequence[str]) -> int:
     options, ranks = recipe.options, _count("--ranks", recipe.options.ranks, 1)
     memory = None if options.memory is None else parse_bytes(options.memory, "--memory")
     stage("planning a run")
-    planned = planning.plan(recipe, ranks)
+    planned = planning.plan(recipe, ranks, memory)
     print_topics(planned.summary)
     out.print()
     out.print(_step_table(planned.step))

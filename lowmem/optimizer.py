@@ -198,11 +198,6 @@ class FusedOptimizer(torch.optim.Optimizer):
         return self._loop.policy.reason
 
     @property
-    def stored_bytes(self) -> int:
-        """The host memory for gradients that policy "deferred" has offloaded."""
-        return self._loop.policy.stored_bytes
-
-    @property
     def placement(self) -> str:
         """Where the parameters are: "local", "replicated", "zero3" or "fsdp2"."""
         return self._parameters.placement.name

@@ -163,7 +163,7 @@ def test_the_memory_of_a_policy_equals_its_plan(
     options, micro_batches, dtype, largest, all_of_them, model, batch, monkeypatch
 ):
     if options.get("store") == "host":  # as for a GPU: the memory to which gradients are offloaded stays
-        monkeypatch.setattr(policies, "GradientStore", lambda **given: GradientStore(**{**given, "budget": 0}))
+        monkeypatch.setattr(policies, "GradientStore", lambda budget: GradientStore(0))
     net = model().to(dtype)
     peak = peak_of_policy(net, batch, micro_batches, **options)
     plan = largest * max(sizes(net)) + all_of_them * sum(sizes(net))

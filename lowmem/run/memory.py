@@ -186,6 +186,7 @@ class StepMemory:
     temporaries: tuple[tuple[str, int], ...]  # dtype and shape, and bytes, of the three largest
     host_weights: int = 0  # bytes of weights on the host
     host_states: int = 0
+    host_gradients: int = 0  # until the step is decided
     # bytes of streamed weights and states: to the device and back, and to the device for a micro-batch before the last
     copied: tuple[int, int, int] = (0, 0, 0)
     evaluation: int = 0  # bytes at the peak of an evaluation after the step; 0 without one
@@ -252,6 +253,7 @@ def step_memory(model: nn.Module, make_optimizer: Callable[[], FusedOptimizer],
         memories = [group.memory for group in optimizer._parameters.groups]
         leaves = tree_leaves([list(optimizer.state.values()), extras, memories])
         tracker.label((leaf for leaf in leaves if isinstance(leaf, Tensor)), STATES)
+        tracker.label_unknown(GRADIENTS, since=0)  # memory on the host for them
         end = tracker.now
         # the first layers are still there when the next step begins
         there = sum(unit.nbytes for streaming in streamings for unit in streaming.units[:2] if unit.present)
@@ -294,6 +296,6 @@ def _at_peak(
     evaluation = int(total[end:].max()) if evaluated else 0
     timeline = Timeline(dict(zip(KINDS, live, strict=True)), np.array(tracker.seconds), backwards, end)
     return StepMemory(
-        items, during, int(host.max()), largest_gradient, tuple(temporaries[:3]), kept[WEIGHTS], kept[STATES], copied,
-        evaluation, timeline,
+        items, during, int(host.max()), largest_gradient, tuple(temporaries[:3]), kept[WEIGHTS], kept[STATES],
+        kept[GRADIENTS], copied, evaluation, timeline,
     )  # fmt: skip

@@ -18,11 +18,12 @@ from lowmem.errors import ConfigError, UnsupportedError
 from lowmem.placements import nbytes, shape_of, streaming_of
 from lowmem.placements.streaming import moves
 from lowmem.run import images
-from lowmem.run.description import describe
+from lowmem.run.description import describe, recomputed
 from lowmem.run.fake import LONGEST, MICRO_BATCHES, model_config, offloaded_to_nvme, running
 from lowmem.run.fake_ranks import fake_ranks
-from lowmem.run.memory import BUFFERS, STATES, WEIGHTS, StepMemory
+from lowmem.run.memory import ACTIVATIONS, BUFFERS, STATES, WEIGHTS, StepMemory
 from lowmem.run.recipe import Recipe
+from lowmem.step.offload import HEADROOM
 from lowmem.tiles.quantized import in_codes
 
 # The device of fake tensors. A GPU is "meta", so that its tensors differ from those on the host.
@@ -81,11 +82,12 @@ class RunPlan(NamedTuple):
         return {**self.summary, **self.step.figures(), "phases": phases, "reserve": self.reserve, "needed": self.needed}
 
 
-def plan(recipe: Recipe, ranks: int = 1) -> RunPlan:
+def plan(recipe: Recipe, ranks: int = 1, memory: int | None = None) -> RunPlan:
     """Predicts the memory of a run on the recipe's device.
 
     Args:
         ranks: the number of processes of the run, each with one device.
+        memory: the free bytes of a device, of which gradients take what is left (`store: auto`).
 
     Raises:
         ConfigError: the model's configuration cannot be read, or the arguments cannot be trained with.
@@ -107,9 +109,10 @@ def plan(recipe: Recipe, ranks: int = 1) -> RunPlan:
                 step = _without_files(step, streaming, trainer.optimizer)
             converts = (config.dtype or recipe.dtype) != recipe.dtype
             shown = images.described(run.trainer.train_dataset[0]) if images.sees(config) else ""
-            phases, summary = _phases(trainer, step, ranks, device, converts=converts), describe(trainer)
-            if device.type != "cpu" and (stored := trainer.optimizer.stored_bytes):
-                summary["gradients"] = _stored(stored)
+            summary = describe(trainer)
+            if device.type != "cpu" and step.host_gradients:
+                step, summary["gradients"] = _store(step, trainer, memory)
+            phases = _phases(trainer, step, ranks, device, converts=converts)
             if streaming is not None and (in_files or device.type != "cpu"):
                 summary["copies"] = _copies(step, streaming, args)
     if nvme is not None or in_files:
@@ -134,11 +137,29 @@ def _without_files(step: StepMemory, streaming: Any, optimizer: Any) -> StepMemo
     return replace(step, items=items, evaluation=evaluation, host_weights=sum(layers), host_states=sum(sizes))
 
 
-def _stored(nbytes: int) -> str:
-    """Describes the gradients that are on the host until the step is decided."""
-    seconds = f"{2 * nbytes / LINK:,.1f} s of copies per micro-batch at {LINK / 1e9:.0f} GB/s"
-    where = "With store auto, they stay on the device as far as it has room"
-    return f"{nbytes / 2**30:,.2f} GiB are on the host until the step is decided: {seconds}. {where}"
+def _store(step: StepMemory, trainer: Any, memory: int | None) -> tuple[StepMemory, str]:
+    """Divides the stored gradients between a device with so much memory and the host, and describes them."""
+    args, optimizer, here = trainer.args, trainer.optimizer, 0
+    automatic = optimizer._parameters.config.store_bytes is None
+    if automatic and memory is not None:
+        here = min(step.host_gradients, max(0, int(memory * (1 - HEADROOM)) - step.peak))
+    there, micro_batches = step.host_gradients - here, args.gradient_accumulation_steps
+    text = f"{here / 2**30:,.2f} GiB on the device and " * bool(here) + f"{there / 2**30:,.2f} GiB on the host "
+    text += "until the step is decided"
+    if automatic and memory is None:
+        text += ", less if the device has room (--memory)"
+    if there:
+        seconds = 2 * there / LINK
+        text += f": {seconds:,.1f} s of copies per micro-batch at {LINK / 1e9:.0f} GB/s"
+        if micro_batches > 1:
+            more = (micro_batches - 1) * step.items[ACTIVATIONS] / 2**30
+            text += f". One batch in place of {micro_batches} saves {(micro_batches - 1) * seconds:,.1f} s and takes "
+            text += f"about {more:,.2f} GiB more"
+        elif optimizer.placement == "local":
+            tokens = args.per_device_train_batch_size * (args.max_length or LONGEST)
+            work = (6 if recomputed(args) else 4) * tokens * sum(param.numel() for param in trainer.model.parameters())
+            text += f". policy: two_pass would take {work / 100e12:,.1f} s for a second backward at 100 TFLOP/s"
+    return replace(step, host_peak=step.host_peak - here), text
 
 
 def _copies(step: StepMemory, streaming: Any, args: Any) -> str:

@@ -5,7 +5,6 @@ unscaled, clamped by value, and multiplied by one clip coefficient, which is com
 """
 
 import functools
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -104,13 +103,14 @@ class Clipping:
         """Returns the `Norms` of a gradient, or of this rank's shard of it, float64 [4].
 
         A float32 gradient is unscaled and clamped in place, as by PyTorch. A 16-bit gradient is read tile by tile and
-        does not change.
+        does not change; a GPU reads it at once if nothing is to be done with its elements.
         """
-        if self.together(grad):
-            return self.measure_together([(record, grad)])[record.name]
         if 0 in grad.shape:  # the shard is empty
             return torch.zeros(4, dtype=torch.float64, device=grad.device)
         inverse_scale, limit = self.factors(grad.device)
+        if grad.device.type != "cpu" and limit is None and (inverse_scale is None or grad.dtype == torch.float32):
+            unscaled = grad if inverse_scale is None else grad.mul_(inverse_scale)
+            return torch.linalg.vector_norm(unscaled, dtype=torch.float32).double().expand(len(Norms._fields))
         parts = []
         for part in [grad] if grad.dtype == torch.float32 else (tile.float() for tile in tiles(grad)):
             if inverse_scale is not None:
@@ -120,30 +120,6 @@ class Clipping:
             clipped = unscaled if record.rule.norm_before_clip_value else clamped
             parts.append(torch.stack(Norms(unscaled, clamped, clipped, tiled)))
         return parts[0] if len(parts) == 1 else torch.stack([*map(norm_over, torch.stack(parts, 1))])
-
-    def together(self, grad: Tensor) -> bool:
-        """Returns whether `measure_together` takes a gradient, which costs few launches on a GPU. On a CPU, norms have
-        the bits of PyTorch's.
-        """
-        scaled = grad.dtype == torch.bfloat16 and self.scaler.value is not None  # may be infinite until it is unscaled
-        plain = grad.dtype in (torch.float32, torch.bfloat16, torch.float16) and self.value is None and not scaled
-        return plain and grad.device.type != "cpu" and grad.numel() > 0
-
-    def measure_together(self, gradients: Sequence[tuple[ParamRecord, Tensor]]) -> dict[str, Tensor]:
-        """Returns the results of `measure` by name, for gradients that it takes together."""
-        alike = defaultdict[tuple[torch.device, torch.dtype], dict[str, Tensor]](dict)
-        for record, grad in gradients:
-            alike[grad.device, grad.dtype][record.name] = grad
-        measured: dict[str, Tensor] = {}
-        for (device, dtype), named in alike.items():
-            grads, inverse_scale = [*named.values()], self.scaler.inverse(device)
-            if inverse_scale is not None and dtype == torch.float32:
-                torch._foreach_mul_(grads, inverse_scale)
-            norms = torch.stack(torch._foreach_norm(grads, dtype=torch.float32)).double()
-            if inverse_scale is not None and dtype != torch.float32:
-                norms.mul_(inverse_scale)
-            measured |= zip(named, norms.expand(len(Norms._fields), -1).unbind(1), strict=True)
-        return measured
 
     def decide(self, measured: Mapping[str, Tensor], *, prepared: bool) -> Decision:
         """Decides a step. Reads a value back only for third-party optimizers, whose updates cannot be undone.

@@ -23,7 +23,7 @@ _WITHOUT_STREAMS = ("cpu", "meta")
 _IN_FLIGHT = 2
 
 # The part of a device's memory that gradients leave free, for what backward allocates besides them.
-_RESERVE = 1 / 16
+HEADROOM = 1 / 16
 
 # Makes the current stream, and the stream that launched a copy, wait for its end; the host continues.
 Wait = Callable[[], None]
@@ -56,13 +56,10 @@ class GradientStore:
 
     Args:
         budget: bytes of gradients that may stay on each device: 0 offloads all of them; None: as many as are free.
-        leaving: called with a gradient before it is copied to the host.
     """
 
-    def __init__(
-        self, budget: float | None, leaving: Callable[[Any, Tensor], None] = lambda record, grad: None
-    ) -> None:
-        self._budget, self._leave = budget, leaving
+    def __init__(self, budget: float | None) -> None:
+        self._budget = budget
         self._limits: dict[torch.device, float] = {}  # as the budget, in this backward
         self._least: dict[torch.device, float] = {}  # of all backwards
         self._held = Counter[torch.device]()  # bytes of gradients
@@ -76,11 +73,6 @@ class GradientStore:
 
     def __del__(self) -> None:
         self._wait()  # the memory must not be reused while a copy reads it
-
-    @property
-    def host_bytes(self) -> int:
-        """The memory on the host."""
-        return sum(piece.nbytes for pieces in self._room.values() for piece in pieces)
 
     def begin(self, *, last: bool = True, width: int = 0) -> None:
         """Called before a backward.
@@ -179,12 +171,12 @@ class GradientStore:
         module = torch.get_device_module(device)
         free, total = module.mem_get_info(device)
         free += module.memory_reserved(device) - module.memory_allocated(device)
-        room = max(0, self._held[device] + free - int(total * _RESERVE))
+        room = max(0, self._held[device] + free - int(total * HEADROOM))
         if device not in self._least:
             logger.info(
                 "store auto: %.1f GiB of %s are free when the first gradient is ready, of which gradients take up to "
                 "%.1f GiB and leave %.1f GiB free. Others are offloaded to the host until the step is decided",
-                free / 2**30, device, room / 2**30, total * _RESERVE / 2**30,
+                free / 2**30, device, room / 2**30, total * HEADROOM / 2**30,
             )  # fmt: skip
         return room
 
@@ -212,7 +204,6 @@ class GradientStore:
 
     def _offload(self, record: Placed, grad: Tensor) -> None:
         """Copies a gradient to the host."""
-        self._leave(record, grad)
         while len(self._leaving) >= _IN_FLIGHT:
             self._leaving[0][1]()
             self._leaving.popleft()  # no longer read

@@ -66,11 +66,6 @@ class Policy:
         self._measured: dict[str, Tensor] = {}  # results of `Clipping.measure`, by parameter
         self._decision: Decision | None = None  # made before the first update
 
-    @property
-    def stored_bytes(self) -> int:
-        """The host memory for offloaded gradients."""
-        return 0
-
     def allow_plain_backward(self) -> None:
         """Raises `StepError` if a plain `loss.backward()` is not enough."""
         if self.clipping.scaler.value is not None:
@@ -188,16 +183,7 @@ class Deferred(Policy):
     @functools.cached_property
     def _store(self) -> GradientStore:
         on_cpu = all(param.device.type == "cpu" for param in self.records)  # host and device are the same memory
-        return GradientStore(budget=math.inf if on_cpu else self.config.store_bytes, leaving=self._measure)
-
-    @property
-    def stored_bytes(self) -> int:
-        return self._store.host_bytes
-
-    @functools.cached_property
-    def _ready(self) -> dict[str, ParamRecord]:
-        """The parameters whose gradients are complete, by name."""
-        return {}
+        return GradientStore(math.inf if on_cpu else self.config.store_bytes)
 
     @property
     def _wide(self) -> bool:
@@ -236,22 +222,12 @@ class Deferred(Policy):
         return None
 
     def ready(self, record: ParamRecord, grad: Tensor) -> None:
-        self._ready[record.name] = record
-        self._measured.pop(record.name, None)
-        if not self.clipping.together(grad):
-            self._measure(record, grad)
+        self._measured[record.name] = self.clipping.measure(record, grad)
         self._store.keep(record, grad)
-
-    def _measure(self, record: ParamRecord, grad: Tensor) -> None:
-        """Measures a gradient before it leaves the device, if it is complete."""
-        if record.name in self._ready and record.name not in self._measured:
-            self._measured[record.name] = self.clipping.measure(record, grad)
 
     def complete(self) -> Decision | None:
         for record in self._missed():
             self.ready(record, self._sum_of(record))
-        waiting = [record for name, record in self._ready.items() if name not in self._measured]  # on the device
-        self._measured |= self.clipping.measure_together([(record, self._sum_of(record)) for record in waiting])
         decision = self.clipping.decide(self._measured, prepared=True)
         if not decision.skipped:
             largest = max((record.program.span.numel for record in self.records.values() if record.claimed), default=0)
@@ -263,7 +239,6 @@ class Deferred(Policy):
 
     def drop(self) -> None:
         super().drop()
-        self._ready.clear()
         if "_store" in vars(self):
             self._store.clear()
 
