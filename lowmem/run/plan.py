@@ -144,8 +144,8 @@ def _store(step: StepMemory, trainer: Any, memory: int | None) -> tuple[StepMemo
     if automatic and memory is not None:
         here = min(step.host_gradients, max(0, int(memory * (1 - HEADROOM)) - step.peak))
     there, micro_batches = step.host_gradients - here, args.gradient_accumulation_steps
-    text = f"{here / 2**30:,.2f} GiB on the device and " * bool(here) + f"{there / 2**30:,.2f} GiB on the host "
-    text += "until the step is decided"
+    text = " and ".join(f"{n / 2**30:,.2f} GiB on the {where}" for n, where in ((here, "device"), (there, "host")) if n)
+    text += " until the step is decided"
     if automatic and memory is None:
         text += ", less if the device has room (--memory)"
     if there:
@@ -158,7 +158,7 @@ def _store(step: StepMemory, trainer: Any, memory: int | None) -> tuple[StepMemo
         elif optimizer.placement == "local":
             tokens = args.per_device_train_batch_size * (args.max_length or LONGEST)
             work = (6 if recomputed(args) else 4) * tokens * sum(param.numel() for param in trainer.model.parameters())
-            text += f". policy: two_pass would take {work / 100e12:,.1f} s for a second backward at 100 TFLOP/s"
+            text += f". A second backward (policy two_pass) would take {work / 100e12:,.1f} s at 100 TFLOP/s"
     return replace(step, host_peak=step.host_peak - here), text
 
 

@@ -1,11 +1,15 @@
 """Sharded language models of Hugging Face, used as loops use them: the result equals one device."""
 
+import pickle
 from itertools import product
 
 import pytest
 import torch
-from support.language_models import LITTLE, assert_as_one_device, both, make
+from support.language_models import LITTLE, assert_as_one_device, both, make, on_one_device, shared
 from support.products import FULL
+
+from lowmem.step import policies
+from lowmem.step.offload import GradientStore
 
 
 @pytest.fixture
@@ -62,6 +66,22 @@ def test_three_ranks(ranks, kind):
 @pytest.mark.parametrize("loop", ["usual", "in parts"])
 def test_parameters_left_gathered_after_backward_are_gathered_anew(two, loop):
     assert_as_one_device(*both(two, "kept after backward", {}, {"policy": "deferred"}, loop))
+
+
+def with_half_of_the_gradients_offloaded(rank, *args):
+    """On one rank all of them are."""
+    policies.GradientStore = lambda budget: GradientStore(rank * 30_000)
+    try:
+        return shared(rank, *args)
+    finally:
+        policies.GradientStore = GradientStore
+
+
+@pytest.mark.parametrize("kind", ["replicated", "zero3", "by layer"])
+def test_ranks_keep_different_gradients_on_their_devices(two, kind):
+    settings = {"rule": "adalomo", "eps": (1e-30, 1e-3), "clip_norm": 0.5, "policy": "deferred"}
+    results = two.run(with_half_of_the_gradients_offloaded, kind, {}, settings, "in parts", {})
+    assert_as_one_device(results, on_one_device(pickle.dumps(({}, settings, "in parts"))))
 
 
 def test_a_hybrid_mesh(four):

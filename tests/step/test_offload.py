@@ -1,12 +1,15 @@
 """The gradient store returns gradients unchanged, and sums micro-batches as `.grad` does."""
 
+import functools
 import math
+from collections import Counter
 from contextlib import nullcontext
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from support import simgpu
 from support.devices import seeded
 from support.nets import give_gradients, records_of
 
@@ -340,6 +343,36 @@ def test_every_split_has_the_same_bits(share, count, monkeypatch):
     store, everything = opt._loop.policy._store, sum(weight.nbytes for weight in weights)
     on_host = sum(piece.nbytes for pieces in store._room.values() for piece in pieces)
     assert everything * (1 - share) <= on_host <= everything * (1 - share) * 1.01 + 1600 * (0 < share < 1)
+
+
+@pytest.mark.skipif(not hasattr(simgpu, "library"), reason="needs the simulated GPU")
+@pytest.mark.parametrize("share", SPLITS)
+def test_the_traffic_of_a_step(share, monkeypatch):
+    """Each gradient that does not stay goes down once and up once. One wait, of the report of the step before; and at
+    most twice the launches of a step without clipping.
+    """
+    net = torch.nn.Sequential(*(torch.nn.Linear(64, 64, bias=False) for _ in range(10)))
+    everything, reserve = sum(param.nbytes for param in net.parameters()), TOTAL // 16
+    loss = functools.partial(lambda net, x: net(x).square().mean(), net, torch.randn(4, 64))
+    counted = {}
+    for options in ({"policy": "immediate"}, {"clip_norm": 0.1}):
+        opt = lowmem.FusedOptimizer(net.named_parameters(), "adamw", compile=False, batching=False, **options)
+        if opt.policy == "deferred":
+            held = opt._loop.policy._store._held
+            with_free_memory(monkeypatch, lambda held=held: share * everything - sum(held.values()) + reserve)
+        for _ in range(2):  # the second one has states, and the order of gradients
+            before = simgpu.library.sim_launches()
+            with simgpu.watch("async", "wait", "sync") as events:
+                opt.backward(loss())
+            counted[opt.policy] = simgpu.library.sim_launches() - before, events
+        opt.remove()
+    launches, events = counted["deferred"]
+    copied = Counter[str]()
+    for event in events:
+        copied[event.what] += event.size * (event.size >= net[0].weight.nbytes)
+    assert {*copied.values()} - {0} == ({(1 - share) * everything} if share < 1 else set())
+    assert sum(event.kind != "async" for event in events) == 1
+    assert launches <= 2 * counted["immediate"][0]
 
 
 @on_gpu
