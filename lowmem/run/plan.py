@@ -110,7 +110,7 @@ def plan(recipe: Recipe, ranks: int = 1, memory: int | None = None) -> RunPlan:
             converts = (config.dtype or recipe.dtype) != recipe.dtype
             shown = images.described(run.trainer.train_dataset[0]) if images.sees(config) else ""
             summary = describe(trainer)
-            if device.type != "cpu" and step.host_gradients:
+            if device.type != "cpu" and trainer.optimizer.policy == "deferred" and step.host_gradients:
                 step, summary["gradients"] = _store(step, trainer, memory)
             phases = _phases(trainer, step, ranks, device, converts=converts)
             if streaming is not None and (in_files or device.type != "cpu"):

@@ -22,17 +22,6 @@ GPU_TILE = 1 << 22
 
 NO_READING, NO_SCALARS = Reading(), Scalars.of({})
 
-# Bytes of free GPU memory per element of a tile that is written: 16 float32 temporaries may take an eighth of it.
-_FREE = 8 * 16 * 4
-
-
-def written_tile(device: torch.device) -> int:
-    """Returns the number of elements per tile of a pass that sums nothing: as many as free memory allows."""
-    if device.type != "cuda":
-        return CPU_TILE if device.type == "cpu" else GPU_TILE
-    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return max(GPU_TILE, 1 << ((torch.cuda.mem_get_info(device)[0] + cached) // _FREE).bit_length() - 1)
-
 
 class Across(Protocol):
     """The ranks that the parameter is sharded over."""
@@ -105,10 +94,7 @@ class StoredTiles(Tiles):
         return total.sums if self.across is None else over_ranks(self.across, total.sums)
 
     def each(self, body: Callable[[RawTile], Sums | None], full: States, vectors: Vectors) -> None:
-        usual = self.tile is not None or self.pieces is not None or is_fake(self.weight.parts[0])
-        usual = usual or len(self.places) == len(self.layout.rectangles)  # tiles cannot be larger
-        places = self.places if usual else self.layout.places(written_tile(self.device))
-        for _, raw in self.over(places, full, vectors):
+        for _, raw in self.over(self.places, full, vectors):
             body(raw)
 
     def noise_keys(self) -> Tensor:

@@ -17,7 +17,6 @@ from benchmarks.engine import without_computing
 from lowmem.kernels import Kernels
 from lowmem.step import compiled
 from lowmem.step.offload import GradientStore
-from lowmem.tiles import stored
 
 ROUNDINGS = ("nearest", "stochastic", "compensated", "master")
 RULES = [row.name for row in lowmem.rules.table()]
@@ -133,19 +132,6 @@ def test_a_callable_is_launched_before_the_host_waits_for_the_last_step():
     for _ in range(3):
         opt.backward(loss)
     assert (waits, count()) == ([0, 0, 1], 2)
-
-
-@on_simgpu
-def test_only_parameters_of_several_tiles_ask_for_free_memory(monkeypatch):
-    """Which decides how large the tiles of a pass that only writes are."""
-    asked = []
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: asked.append(device) or (1 << 30, 1 << 34))
-    monkeypatch.setattr(stored, "GPU_TILE", 2048)
-    sizes = {"large": (64, 64), **{f"small{n}": (32, 64 - n) for n in range(8)}}
-    params = {name: torch.nn.Parameter(torch.randn(size, device="cuda")) for name, size in sizes.items()}
-    opt = lowmem.FusedOptimizer(params.items(), "adamw", compile=False, batching=False)
-    opt.backward(torch.stack([param.square().sum() for param in params.values()]).sum())
-    assert len(asked) == 1
 
 
 class Operations(TorchDispatchMode):
