@@ -13,7 +13,6 @@ import itertools
 import json
 import os
 import platform
-import statistics
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -45,13 +44,14 @@ from benchmarks.methods import Step, drop_gradients, fused, ordinary
 from benchmarks.pages import markdown
 from lowmem.layers.head import linear_cross_entropy
 from lowmem.layers.head_tiles import MEMORY
+from lowmem.tiles.quantized import plain
 
 COMPILES = has_compiler(DEVICE.type)
 CLIPPED = {"clip_norm": 1.0}
 POLICIES: dict[str, dict[str, Any]] = {
     "two_pass": {"policy": "two_pass", **CLIPPED},
     "deferred, host": {"policy": "deferred", "store": "host", **CLIPPED},
-    "deferred, device": {"policy": "deferred", "store": "device", **CLIPPED},
+    "deferred, auto": {"policy": "deferred", **CLIPPED},
 }
 
 
@@ -79,7 +79,22 @@ UPDATES: dict[str, dict[str, Any]] = {
     "adalomo, compensated": {"rule": "adalomo", "rounding": "compensated"},
     "adalomo, eager": {"rule": "adalomo", "rounding": "nearest", "compile": False},
 }
+BITS = ("adamw, bfloat16 states", "adamw, 8-bit states", "adamw, int12 weights", "adalomo, stochastic")
 UPDATE_GOALS = {"adalomo": 0.9, "adamw, bfloat16 states": 1.5, "adamw, 8-bit states": 2.0}
+
+
+def bits(report: Report, small: bool) -> None:
+    """The share of weights in which three updates by kernels differ from those by tiles. Sums differ in their order."""
+    for name in BITS:
+        with report.trial(name):
+            side = 64 if small else 1000
+            results = []
+            for compile in (COMPILES, False):
+                tested = Updates((side, side), 1, **{**UPDATES[name], "compile": compile})
+                tested.run(), tested.run()
+                results.append(plain(tested.params[0].detach()).float())
+            differing = results[0].ne(results[1]).float().mean().item()
+            report.row(f"bits, {name}: share of weights that differ", differing, 0.01 if "adalomo" in name else 0.0)
 
 
 def updates(report: Report, small: bool) -> None:
@@ -150,27 +165,6 @@ def loading(report: Report, small: bool) -> None:
     report.row("peak of loading 10-bit weights, times their bytes", above and above / stored, 1.1, bytes=stored)
 
 
-def dispatch(report: Report, small: bool) -> None:
-    """The time of the host for a backward into many small tensors, relative to hooks that only drop gradients."""
-    count = 40 if small else 720
-    grads = [normal(32, 32) for _ in range(count)]
-
-    def host(prepare: Callable[[list[Tensor]], object]) -> float:
-        params: list[Tensor] = [nn.Parameter(normal(32, 32)) for _ in range(count)]
-        prepared = prepare(params)  # keeps the hooks alive
-        run = partial(torch.autograd.backward, params, grads)
-        run()
-        taken = statistics.median(host_seconds(run) for _ in range(7))
-        del prepared
-        return taken
-
-    bare = host(lambda params: drop_gradients(nn.ParameterList(params)))
-    for rule in ("lomo", "adalomo"):
-        taken = host(partial(lowmem.FusedOptimizer, rule=rule, lr=1e-3))
-        goal = 1.6 if rule == "adalomo" else None
-        report.row(f"{count} small tensors, {rule}: times a bare hook", taken / bare, goal, host_seconds=taken / count)
-
-
 # -- steps -------------------------------------------------------------------------------------------------------------
 
 # name → layers, hidden, inner, vocabulary, heads
@@ -207,7 +201,8 @@ def steps(report: Report, name: str, rows: int, tokens: int, *, memory: int, **o
     """
     methods: dict[str, Callable[[Any], Step]] = {"gradients dropped": drop_gradients, "adalomo": adalomo}
     if options.get("policies"):
-        methods |= {each: partial(adalomo, **POLICIES[each]) for each in ("two_pass", "deferred, host")}
+        methods |= {each: partial(adalomo, **POLICIES[each]) for each in POLICIES}
+        methods["AdamW(fused=True), clipped"] = partial(ordinary, cls=torch.optim.AdamW, fused=True, **CLIPPED)
     methods["AdamW(fused=True)"] = partial(ordinary, cls=torch.optim.AdamW, fused=True)
     floor = 0.0
     for method, make in methods.items():
@@ -246,7 +241,7 @@ def one_billion(report: Report, small: bool) -> None:
 
 def eight_billion(report: Report, small: bool) -> None:
     """Weights of 16 GB. Out-of-memory errors, as AdamW's on a small card, are reported by method."""
-    steps(report, "tiny" if small else "8B", 1, 64 if small else 2048, memory=4 * MEMORY)
+    steps(report, "tiny" if small else "8B", 1, 64 if small else 2048, memory=4 * MEMORY, policies=True)
 
 
 def streamed(report: Report, small: bool) -> None:
@@ -310,8 +305,8 @@ def tables(report: dict[str, Any]) -> dict[str, str]:
 
 # Each part with the seconds that it needs at most, compilation included; most important first.
 PARTS: tuple[tuple[Callable[[Report, bool], None], float], ...] = (
-    (environment, 5), (updates, 80), (offload, 10), (loading, 5), (small_steps, 40), (one_billion, 70),
-    (eight_billion, 60), (streamed, 60), (dispatch, 10),
+    (environment, 5), (bits, 30), (updates, 80), (one_billion, 90), (eight_billion, 100), (small_steps, 40),
+    (offload, 10), (loading, 5), (streamed, 60),
 )  # fmt: skip
 
 
