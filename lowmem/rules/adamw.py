@@ -70,7 +70,7 @@ def of_torch(
         coupled = group["weight_decay"] != 0 and not group.get("decoupled_weight_decay", True)
         options = {"amsgrad": group["amsgrad"], "maximize": group.get("maximize"), "coupled weight_decay": coupled}
         if used := [option for option, value in options.items() if value]:
-            raise CheckpointError(f"group {n} of the saved torch optimizer uses {used[0]}; 'adamw' does not support it")
+            raise CheckpointError(f"group {n} of the saved torch optimizer has {used[0]}, which 'adamw' does not have")
         if group.get("param_names", ours["param_names"]) != ours["param_names"]:
             raise CheckpointError(f"group {n} of the saved torch optimizer has other parameters or a different order")
         hyper = {key: group[key] for key in ours.keys() & group.keys()}

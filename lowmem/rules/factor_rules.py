@@ -48,7 +48,7 @@ def dimensions(name: str, shape: tuple[int, ...], hyper: Hyper) -> Dimensions:
     if rule == HEURISTIC:
         if len(shape) > 3:
             raise ConfigError(
-                f"{where}: HEURISTIC supports at most three dimensions; set a rule for this parameter in factor_map, "
+                f"{where}: rule HEURISTIC supports at most three dimensions; set a rule for it in factor_map, "
                 "such as [BATCH, ROW, COLUMN, COLUMN], or None"
             )
         return _heuristic(shape, hyper["min_dim_size_to_factor"])

@@ -86,7 +86,7 @@ class ScaledAdam(UpdateRule):
         period, scale = group.hyper["clipping_update_period"], group.hyper["clipping_scale"]
         memory, zero = group.memory, torch.zeros_like(group.total)
         if (steps := len(memory["model_norms"])) != period:
-            known = f"but the stored norms cover {steps} steps"
+            known = f"but the norms of the last {steps} steps are stored"
             raise ConfigError(f"clipping_update_period={period}, {known}. The period cannot change during training")
         sizes = [state["param_rms"].to(zero.device) if "param_rms" in state else zero + 1.0 for state in group.states]
         norm = torch.linalg.vector_norm(group.norms * torch.stack(sizes))
