@@ -72,7 +72,7 @@ class Between:
         if len(sides) > 1:
             sides -= {SLICE}
         if len(sides) > 1:
-            raise UnsupportedError(f"rows and columns meet in {node.format_node()}")
+            raise UnsupportedError(f"{node.format_node()} combines rows and columns")
         return next(iter(sides))
 
     def is_sum(self, node: fx.Node) -> bool:
@@ -116,7 +116,7 @@ class Between:
         """Returns the side of a sum, and the code for its number of elements."""
         side, shape = self.sides[node.args[0]], node.args[0].meta["val"].shape  # type: ignore[index, union-attr]
         if node.kwargs or node.args[1:2] not in (([-1],), ([len(shape) - 1],)):
-            raise UnsupportedError(f"{node.format_node()} has no form in Triton")
+            raise UnsupportedError(f"{node.format_node()} is not supported in Triton")
         return side, str(shape[-1]) if side == SLICE and isinstance(shape[-1], int) else self._limit(side)
 
     def _print_loop(self, main: "Scope", side: Side, limit: str, nodes: list[fx.Node]) -> None:
@@ -126,7 +126,7 @@ class Between:
         totals = [main.assign(f"tl.zeros([{BLOCK}], tl.float32)", (BLOCK,), torch.float32) for _ in sums]
         for total, node in zip(totals, sums, strict=True):
             if op_name(node) == "amax":
-                raise UnsupportedError("a maximum between two passes has no form in Triton")
+                raise UnsupportedError("a maximum between two passes is not supported in Triton")
             value = inner.of_float32(node.args[0])
             inner.lines.append(f"{total.code} += tl.where(here, {value.code}, 0.0)")
         for node in nodes:
@@ -186,7 +186,7 @@ class Scope(Printer):
     def reshaped(self, node: fx.Node, value: Value) -> Value:
         before, after = ([str(size) for size in each.meta["val"].shape if size != 1] for each in (node.args[0], node))  # type: ignore[union-attr]
         if value.shape and self._side != SLICE and before != after:
-            raise UnsupportedError(f"{node.format_node()} has no form in Triton")
+            raise UnsupportedError(f"{node.format_node()} is not supported in Triton")
         return value
 
     def reduced(self, node: fx.Node, value: Value) -> Value:
@@ -195,7 +195,7 @@ class Scope(Printer):
     def of_float32(self, node: Any) -> Value:
         """Returns the float32 value of a node that is summed or stored in the workspace. Raises for other dtypes."""
         if (value := self.value(node)).dtype != torch.float32:
-            raise UnsupportedError(f"{node.format_node()} has no form in Triton, because it is not float32")
+            raise UnsupportedError(f"{node.format_node()} is not supported in Triton, because it is not float32")
         return value
 
     def store(self, node: fx.Node) -> None:

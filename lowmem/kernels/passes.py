@@ -130,7 +130,7 @@ class TilePrinter(Printer):
         functions = {"sum": "tl.sum({}, {}, keep_dims={})", "amax": "largest({}, {}, {})"}
         name, ndim = op_name(node), node.args[0].meta["val"].ndim  # type: ignore[union-attr]
         if name not in functions or len(node.args[1]) > 1:  # type: ignore[arg-type]
-            raise UnsupportedError(f"{node.format_node()} has no form in Triton")
+            raise UnsupportedError(f"{node.format_node()} is not supported in Triton")
         (axis,), keep = (*node.args[1:], False)[:2]  # type: ignore[misc]
         code = functions[name].format(value.code, axis % ndim - ndim + len(value.shape), bool(keep))
         return self.assign(code, kernel_shape(node.meta["val"]), value.dtype)

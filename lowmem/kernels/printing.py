@@ -162,7 +162,7 @@ class Printer(ABC):
 
     def _pointwise(self, node: fx.Node, name: str, dtype: torch.dtype) -> Value:
         if any(value != 1 for option, value in node.kwargs.items() if option not in ("min", "max")):
-            raise UnsupportedError(f"{node.format_node()} has no form in Triton")
+            raise UnsupportedError(f"{node.format_node()} is not supported in Triton")
         if name == "clamp":
             return self._clamped(node, dtype)
         operands = [arg for arg in node.args if isinstance(arg, fx.Node | int | float)]
@@ -200,7 +200,7 @@ class Printer(ABC):
     def _expression(self, name: str, args: list[Value], dtype: torch.dtype) -> Value:
         more = IN_DOUBLE if dtype == torch.float64 else {} if dtype.is_floating_point else OF_INTEGERS
         if not (code := (EXPRESSIONS | more).get(name)):
-            raise UnsupportedError(f"{name} has no form in Triton")
+            raise UnsupportedError(f"{name} is not supported in Triton")
         rank = max(len(arg.shape) for arg in args)
         wide = [(1,) * (rank - len(arg.shape)) + arg.shape for arg in args]
         shape = tuple(max(sizes) for sizes in zip(*wide, strict=True))

@@ -155,7 +155,7 @@ class Head:
         if memory < needed:
             raise ConfigError(
                 f"head_memory={memory:,} bytes is not enough for one row of a vocabulary matrix with {size} columns, "
-                f"which needs {needed:,}. The default is larger"
+                f"which needs {needed:,}. Increase it, or omit it to use the default"
             )
         side, row = max(memory // 2, needed) / _TILE, _ROW * size / _TILE
         square = int(math.sqrt(row**2 + side) - row)

@@ -55,7 +55,7 @@ def quantize_(
     chosen = [names for weight, names in _shared(model, _is_matrix) if _is_chosen(weight, names, group, skipped)]
     if chosen and weight_format == "int8":
         logger.warning(
-            "int8 weights learn about four fifths as much as float32 weights in a long run near the optimum, int12 "
+            "in a long run near the optimum, int8 weights learn about 80% as much as float32 weights, and int12 "
             "weights almost as much (docs/how-to/fewer_bits.md)"
         )
     for names in chosen:

@@ -53,7 +53,7 @@ def find(placement: Choice, params: Iterable[Any]) -> Placement:
     if kind is None and placement in ("zero3", "fsdp2"):
         raise ConfigError(f"placement={placement!r}, but the parameters are not sharded; shard the model first")
     if kind is None and placement == "streamed":
-        raise ConfigError("placement='streamed', but the parameters are not: call lowmem.stream(model, device) first")
+        raise ConfigError("placement='streamed', but they are not streamed; call lowmem.stream(model, device) first")
     if kind is not None and placement not in ("auto", kind):
         now = kind if kind == "streamed" else f"sharded by {kind}"
         raise ConfigError(f"placement={placement!r}, but the parameters are {now}")

@@ -108,8 +108,8 @@ class FSDP2(Sharded):
     def adopt(self, records: Collection[Placed], model: nn.Module | None) -> None:
         if model is None:
             raise UnsupportedError(
-                "parameters of fully_shard modules: pass the model too, FusedOptimizer(model.named_parameters(), "
-                "model=model, ...), because its modules are resharded after each step"
+                "the parameters are sharded by fully_shard, whose modules are resharded after each step. Pass the "
+                "model: FusedOptimizer(model.named_parameters(), model=model, ...)"
             )
         earlier, self._modules[:] = [*self._modules], (each for each in model.modules() if isinstance(each, FSDPModule))
         for module in self._modules:

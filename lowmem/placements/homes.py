@@ -106,5 +106,5 @@ def require_room(folder: Path, nbytes: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < nbytes:
         raise ConfigError(
-            f"home={str(folder)!r}: the disk has {free:,} bytes left, but the weights of the layers take {nbytes:,}"
+            f"home={str(folder)!r}: the disk has {free:,} bytes left, but the weights of the layers need {nbytes:,}"
         )

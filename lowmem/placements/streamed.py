@@ -57,7 +57,7 @@ def stream(
     if (already := streaming_of(model)) is not None:
         return already
     if in_group() and dist.get_world_size() > 1:
-        raise UnsupportedError("lowmem.stream supports one process. With several, shard by ZeRO-3 or FSDP2")
+        raise UnsupportedError("lowmem.stream supports one process. For several, use ZeRO-3 or FSDP2")
     device = torch.empty(0, device=device).device  # includes the index
     units = find_units(model)
     units = units[: _number_that_streams(model, units, device_memory)]
@@ -97,7 +97,7 @@ def _number_that_streams(model: nn.Module, units: list[Unit], device_memory: int
             return count
     largest = max(units, key=lambda unit: unit.nbytes)
     raise ConfigError(
-        f"device_memory is {device_memory:,} bytes, but two layers and the weights that stay on the device take "
+        f"device_memory is {device_memory:,} bytes, but two layers and the weights that stay on the device need "
         f"{needed:,}. The largest layer is {largest} with {largest.nbytes:,}"
     )
 

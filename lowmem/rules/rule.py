@@ -193,7 +193,7 @@ class UpdateRule(ABC):
 
     def clip_by_norm(self, group: GroupNorms) -> GroupClip:
         """Clips a group whose rule `needs_norm`, once per step. The new memory is discarded if the step is skipped."""
-        raise AssertionError(f"{self.name} needs no norm")
+        raise AssertionError(f"{self.name} does not clip by norm")
 
     def group_memory(self, hyper: Hyper) -> dict[str, Tensor]:
         """Returns the initial values of the float32 tensors that `clip_by_norm` stores for a group."""

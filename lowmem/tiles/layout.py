@@ -217,7 +217,7 @@ class Layout:
         if not shape:
             shape, dims = (1,), (0,)
         if start >= stop:
-            nothing = Rect(slice(0, 0), slice(0, 1), slice(0, sizes[2]))  # complete groups of no rows
+            nothing = Rect(slice(0, 0), slice(0, 1), slice(0, sizes[2]))  # complete groups, zero rows
             return cls(sizes, (Rectangle(nothing, 0, 0, (0, *shape[1:]), None, dims),))
         rectangles, done = [], 0
         for box in _boxes(start, stop, shape):

@@ -347,7 +347,7 @@ def register(name: str) -> Callable[[MakerType], MakerType]:
             raise ConfigError(f"storage {name!r} is already registered. Choose another name")
         made = (maker(dtype, signed) for dtype in STORED_DTYPES for signed in (True, False))
         if any(LARGEST_GROUP % storage.group for storage in made):
-            raise ConfigError(f"storage {name!r}: the size of a group must divide {LARGEST_GROUP}")
+            raise ConfigError(f"storage {name!r}: the group size must divide {LARGEST_GROUP}")
         TABLE[name] = maker
         return maker
 
