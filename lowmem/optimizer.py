@@ -363,8 +363,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         under "lowmem".
 
         States of parameters that have not been updated yet are included with their initial values, but are not loaded.
-        Tensors have their stored dtype and logical shape. Large tensors are not copied. Tensors of sharded parameters
-        are gathered, so every rank must call this method.
+        Tensors have their stored dtype and logical shape. Small tensors are copies, and large tensors are not. Tensors
+        of sharded parameters are gathered, so every rank must call this method.
 
         Raises:
             StepError: a step is incomplete or torn.

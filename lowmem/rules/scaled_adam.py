@@ -46,7 +46,7 @@ class ScaledAdam(UpdateRule):
     `param_max_rms`: a weight with a larger rms is shrunk. `scalar_max`: a single element is clamped to it before its
     update. `clipping_scale` clips the norm of g·rms(w) over the group to clipping_scale times the median of the last
     `clipping_update_period` norms. `clip_update`: True clips the update, as the source documents; False clips only the
-    gradient of rms(w), as the source does. `show_dominant_parameters`: logs the parameter with the largest norm.
+    gradient of rms(w), as the source does. `show_dominant_parameters`: logs the parameter that dominates the norm.
 
     As in the source, the bias of v is corrected while it exceeds 1 %, and the bias of delta is not corrected. Each
     group clips by its norms. Nothing is clipped in the first `clipping_update_period` steps, and the "median" is
@@ -143,7 +143,7 @@ class ScaledAdam(UpdateRule):
     def _learn_size(
         self, sweep: Sweep, state: State, period: int, count: Tensor, sums: dict[str, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns the rms of the weight before and after this step, and its growth, each float32 [members]."""
+        """Returns the previous and the new value of the stored rms, and the weight's growth, each float32 [members]."""
         number = sweep.scalar
         if sweep.rule_clip_coef is not None:
             sums["grad"] = sums["grad"] * sweep.rule_clip_coef

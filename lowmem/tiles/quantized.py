@@ -67,7 +67,7 @@ class QuantizedWeight(Tensor):
 
     def __new__(cls, format: Integer, parts: tuple[Tensor, ...], dtype: torch.dtype) -> "QuantizedWeight":
         codes = parts[0]
-        with torch.inference_mode(False):  # so that views of it can be created outside of inference mode
+        with torch.inference_mode(False):  # an inference tensor could not be trained
             new: QuantizedWeight = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
                 cls, codes.shape, strides=codes.stride(), dtype=dtype, device=codes.device
             )
