@@ -1,10 +1,9 @@
-"""The time of a step of `FusedSFTTrainer` by default, relative to TRL's loss.
+"""The step time of `FusedSFTTrainer` with its defaults, relative to TRL's loss.
 
     python -m benchmarks.defaults [--rounds 5]
 
-All trainers of a shape train in this process, a few steps at a time in turn. On a CPU, the processor time of the
-process is measured, which other processes change least. A shape is a Llama and the tokens of a step. Figures are lower
-quartiles.
+All trainers of a shape (a Llama and the tokens of a step) train in this process, alternating after a few steps. On a
+CPU, the processor time is measured, which depends least on other processes. The tables show lower quartiles.
 """
 
 import tempfile
@@ -30,7 +29,7 @@ from scripts.make_model import train_tokenizer
 SHAPES = ((6, 384, 4096, 512), (4, 256, 16384, 512), (2, 768, 32000, 128), (2, 768, 32000, 1024), (2, 576, 49152, 400))
 BASE = "all off (TRL's loss)"
 SETTINGS = {BASE: False, "default": "auto"}
-STEPS = 4  # per turn, of which the first is not counted
+STEPS = 4  # per turn; the first is not counted
 
 
 class Clock(transformers.TrainerCallback):  # type: ignore[misc]
@@ -72,7 +71,7 @@ def trainer(shape: Sequence[int], layers: LayersConfig, folder: str, dtype: str,
 
 
 def measured(shape: Sequence[int], rounds: int, dtype: str, folder: str) -> dict[str, float]:
-    """The seconds of a step by setting."""
+    """Returns the seconds per step for each setting."""
     clocks = {name: Clock() for name in SETTINGS}
     trainers = {n: trainer(shape, LayersConfig(value), folder, dtype, clocks[n]) for n, value in SETTINGS.items()}
     for n in range(rounds + 1):

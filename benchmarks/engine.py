@@ -1,4 +1,4 @@
-"""The only access to lowmem's internals in benchmarks/."""
+"""All code in benchmarks/ that uses lowmem's internals."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,7 +18,7 @@ __all__ = ["has_compiler", "reduce_scatter_as_nccl", "release", "update_one", "w
 
 
 def update_one(opt: lowmem.FusedOptimizer, param: Tensor, grad: Tensor) -> None:
-    """Updates one parameter as its hook does, but without a backward pass."""
+    """Updates one parameter like its hook, but without a backward pass."""
     opt._cycle.step += 1
     opt._updates.begin(opt._cycle.step)
     opt._updates.put(opt._records[param], grad, None)
@@ -26,8 +26,8 @@ def update_one(opt: lowmem.FusedOptimizer, param: Tensor, grad: Tensor) -> None:
 
 @contextmanager
 def without_computing(*, kernels: bool = False) -> Iterator[None]:
-    """Replaces compiled code by functions that return the results of their first call, and launches of kernels by
-    nothing. No compiler is needed. kernels: tensors on a CPU are updated as on a GPU.
+    """Replaces compiled code by functions that return the results of their first call, and removes kernel launches. No
+    compiler is needed. kernels: update CPU tensors with the code for GPUs.
     """
 
     def first_results(graph: fx.GraphModule, sizes: Any, example: Sequence[Any]) -> Callable[..., Any]:
@@ -54,7 +54,7 @@ def without_computing(*, kernels: bool = False) -> Iterator[None]:
 
 @contextmanager
 def reduce_scatter_as_nccl() -> Iterator[None]:
-    """Makes lowmem call reduce-scatter as on NCCL. On gloo it calls all-reduce itself and takes its shard."""
+    """Makes lowmem call reduce-scatter as with NCCL. With gloo it calls all-reduce and selects the shard."""
     reduce_scatter_mean = Ranks.reduce_scatter_mean
 
     def as_on_nccl(self: Ranks, tensor: Tensor, size: int) -> Callable[[], Tensor]:

@@ -1,12 +1,12 @@
-"""Families of language models: what lowmem does with a tiny model of each, from its configuration.
+"""Tests lowmem with a tiny model of each family of language models, created from its configuration.
 
     python -m benchmarks.families [--only gemma2] [--out benchmarks/results]
 
-A model is trained for four steps with random float32 weights, by `lowmem sft` with its defaults, and compared with the
-same arguments in TRL's trainer; with packed samples; and from a checkpoint after two steps. Its plan is compared with
-the tensors of a step.
+`lowmem sft` with its defaults trains each model for four steps from random float32 weights. The losses are compared
+with TRL's trainer and the same arguments. Training is repeated with packed samples, and resumed from a checkpoint after
+two steps. The plan is compared with the tensors of a step.
 
-`--only` replaces these rows of the JSON file.
+With `--only`, only these rows of the JSON file are replaced.
 """
 
 import contextlib
@@ -45,7 +45,7 @@ LATENT = {
 LINEAR = {f"linear_{name}": size for name, size in (
     ("num_value_heads", 4), ("num_key_heads", 2), ("key_head_dim", 16), ("value_head_dim", 16),
 )}  # fmt: skip
-# By model type: values of its configuration besides `SIZES`.
+# Model type → configuration values in addition to `SIZES`.
 FAMILIES: dict[str, dict[str, Any]] = {
     **{name: {} for name in (
         "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "olmo2", "olmo3", "granite",
@@ -65,15 +65,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mamba2": {"state_size": 8, "num_heads": 8, "head_dim": 16, "n_groups": 1},
     "bamba": {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 8, "attn_layer_indices": [1]},
 }  # fmt: skip
-WORDS = {"llama4_text": ["--router_aux_loss_coef=0"]}  # without which the run is refused
-STEPS, CLOSE = 4, 1e-4  # of a run, and how much its losses may differ from TRL's, which are summed in another order
+WORDS = {"llama4_text": ["--router_aux_loss_coef=0"]}  # required for training
+STEPS, CLOSE = 4, 1e-4  # steps per run; tolerance of losses, because TRL sums in a different order
 TEXTS = [f"the {size} {animal} sat on {n}" for size in ("old", "new") for animal in ("cat", "dog") for n in range(4)]
 USUAL = ["--max_length=64", "--per_device_train_batch_size=2", "--learning_rate=1e-3", "--report_to=none"]
 RUN = [f"--max_steps={STEPS}", f"--save_steps={STEPS // 2}", "--logging_steps=1", "--lr_scheduler_type=constant"]
 
 
 def config(kind: str, **changes: Any) -> Any:
-    """The configuration of a family's model, with the names that its class has for `SIZES`."""
+    """Returns the configuration of a family's model, with its class's names for `SIZES`."""
     cls = CONFIG_MAPPING[kind]
     names = {field.name: field.name for field in fields(cls)} | cls.attribute_map
     sizes = {names[name]: size for name, size in SIZES.items() if name in names}
@@ -82,7 +82,7 @@ def config(kind: str, **changes: Any) -> Any:
 
 
 def examine(kind: str, folder: Path) -> dict[str, str]:
-    """The outcome of each column for a family."""
+    """Returns the outcome in each column for a family."""
     set_seed(0)
     AutoModelForCausalLM.from_config(config(kind)).save_pretrained(folder / "model")
     train_tokenizer(TEXTS, SIZES["vocab_size"]).save_pretrained(folder / "model")
@@ -101,13 +101,13 @@ def examine(kind: str, folder: Path) -> dict[str, str]:
         try:
             with contextlib.redirect_stdout(io.StringIO()):
                 outcomes[name] = check()
-        except Exception as error:  # of any library
+        except Exception as error:  # from any library
             outcomes[name] = f"failed: {type(error).__name__}: {error}"
     return outcomes
 
 
 def ended(*words: str) -> str:
-    """yes, or the message of a command of the command line, which refuses with exit status 2."""
+    """Runs a command, and returns "yes" or its error message. Exit status 2 means that the command refused."""
     err, status = io.StringIO(), 0
     with contextlib.redirect_stderr(err):
         try:
@@ -119,7 +119,7 @@ def ended(*words: str) -> str:
 
 
 def compared(words: list[str], run: Path) -> str:
-    """Trains, and compares the losses with those of TRL's trainer."""
+    """Trains, and compares the losses with the losses of TRL's trainer."""
     if (result := ended("sft", *words, f"--output_dir={run}")) != "yes":
         return result
     losses = [json.loads(line).get("loss") for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -135,7 +135,7 @@ def compared(words: list[str], run: Path) -> str:
 
 
 def resumed(words: list[str], run: Path) -> str:
-    """Continues the run from its first checkpoint, and compares the weights bit for bit."""
+    """Resumes the run from its first checkpoint, and compares the weights bit for bit."""
     again = [f"--output_dir={run}-again", f"--resume_from_checkpoint={run}/checkpoint-{STEPS // 2}"]
     if (result := ended("sft", *words, *again)) != "yes":
         return result
@@ -144,7 +144,7 @@ def resumed(words: list[str], run: Path) -> str:
 
 
 def planned(words: list[str]) -> str:
-    """The relative difference of the plan from the tensors of a step."""
+    """Returns the relative difference between the plan and the tensors of a step."""
     words = [*words, "--bf16=false", "--max_grad_norm=0", "--fused.compile=false", "--output_dir=unused"]
     real, fake = (parse("sft", words, device=device) for device in (None, "cpu"))
     with running(real, model_config(real), torch.device("cpu"), real=True) as measured:
@@ -154,7 +154,7 @@ def planned(words: list[str]) -> str:
 
 
 def tables(report: Any) -> dict[str, str]:
-    """The outcomes without messages, and the families that have the same ones."""
+    """Returns a table of outcomes without messages, with one row for all families that have the same outcomes."""
     families: dict[tuple[str, ...], list[str]] = {}
     for kind, row in report["families"].items():
         families.setdefault(tuple(text.partition(":")[0] for text in row.values()), []).append(kind)

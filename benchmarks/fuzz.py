@@ -1,11 +1,11 @@
-"""Gives damaged and nonsensical inputs to the package, and reports each that is neither accepted nor refused by name.
+"""Passes damaged and invalid inputs to the package, and reports inputs that are neither accepted nor rejected by name.
 
     python -m benchmarks.fuzz [--inputs 10000] [--seed 0] [--out DIR] [--only checkpoints,starts]
 
-Each module of `tests/fuzz` is a surface: its function `run(seed, folder)` makes one input in an empty folder, gives it
-to the code that users reach, and returns "accepted" or the name of the error by which it is refused; whatever it raises
-is a defect. So is an input that takes longer than `--timeout` seconds, or that ends the process. Exits with status 1 if
-there is a defect.
+Each module of `tests/fuzz` is a surface. Its function `run(seed, folder)` creates one input in an empty folder, passes
+it to the public code, and returns "accepted" or the name of the error that rejects it. Any exception that it raises is
+a defect, and so is an input that takes longer than `--timeout` seconds or ends the process. Exits with status 1 if a
+defect is found.
 """
 
 import importlib.util
@@ -29,7 +29,7 @@ from benchmarks import reports
 from benchmarks.pages import ROOT, markdown
 
 SURFACES = {path.stem: path for path in sorted((ROOT / "tests" / "fuzz").glob("*.py"))}
-STARTING = 600  # seconds in which a process has to import the package
+STARTING = 600  # seconds for a process to import the package
 
 
 @dataclass
@@ -38,8 +38,8 @@ class Figures:
 
     inputs: int = 0
     accepted: int = 0
-    refused: Counter[str] = field(default_factory=Counter)  # inputs by the name of the error
-    defects: list[dict[str, Any]] = field(default_factory=list)  # seed and error of each
+    refused: Counter[str] = field(default_factory=Counter)  # name of the error → number of inputs
+    defects: list[dict[str, Any]] = field(default_factory=list)  # the seed and the error of each defect
     slowest: dict[str, Any] = field(default_factory=lambda: {"seed": None, "seconds": 0.0})
     seconds: float = 0.0
 
@@ -57,10 +57,10 @@ class Figures:
 
 
 class Worker:
-    """A process that runs one input after another; it can be killed, and inherits nothing that a hang could hold."""
+    """A process that runs one input after another. It can be killed, and does not inherit resources."""
 
     def __init__(self, surface: Path, folder: Path) -> None:
-        self.usable = True  # until an input hangs or ends it
+        self.usable = True  # until an input hangs or ends the process
         context = multiprocessing.get_context("spawn")
         self.connection, other = context.Pipe()
         self.process = context.Process(target=_serve, args=(surface, folder, other), daemon=True)
@@ -68,10 +68,10 @@ class Worker:
         other.close()
         if not self.connection.poll(STARTING):
             raise RuntimeError(f"{surface} was not imported within {STARTING} seconds")
-        self.connection.recv()  # EOFError: it can't be imported
+        self.connection.recv()  # EOFError: the surface cannot be imported
 
     def run(self, seed: int, timeout: float) -> tuple[str, str | None]:
-        """Returns the outcome of an input, and the error if it is a defect."""
+        """Returns the outcome of an input, and the error if the input reveals a defect."""
         self.connection.send(seed)
         if not self.connection.poll(timeout):
             self.usable = False
@@ -90,7 +90,7 @@ class Worker:
 
 
 def load(surface: Path) -> Callable[[int, Path], str]:
-    """The function `run` of a surface."""
+    """Returns the function `run` of a surface."""
     spec = importlib.util.spec_from_file_location(f"fuzz_{surface.stem}", surface)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -108,19 +108,19 @@ def _serve(surface: Path, folder: Path, connection: Connection) -> None:
         with tempfile.TemporaryDirectory(dir=folder, ignore_cleanup_errors=True) as temporary:
             try:
                 ending, error = run(seed, Path(temporary)), None
-            except BaseException as raised:  # SystemExit is a defect too
+            except BaseException as raised:  # SystemExit is also a defect
                 ending, error = "", _shortened(raised)
         connection.send((ending, error))
 
 
 def _shortened(error: BaseException) -> str:
-    """The error and where it was raised."""
+    """Returns the error and where it was raised."""
     frames = [f"{Path(frame.filename).name}:{frame.lineno}" for frame in traceback.extract_tb(error.__traceback__)]
     return f"{type(error).__name__}: {str(error)[:2000]} [{' > '.join(frames[-6:])}]"
 
 
 def fuzz(surface: Path, seeds: Iterable[int], timeout: float, report: Callable[[Figures], None]) -> Figures:
-    """Runs one surface; `report` is called after every input."""
+    """Runs one surface, and calls `report` after every input."""
     figures, worker = Figures(), None
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         try:
@@ -156,16 +156,16 @@ def tables(report: Any) -> dict[str, str]:
 def main() -> None:
     parser = reports.make_parser(__doc__, {"inputs": (10_000, "inputs per surface")}, dtype=False)
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the first input (0)")
-    parser.add_argument("--only", metavar="NAMES", help=f"surfaces, with commas between them, of {', '.join(SURFACES)}")
+    parser.add_argument("--only", metavar="NAMES", help=f"comma-separated surfaces from {', '.join(SURFACES)}")
     parser.add_argument("--timeout", type=float, default=120.0, metavar="S", help="seconds for one input (120)")
     options = parser.parse_args()
     names = options.only.split(",") if options.only else list(SURFACES)
     if unknown := set(names) - SURFACES.keys():
         parser.error(f"unknown surfaces: {', '.join(sorted(unknown))}")
 
-    sys.path.insert(0, str(ROOT / "tests"))  # which the processes take over
+    sys.path.insert(0, str(ROOT / "tests"))  # inherited by the processes
     file = options.out / "fuzz.json"
-    surfaces = json.loads(file.read_text())["surfaces"] if file.exists() else {}  # those that are not run stay
+    surfaces = json.loads(file.read_text())["surfaces"] if file.exists() else {}  # others are unchanged
     defects = 0
     with reports.output(options.out):
         for name in names:

@@ -1,11 +1,11 @@
-"""Memory and time on a GPU, in `--budget` seconds at most, with nothing installed but torch and transformers.
+"""Measures memory and time on a GPU within `--budget` seconds. Only torch and transformers need to be installed.
 
     python -m benchmarks.gpu_check [--out gpu_check.json] [--budget 500] [--small]
 
-The most important parts come first. Every row is written to the report as soon as it is measured: its value, its goal
-if it has one, and whether the goal is met. A part that fails is reported, and the others go on; a part that needs more
-seconds than the budget has left is skipped, which is reported too. `--small` shrinks all sizes, to try the script
-without a GPU. Whether results are right is tested by `scripts/test.sh --gpu`.
+The most important parts run first. Every row is written to the report as soon as it is measured, with its value, its
+goal (if any), and whether the goal is met. If a part fails, the failure is reported and the other parts still run. A
+part that needs more seconds than remain in the budget is reported as skipped. `--small` reduces all sizes, to try the
+script without a GPU. `scripts/test.sh --gpu` tests whether results are correct.
 """
 
 import argparse
@@ -98,8 +98,8 @@ def bits(report: Report, small: bool) -> None:
 
 
 def updates(report: Report, small: bool) -> None:
-    """The temporary memory of an update, and its time: relative to a copy of as many bytes as it has to move, and to
-    a step of torch's fused AdamW, whose states are bfloat16 as the weights are. All matrices together are far larger
+    """Measures the temporary memory and the time of an update, relative to a copy of the bytes that it must move, and
+    relative to a step of torch's fused AdamW with bfloat16 weights and states. All matrices together are far larger
     than a cache.
     """
     side, count = (64, 2) if small else (4096, 16)
@@ -142,7 +142,7 @@ def updates(report: Report, small: bool) -> None:
 
 
 def offload(report: Report, small: bool) -> None:
-    """The pinned memory that offloaded gradients take: torch's allocator rounds blocks up to powers of two."""
+    """Measures the pinned memory of offloaded gradients. (torch's allocator rounds blocks up to powers of two.)"""
     sizes = ((48, 40), (33,)) if small else ((5000, 4000), (3000, 4000), (4000,))
     params = [nn.Parameter(normal(*size)) for size in sizes]
     before = pinned_bytes()
@@ -155,7 +155,7 @@ def offload(report: Report, small: bool) -> None:
 
 
 def loading(report: Report, small: bool) -> None:
-    """The peak of a model in 10 bits that moves to the device: nowhere is a bfloat16 copy of it."""
+    """Measures the peak while a 10-bit model moves to the device, which must not create a full bfloat16 copy."""
     side = 128 if small else 4096
     model = nn.Sequential(*(nn.Linear(side, side, bias=False, dtype=torch.bfloat16) for _ in range(8)))
     lowmem.quantize_(model, "int10")
@@ -180,24 +180,24 @@ adalomo = partial(fused, rule="adalomo", rounding="stochastic")
 
 
 def llama(name: str) -> Any:
-    """Random bfloat16 weights and activation checkpointing."""
+    """Returns a Llama with random bfloat16 weights and activation checkpointing."""
     *size, heads = MODELS[name]
     options = {"num_attention_heads": heads, "num_key_value_heads": heads // 4, "attn_implementation": "sdpa"}
     return measurement.llama(*size, "bfloat16", DEVICE, **options)
 
 
 def cross_entropy(model: Any, ids: Tensor, memory: int) -> Tensor:
-    """The loss of a batch, from tiles of logits."""
+    """Computes the loss of a batch from tiles of logits."""
     hidden = model.model(input_ids=ids).last_hidden_state[:, :-1].flatten(0, 1)
     return linear_cross_entropy(hidden, model.lm_head.weight, ids[:, 1:].flatten(), memory=memory)
 
 
 def steps(report: Report, name: str, rows: int, tokens: int, *, memory: int, **options: Any) -> None:
-    """Measures training steps and their peaks above the weights: gradients dropped, lowmem's, and AdamW's.
+    """Measures training steps and their peaks above the weights: with dropped gradients, lowmem and AdamW.
 
     Args:
-        memory: bytes of temporaries for the loss and the gradient of the head.
-        options: goal: of the time.  policies: whether to measure those that clip, too.
+        memory: bytes for temporaries of the loss and the head's gradient.
+        options: goal: the goal for the time.  policies: whether to also measure policies that clip.
     """
     methods: dict[str, Callable[[Any], Step]] = {"gradients dropped": drop_gradients, "adalomo": adalomo}
     if options.get("policies"):
@@ -240,13 +240,13 @@ def one_billion(report: Report, small: bool) -> None:
 
 
 def eight_billion(report: Report, small: bool) -> None:
-    """Weights of 16 GB. Out-of-memory errors, as AdamW's on a small card, are reported by method."""
+    """Measures a model with 16 GB of weights. Out-of-memory errors, such as AdamW's on a small card, are reported."""
     steps(report, "tiny" if small else "8B", 1, 64 if small else 2048, memory=4 * MEMORY, policies=True)
 
 
 def streamed(report: Report, small: bool) -> None:
-    """Steps of a model with 4 GiB of its weights on the device, relative to steps with all of them there; the rate of
-    its copies, relative to one bare copy of a layer; and the share of a step in which the device waits for them.
+    """Measures steps with 4 GiB of the weights on the device, relative to steps with all weights on the device; the
+    rate of copies, relative to a single copy of a layer; and the share of a step in which the device waits for copies.
     """
     name, tokens, budget = ("narrow", 64, None) if small else ("8B", 4096, 4 << 30)
     resident = 0.0
@@ -278,7 +278,7 @@ def streamed(report: Report, small: bool) -> None:
 
 
 def tables(report: dict[str, Any]) -> dict[str, str]:
-    """The steps: a row for each method of each setting; and everything that has a goal, what misses it first."""
+    """Returns a table of steps, with a row per setting and method, and a table of goals, missed goals first."""
     every = [row for part in ("small_steps", "one_billion", "eight_billion") for row in report[part]["rows"]]
     steps = [
         {
@@ -303,7 +303,7 @@ def tables(report: dict[str, Any]) -> dict[str, str]:
     return {"": markdown(steps), "goals": markdown(goals)}
 
 
-# Each part with the seconds that it needs at most, compilation included; most important first.
+# The parts, most important first, with the maximum number of seconds that each needs, including compilation.
 PARTS: tuple[tuple[Callable[[Report, bool], None], float], ...] = (
     (environment, 5), (bits, 30), (updates, 80), (one_billion, 90), (eight_billion, 100), (small_steps, 40),
     (offload, 10), (loading, 5), (streamed, 60),

@@ -1,11 +1,11 @@
-"""The host's time per large parameter, from its hook to the end of its update.
+"""Host time per large parameter, from its hook to the end of its update.
 
     python -m benchmarks.host [--count 32 --repeats 20 --rounds 5]
 
-Compiled code and launches of kernels are replaced by functions that compute nothing, so the time is the host's: a GPU
-waits for it if its kernels take less. torch's `AdamW(fused=True)` has an optimizer per parameter, which steps in a
-hook; its time includes the update, of 160 × 160 elements. Times are of the thread: for each parameter except the first,
-with which the step begins, the least of all steps; and then their mean.
+Compiled code and kernel launches are replaced by functions that compute nothing, so only host time is measured. A GPU
+waits for the host if its kernels take less time. For torch's `AdamW(fused=True)`, one optimizer per parameter steps in
+a hook; its time includes updating 160 × 160 elements. The result is thread time: the minimum over all steps for each
+parameter except the first (which starts the step), averaged over parameters.
 """
 
 import math
@@ -26,14 +26,14 @@ from benchmarks.reports import command
 
 RULES = ("adalomo", "adamw", "lion")
 BASE = "AdamW, fused, in hooks"
-SHAPE = 160, 160  # the smallest updates that are compiled are of 2¹⁴ elements
+SHAPE = 160, 160  # updates of at least 2¹⁴ elements are compiled
 
-# Registers what updates parameters in hooks, and returns what has to be kept for it.
+# Registers hooks that update parameters, and returns the objects that must stay alive.
 Register = Callable[[Sequence[Tensor]], object]
 
 
 def microseconds(register: Register, count: int, repeats: int, dtype: torch.dtype) -> list[float]:
-    """Times the hook of each of `count` parameters, after three steps to warm up."""
+    """Times the hooks of `count` parameters, after three warm-up steps."""
     params = [nn.Parameter(torch.randn(SHAPE).to(dtype)) for _ in range(count)]
     begins, ends = list[int](), list[int]()
     for param in params:
@@ -57,7 +57,7 @@ def fused(params: Sequence[Tensor], rule: str) -> object:
 
 
 def timed_in_turn(timed: Callable[[Register], list[float]]) -> dict[str, list[float]]:
-    """Times all ways to update once."""
+    """Times each method of updating once."""
     times = {BASE: timed(hooked)}
     for kernels, code in ((False, "compiled for a CPU"), (True, "kernels of a GPU")):
         with without_computing(kernels=kernels):
@@ -66,7 +66,7 @@ def timed_in_turn(timed: Callable[[Register], list[float]]) -> dict[str, list[fl
 
 
 def hooked(params: Sequence[Tensor]) -> object:
-    """An `AdamW(fused=True)` per parameter, which steps in its hook."""
+    """Creates an `AdamW(fused=True)` for each parameter, which steps in the parameter's hook."""
 
     def step(param: Tensor, optimizer: torch.optim.Optimizer) -> None:
         optimizer.step()

@@ -1,6 +1,6 @@
 """Measures the time and memory of a training step of a Llama in this process.
 
-On a GPU tensor memory is the maximum that the allocator has handed out; on a CPU every allocation is counted.
+On a GPU, tensor memory is the allocator's maximum of allocated bytes. On a CPU, every allocation is counted.
 """
 
 import gc
@@ -26,7 +26,7 @@ def llama(
     """Returns a Llama in training mode, by default with activation checkpointing and attention heads of 64 elements.
 
     Args:
-        config: further arguments of `LlamaConfig`.
+        config: additional arguments of `LlamaConfig`.
     """
     from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -45,13 +45,13 @@ def loss_of(model: Any, ids: Tensor) -> Callable[[], Tensor]:
     return lambda: model(input_ids=ids, labels=ids).loss
 
 
-# Layers, hidden size and vocabulary of a Llama of about that many parameters.
+# Approximate number of parameters → layers, hidden size and vocabulary of a Llama.
 SIZES = {"1M": (3, 128, 1024), "10M": (7, 256, 8192), "100M": (8, 768, 32000), "1B": (17, 2048, 32000)}
 
 
 @dataclass(frozen=True)
 class Workload:
-    """Steps of `batch` rows of `tokens` tokens each, taken by a Llama of one of `SIZES`; `steps` of them are timed."""
+    """Training steps of a Llama with one of `SIZES`, on `batch` rows of `tokens` tokens; `steps` of them are timed."""
 
     size: str
     batch: int
@@ -61,15 +61,15 @@ class Workload:
     threads: int = field(default_factory=torch.get_num_threads)
 
     def settings(self) -> dict[str, Any]:
-        """Its fields, and the model's parameters and bytes."""
+        """Returns the fields, and the model's number of parameters and bytes."""
         parameters = sum(param.numel() for param in self.model("meta").parameters())
         weights = parameters * getattr(torch, self.dtype).itemsize
         return {**asdict(self), "parameters": parameters, "weights": weights}
 
     def model(self, device: str) -> nn.Module:
-        """Random weights, with activation checkpointing."""
+        """Returns a model with random weights and activation checkpointing."""
         layers, hidden, vocabulary = SIZES[self.size]
-        intermediate = -(-hidden * 8 // 3 // 256) * 256  # as Llama: rounded up to a multiple of 256
+        intermediate = -(-hidden * 8 // 3 // 256) * 256  # as in Llama, rounded up to a multiple of 256
         return llama(layers, hidden, intermediate, vocabulary, self.dtype, device)
 
 
@@ -79,7 +79,7 @@ def sync() -> None:
 
 
 def seconds(run: Callable[[], object]) -> float:
-    """The time of a call, on a GPU from idle to idle."""
+    """Returns the duration of a call. A GPU is idle before and after it."""
     sync()
     start = time.perf_counter()
     run()
@@ -114,13 +114,13 @@ def measure(method: Method, workload: Workload) -> Figures:
 
 
 def peak_resident() -> int:
-    """The peak resident memory of this process in bytes. (`ru_maxrss` starts at the peak of the parent process.)"""
+    """Returns the peak resident memory of this process in bytes. (`ru_maxrss` starts at the parent process's peak.)"""
     (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
     return int(line.split()[1]) * 1024
 
 
 def _events(run: Callable[[], object]) -> list[Any]:
-    """The events that the profiler records during a call, by time. A `[memory]` event that frees has `nbytes` < 0."""
+    """Returns the profiler's events of a call, ordered by time. A `[memory]` event that frees has `nbytes` < 0."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         run()
     assert profiled.profiler is not None
@@ -128,7 +128,7 @@ def _events(run: Callable[[], object]) -> list[Any]:
 
 
 def peak_of_temporaries(run: Callable[[], object]) -> int:
-    """The most bytes that a call allocates on the CPU at a time."""
+    """Returns the peak of the bytes that a call allocates on the CPU."""
     now = peak = 0
     for event in _events(run):
         if event.name() == "[memory]":
@@ -138,10 +138,10 @@ def peak_of_temporaries(run: Callable[[], object]) -> int:
 
 
 def peak_of_tensors(step: Callable[[], object]) -> int:
-    """The most bytes that all CPU tensors take at a time during a step."""
+    """Returns the peak size of all CPU tensors during a step, in bytes."""
 
     def steps() -> None:
-        step()  # frees what was allocated before profiling began, which the profiler does not see
+        step()  # frees memory that was allocated before profiling, which the profiler does not see
         with record_function("steady"):
             step()
 

@@ -2,12 +2,12 @@
 
     python -m benchmarks.memory [--only llama-3.1-8b] [--out benchmarks/results]
 
-Every figure is `lowmem plan sft` on a GPU, with the reserve for CUDA: the arguments of `CONFIG` (bfloat16 weights,
-1 × 2,048 tokens, activation checkpointing) without an evaluation, and the words that are the key of a plan in the JSON
-file. Several GPUs share the weights by FSDP2. For AdamW without lowmem, weights, gradients and optimizer states are
-bytes per parameter, and the rest is taken from the plan.
+Every figure is predicted by `lowmem plan sft` for a GPU, including CUDA's reserve. Its arguments are `CONFIG` (bfloat16
+weights, 1 × 2,048 tokens, activation checkpointing) without evaluation, and the key of the plan in the JSON file. For
+several GPUs, FSDP2 shards the weights. For AdamW without lowmem, weights, gradients and optimizer states are computed
+from bytes per parameter, and the rest is taken from the plan.
 
-`--only` makes the plans whose words contain a text, and takes the others from the JSON file.
+`--only` computes only the plans whose arguments contain a text, and takes the others from the JSON file.
 """
 
 import json
@@ -35,7 +35,7 @@ MODELS = {
 EIGHT_BILLION = "llama-3.1-8b"
 EIGHT_BITS = "--fused.rule adamw --fused.state_storage 8bit --max_grad_norm 1"
 MOMENTUM = "--fused.rule adafactor --fused.beta1 0.9 --fused.state_storage 8bit"
-# Words of the command line, by the name of the method
+# Name of a method → command-line arguments
 METHODS = {
     "adalomo": "--fused.rule adalomo",
     "adalomo, int12": "--fused.rule adalomo --fused.weight_format int12",
@@ -71,11 +71,11 @@ OF_STATES = {
 }
 STATES = dict.fromkeys(("llama-3.1-8b", "qwen3-4b", "llama-3.2-1b"), tuple(OF_STATES.values()))
 
-# What fits on how many GPUs
+# Models, and numbers of GPUs
 SHARDED = ("llama-3.1-8b", "qwen3-14b", "qwen3-32b", "llama-3.1-70b")
 RANKS = (1, 2, 4, 8)
 RULES = {"AdaLomo": "adalomo", "AdamW": "adamw"}
-# Size of a card in GB → GiB that are free on it, and the color of what fits
+# Size of a card in GB → free memory in GiB, and the color of plans that fit
 CARDS = {16: (15.5, "#cfe8d5"), 24: (23.5, "#a9d3e8"), 48: (47.4, "#f3d9a4"), 80: (79.1, "#efb49b")}
 TOO_LARGE = "#e6e6e6"
 
@@ -89,13 +89,13 @@ OPTIONS = {
     "tiled MLP and offload": f"--layers.mlp_tile 4096 {OFFLOADED}",
 }
 
-# The bars: bytes at the peak by kind, and methods in groups of states with equal dtypes
+# The bars: bytes at the peak by kind, and methods grouped by the dtype of their states
 COLORS = {
     "weights": "#1f5fa8", "gradients": "#d1495b", "optimizer states": "#e08e2b", "activations": "#2a8f7c",
     "reserve": "#999999",
 }  # fmt: skip
-# Bytes per parameter of AdamW without lowmem. The second is a Trainer with bf16=True: float32 weights, and a model that
-# computes in bfloat16.
+# Bytes per parameter for AdamW without lowmem. The second entry is a Trainer with bf16=True: float32 weights, computing
+# in bfloat16.
 ORDINARY = {
     "AdamW, all in bfloat16": {"weights": 2, "gradients": 2, "optimizer states": 4},
     "AdamW, mixed precision": {"weights": 4, "gradients": 4, "optimizer states": 8},
@@ -105,13 +105,13 @@ GROUPS = {
     "AdamW, bfloat16 states": ("adamw", "AdamW, all in bfloat16"),
     "AdamW, float32 states": ("adamw, float32 states", "AdamW, mixed precision"),
 }
-BEHIND = {"facecolor": "white", "edgecolor": "none", "pad": 1}  # text, over the line of a card
+BEHIND = {"facecolor": "white", "edgecolor": "none", "pad": 1}  # for text over the line of a card
 
-Plans = dict[str, dict[str, int]]  # bytes by kind, by the words of a plan
+Plans = dict[str, dict[str, int]]  # arguments of a plan → kind → bytes
 
 
 def words_of(model: str, method: str = "adalomo", ranks: int = 1, tokens: int = 0, options: str = "") -> str:
-    """The words of a plan, with the number of ranks at their end."""
+    """Returns the arguments of a plan, ending with the number of ranks."""
     parts = [f"--model_name_or_path configs/models/{model}", METHODS[method], options]
     parts += [f"--max_length {tokens}"] if tokens else []
     parts += [f"--fsdp --ranks {ranks}"] if ranks > 1 else []
@@ -119,7 +119,7 @@ def words_of(model: str, method: str = "adalomo", ranks: int = 1, tokens: int = 
 
 
 def every() -> list[str]:
-    """The words of all plans, each once."""
+    """Returns the arguments of all plans, without duplicates."""
     wanted = [words_of(EIGHT_BILLION, method) for method in METHODS]
     wanted += [words_of(model, method) for table in (FORMATS, STATES) for model in table for method in table[model]]
     wanted += [words_of(EIGHT_BILLION, tokens=n, options=each) for n in TOKENS for each in OPTIONS.values()]
@@ -128,7 +128,7 @@ def every() -> list[str]:
 
 
 def planned(words: str) -> dict[str, int]:
-    """The bytes of a plan by kind. All kinds that are not drawn count as activations."""
+    """Returns the bytes of a plan by kind. Kinds that are not drawn are counted as activations."""
     run, _, ranks = words.partition(" --ranks ")
     recipe = parse("sft", ["--config", CONFIG, "--eval_strategy", "no", *shlex.split(run)], device="gpu")
     result = plan(recipe, int(ranks or 1))
@@ -145,7 +145,7 @@ def gib(sizes: dict[str, int]) -> float:
 
 
 def bars(plans: Plans) -> dict[str, dict[str, int]]:
-    """Bytes by kind of each method of `GROUPS`, in their order."""
+    """Returns the bytes by kind for each method of `GROUPS`, in order."""
     ours = {method: plans[words_of(EIGHT_BILLION, method)] for method in METHODS}
     parameters, rest = ours["adalomo"]["weights"] // 2, {kind: ours["adalomo"][kind] for kind in list(COLORS)[3:]}
     for name, widths in ORDINARY.items():
@@ -154,12 +154,12 @@ def bars(plans: Plans) -> dict[str, dict[str, int]]:
 
 
 def title(name: str) -> str:
-    """The name of a bar, which says where its figures come from."""
+    """Returns the label of a bar, which includes the source of its figures."""
     return f"{name} (computed)" if name in ORDINARY else f"lowmem {name.partition(',')[0]} (planned)"
 
 
 def card(sizes: dict[str, int]) -> int | None:
-    """The smallest card on which so many bytes are free, in GB."""
+    """Returns the size in GB of the smallest card with enough free memory, or None."""
     return next((size for size, (free, _) in CARDS.items() if sum(sizes.values()) <= free * GIB), None)
 
 
@@ -223,7 +223,7 @@ def _by_length(plans: Plans) -> list[Row]:
 
 
 def draw_bars(report: Any) -> Any:
-    """A bar of bytes by kind for each method of `GROUPS`; those that are computed are hatched."""
+    """Draws a bar of bytes by kind for each method of `GROUPS`. Computed figures are hatched."""
     sizes = bars(report["plans"])
     figure, axes = panels("Fine-tuning all weights of Llama-3.1-8B: memory of a GPU", (9, 4.2), 1)
     place, largest = 0.0, max(map(gib, sizes.values()))
@@ -251,7 +251,7 @@ def draw_bars(report: Any) -> Any:
 
 
 def draw_fits(report: Any) -> Any:
-    """A panel for each rule: GiB by model and number of GPUs, in the color of the smallest card."""
+    """Draws a panel for each rule: GiB by model and number of GPUs, in the color of the smallest card."""
     name = "Full fine-tuning: GiB per GPU, and the smallest card that has them"
     figure, each_axes = panels(name, (9, 3.4), len(RULES), sharey=True)
     for axes, (rule, method) in zip(each_axes, RULES.items(), strict=True):
@@ -273,7 +273,7 @@ def draw_fits(report: Any) -> Any:
 
 
 def draw_lengths(report: Any) -> Any:
-    """A curve for each setting: GiB by tokens."""
+    """Draws a curve for each setting: GiB by number of tokens."""
     figure, axes = panels("Llama-3.1-8B: memory of a GPU by length of the sequence (planned)", (7, 3.6), 1)
     for option, words in OPTIONS.items():
         sizes = [gib(report["plans"][words_of(EIGHT_BILLION, tokens=n, options=words)]) for n in TOKENS]
@@ -292,7 +292,7 @@ PICTURES = {"memory_bars": draw_bars, "fits": draw_fits, "long_context": draw_le
 
 @command
 def main(argv: Sequence[str] | None = None) -> None:
-    options = reports.make_parser(__doc__ or "", {}, dtype=False, only="part of the words of a plan").parse_args(argv)
+    options = reports.make_parser(__doc__ or "", {}, dtype=False, only="part of a plan's arguments").parse_args(argv)
     file = options.out / "memory.json"
     known = json.loads(file.read_text())["plans"] if options.only and file.exists() else {}
     chosen = [words for words in every() if not options.only or any(part in words for part in options.only)]

@@ -1,4 +1,4 @@
-"""Methods of taking a training step: lowmem, its peers, and the floor, which updates nothing."""
+"""Methods for a training step: lowmem, its peers, and the floor, which does not update anything."""
 
 import importlib.metadata
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,18 +15,18 @@ from lowmem.errors import ConfigError, did_you_mean
 
 Loss = Callable[[], Tensor]
 
-# Takes a step, given one callable per micro-batch that computes its loss.
+# Runs a step, given one callable per micro-batch that computes the loss.
 Step = Callable[[Sequence[Loss]], None]
 
 FLOOR = "floor"
 LR = 1e-4
 
-# What peers need beyond torch, as pip names it.
+# The pip requirements of peers, besides torch.
 PACKAGES = ("lomo-optim", "torch-optimi", "torchao")
 
 
 def installed(package: str) -> bool:
-    """Returns whether a package is installed, by its name in pip."""
+    """Returns whether a package is installed. package: its name in pip."""
     return any(importlib.metadata.distributions(name=package))
 
 
@@ -35,9 +35,9 @@ class Method:
     """A method of updating weights.
 
     Attributes:
-        make: builds it. Must be picklable: a module-level function, or a `partial` of one.
-        package: must be installed, as pip names it.
-        micro_batches: into how many the batch of a step is split.
+        make: creates the step. Must be picklable: a module-level function, or a `partial` of one.
+        package: the pip name of a package that must be installed.
+        micro_batches: number of micro-batches per step.
     """
 
     make: Callable[..., Any]
@@ -46,7 +46,7 @@ class Method:
     micro_batches: int = 1
 
     def missing(self) -> str | None:
-        """Returns the requirement that this machine does not meet, or None."""
+        """Returns a requirement that this machine does not meet, or None."""
         if self.package is not None and not installed(self.package):
             return f"pip install {self.package}"
         return None
@@ -56,7 +56,7 @@ M = TypeVar("M")
 
 
 def select(methods: Mapping[str, M], only: Iterable[str]) -> dict[str, M]:
-    """The methods named in `only`, or all if it is empty.
+    """Returns the methods in `only`, or all methods if it is empty.
 
     Raises:
         ConfigError: a name is unknown.
@@ -70,10 +70,10 @@ def select(methods: Mapping[str, M], only: Iterable[str]) -> dict[str, M]:
 
 
 def runnable(methods: Mapping[str, Method]) -> tuple[list[str], dict[str, str]]:
-    """The methods that can run on this machine, and what the others need.
+    """Returns the methods that can run on this machine, and the requirements of the others.
 
     Raises:
-        ConfigError: none can run.
+        ConfigError: no method can run.
     """
     left_out = {name: why for name, method in methods.items() if (why := method.missing())}
     if len(left_out) == len(methods):
@@ -86,13 +86,13 @@ def runnable(methods: Mapping[str, Method]) -> tuple[list[str], dict[str, str]]:
 
 
 def _backward(losses: Sequence[Loss]) -> None:
-    """The step of methods that update in hooks."""
+    """Runs the step of methods that update in hooks."""
     for loss in losses:
         loss().backward()
 
 
 def drop_gradients(model: nn.Module) -> Step:
-    """The floor: every gradient is dropped as soon as it exists, and nothing is updated."""
+    """The floor: drops every gradient as soon as it exists, and updates nothing."""
 
     def drop(param: Tensor) -> None:
         param.grad = None
@@ -103,7 +103,7 @@ def drop_gradients(model: nn.Module) -> Step:
 
 
 def fused(model: nn.Module, weight_format: str | None = None, **options: Any) -> Step:
-    """A `FusedOptimizer` with these options, that rounds as its peers do; or of quantized weights."""
+    """Uses a `FusedOptimizer` with these options, which rounds like its peers unless weights are quantized."""
     if weight_format is not None:
         quantize_(model, weight_format)
         options["rounding"] = "stochastic"
@@ -120,7 +120,7 @@ def fused(model: nn.Module, weight_format: str | None = None, **options: Any) ->
 def ordinary(
     model: nn.Module, cls: Callable[..., torch.optim.Optimizer], clip_norm: float | None = None, **options: Any
 ) -> Step:
-    """Gradients accumulate in `.grad`, are clipped, and then applied."""
+    """Accumulates gradients in `.grad`, clips them, and applies them."""
     optimizer = cls(model.parameters(), **{"lr": LR, **options})
 
     def step(losses: Sequence[Loss]) -> None:
@@ -135,7 +135,7 @@ def ordinary(
 
 
 def hooked(model: nn.Module, cls: Callable[..., torch.optim.Optimizer], **options: Any) -> Step:
-    """One torch optimizer per parameter, which steps in its hook, as in PyTorch's tutorial and torchtune."""
+    """Uses one torch optimizer per parameter, which steps in a hook, as in PyTorch's tutorial and torchtune."""
     optimizers: dict[Tensor, torch.optim.Optimizer] = {p: cls([p], lr=LR, **options) for p in model.parameters()}
 
     def update(param: Tensor) -> None:
@@ -155,7 +155,7 @@ def import_lomo_optim() -> Any:
 
 
 def lomo_optim(model: nn.Module, name: str) -> Step:
-    """`Lomo` or `AdaLomo` by LOMO's authors."""
+    """Uses `Lomo` or `AdaLomo` from the LOMO authors' package."""
     optimizer = getattr(import_lomo_optim(), name)(model, lr=LR)
 
     def step(losses: Sequence[Loss]) -> None:
@@ -166,14 +166,14 @@ def lomo_optim(model: nn.Module, name: str) -> Step:
 
 
 def optimi(model: nn.Module) -> Step:
-    """AdamW with gradient release."""
+    """Uses optimi's AdamW with gradient release."""
     package = importlib.import_module("optimi")
     package.prepare_for_gradient_release(model, package.AdamW(model.parameters(), lr=LR, gradient_release=True))
     return _backward
 
 
 def torchao(model: nn.Module) -> Step:
-    """AdamW with 8-bit moments."""
+    """Uses torchao's AdamW with 8-bit moments."""
     return ordinary(model, importlib.import_module("torchao.optim").AdamW8bit)
 
 
@@ -190,7 +190,7 @@ PEERS = {
 
 
 def all_methods(more_rules: Sequence[str] = ()) -> dict[str, Method]:
-    """The floor, lowmem and the peers, by name; `more_rules` are measured in addition to the usual ones.
+    """Returns the floor, lowmem and the peers, by name. more_rules: rules to measure in addition to the default rules.
 
     Raises:
         ConfigError, UnsupportedError: a rule is unknown, or cannot update parameters during backward.

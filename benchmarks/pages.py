@@ -1,10 +1,10 @@
-"""Tables in pages that come from a run, and their pictures.
+"""Writes the tables and pictures of recorded results into pages.
 
     python -m benchmarks.pages
 
-In a page, a table is between `<!-- begin: COMMAND -->` and `<!-- end -->`. COMMAND measured it, and writes it there
-when its results go to `benchmarks/results`. This command writes all of them again, from the JSON files, and draws the
-pictures; nothing is measured.
+In a page, a table is between `<!-- begin: COMMAND -->` and `<!-- end -->`. COMMAND measures it, and writes the table if
+its results are saved in `benchmarks/results`. This command rewrites all tables from the JSON files and redraws the
+pictures, without measuring anything.
 """
 
 import hashlib
@@ -19,19 +19,19 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = [ROOT / "README.md", ROOT / "benchmarks" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-# `python -m benchmarks.step`, `python -m studies`; after a comma the name of one of several tables
+# `python -m benchmarks.step`, `python -m studies`; if there are several tables, the table's name follows a comma
 BLOCK = re.compile(
     r"(?P<begin><!-- begin: python -m (?P<module>[\w.]+)(?:, (?P<table>[^\n]+))? -->\n)"
     r"(?P<body>.*?)(?P<end><!-- end -->)",
     re.DOTALL,
 )
 
-Row = Mapping[str, str]  # text by column
+Row = Mapping[str, str]  # column → text
 Picture = Callable[[Any], Any]  # draws the figure of a report
 
 
 class Source(NamedTuple):
-    """A module: its `tables(report)` gives tables by name, its `PICTURES` are pictures by the names of their files."""
+    """A module: `tables(report)` returns its tables by name, `PICTURES` has its pictures by file name."""
 
     module: str
 
@@ -40,7 +40,7 @@ class Source(NamedTuple):
         return RESULTS / f"{self.module.rpartition('.')[2]}.json"
 
     def tables(self) -> dict[str, str]:
-        """The tables of the recorded results, each with a line about the machine."""
+        """Returns the tables of the recorded results, each with a line about the machine."""
         report = json.loads(self.file.read_text())
         tables = _code(self).tables(report)
         return {name: f"{table}\n{about(report)}\n" for name, table in tables.items()}
@@ -55,15 +55,15 @@ def _code(source: Source) -> Any:
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """A table in Markdown."""
+    """Returns a table in Markdown."""
     lines = [list(rows[0]), ["---"] * len(rows[0]), *(row.values() for row in rows)]
     return "".join("| " + " | ".join(line) + " |\n" for line in lines)
 
 
 def about(report: Mapping[str, Any]) -> str:
-    """The machine, the versions, the date and the commit of a measurement; of an older one, when the file was added."""
+    """Describes the machine, versions, date and commit of a measurement (for old files, the date they were added)."""
     added = f"recorded {report['recorded']}" if "recorded" in report else ""
-    if "environment" in report:  # a GPU's
+    if "environment" in report:  # from `gpu_check`
         known = {row["what"]: row["measured"] for row in report["environment"]["rows"]}
         parts = known["device"], f"torch {known['torch']}", added
     else:
@@ -80,12 +80,12 @@ def blocks(page: Path) -> Iterator[re.Match[str]]:
 
 
 def sources() -> list[Source]:
-    """The modules whose tables pages show."""
+    """Returns the modules whose tables are shown in pages."""
     return sorted({Source(block["module"]) for page in PAGES for block in blocks(page)})
 
 
 def write(file: Path | None = None) -> None:
-    """Writes the tables of one JSON file, or of all, into the pages that show them."""
+    """Writes the tables of one JSON file, or of all files, into the pages that show them."""
 
     def written(block: re.Match[str]) -> str:
         source = Source(block["module"])
@@ -100,12 +100,12 @@ def write(file: Path | None = None) -> None:
 
 
 def checksum(file: Path) -> str:
-    """Of the results that a picture was drawn from, which is stored in the picture as `Source`."""
+    """Returns the checksum of results, which is stored as `Source` in pictures that are drawn from them."""
     return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 def panels(title: str, size: tuple[float, float], columns: int, rows: int = 1, **layout: Any) -> tuple[Any, Any]:
-    """A figure and its axes."""
+    """Returns a figure and its axes."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=size, layout="constrained")
@@ -117,8 +117,8 @@ def panels(title: str, size: tuple[float, float], columns: int, rows: int = 1, *
 
 
 def draw(file: Path, pictures: Mapping[str, Picture]) -> None:
-    """Draws the pictures of a JSON file into PNG files next to it, which contain its checksum."""
-    from lowmem.files import write_file  # needs more than torch, which is all that `gpu_check` has
+    """Draws the pictures of a JSON file as PNG files next to it, which contain its checksum."""
+    from lowmem.files import write_file  # needs packages that `gpu_check` does not require
 
     for name, picture in pictures.items():
         png = io.BytesIO()

@@ -1,9 +1,9 @@
-"""Plans against measured peaks: the tensors of a step on real ranks of a CPU, by model, placement, rule and storage.
+"""Compares plans with measured peaks of all tensors in a step, on CPU ranks, by model, placement, rule and storage.
 
     python -m benchmarks.plans [--only "..."] [--out benchmarks/results]
 
-Each placement is one group of processes, which trains every model by every method for one step, under ZeRO-3 for two.
-The peak is of all tensors of rank 0. The plan is `lowmem plan --device cpu --ranks N` with the same arguments.
+For each placement, a group of processes trains every model with every method for one step (two under ZeRO-3). The peak
+is measured on rank 0. The plan is `lowmem plan --device cpu --ranks N` with the same arguments.
 """
 
 import json
@@ -30,7 +30,7 @@ HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "ma
 MIXED = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
 DENSE = {**SMALL, **HEADS}
 ADAPTERS = ("--use_peft", "--lora_target_modules", "all-linear")
-# Name → type and changed values of its configuration, command, and more words
+# Name → model type, changed configuration values, command, and additional arguments
 MODELS: dict[str, tuple[str, dict[str, Any], str, tuple[str, ...]]] = {
     "Llama": ("llama", {**DENSE, "tie_word_embeddings": False}, "sft", ()),
     "Llama, tied": ("llama", {**DENSE, "tie_word_embeddings": True}, "sft", ()),
@@ -45,7 +45,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], str, tuple[str, ...]]] = {
     "Llama, KTO": ("llama", DENSE, "kto", ()),
     "Llama, reward": ("llama", DENSE, "reward", ()),
 }
-# Name → ranks, and words
+# Name → number of ranks, and arguments
 PLACEMENTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "one device": (1, ()),
     "replicated, 2": (2, ()),
@@ -63,14 +63,14 @@ USUAL = (
     "--dtype", "bfloat16", "--bf16", "false", "--max_length", "128", "--per_device_train_batch_size", "2",
     "--max_grad_norm", "0", "--report_to", "none", "--fused.compile", "false", "--output_dir", "unused",
 )  # fmt: skip
-# Combinations of model and placement that are refused.
+# Combinations of model and placement that are not supported.
 REFUSED = {("Llama, int12", "ZeRO-3")}
 
 
 def recipes(
     placement: str, models: Sequence[str], rules: Sequence[str], folder: Path, *, device: str | None
 ) -> Iterator[tuple[str, str, Recipe]]:
-    """Model, method and recipe of every combination that a placement has."""
+    """Yields the model, method and recipe of every combination for a placement."""
     for model in models:
         if (model, placement.partition(",")[0]) in REFUSED:
             continue
@@ -86,7 +86,7 @@ def recipes(
 
 
 def measure(placement: str, models: Sequence[str], rules: Sequence[str], folder: Path) -> dict[str, dict[str, int]]:
-    """Peaks of this rank, by model and method."""
+    """Returns the peaks of this rank, by model and method."""
     peaks: dict[str, dict[str, int]] = {}
     for model, rule, recipe in recipes(placement, models, rules, folder, device=None):
         with running(recipe, model_config(recipe), torch.device("cpu"), real=True) as run:
@@ -97,7 +97,7 @@ def measure(placement: str, models: Sequence[str], rules: Sequence[str], folder:
 def compare(
     placement: str, models: Sequence[str] = tuple(MODELS), rules: Sequence[str] = tuple(RULES)
 ) -> dict[str, dict[str, dict[str, int]]]:
-    """Measured and planned bytes of all combinations of a placement, by model and method."""
+    """Returns measured and planned bytes for all combinations of a placement, by model and method."""
     ranks = PLACEMENTS[placement][0]
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "peaks.json"
@@ -112,7 +112,7 @@ def compare(
 
 
 def tables(report: Any) -> dict[str, str]:
-    """The largest difference of each model and placement, over the methods."""
+    """Returns a table of the largest difference over methods, for each model and placement."""
 
     def worst(model: str, placement: str) -> str:
         pairs = report["peaks"].get(placement, {}).get(model, {}).values()

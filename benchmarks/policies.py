@@ -1,9 +1,9 @@
-"""A training step under each policy, and ordinary training that clips and accumulates: time and memory.
+"""Measures time and memory of a training step under each policy, and of ordinary training that clips and accumulates.
 
     python -m benchmarks.policies [--size 100M --batch 8 --tokens 64]
 
-All methods get the same tokens per step; those named `8 micro-batches` get them row by row. All but `floor` and
-`immediate` clip by the global norm. Times are ratios to `immediate`.
+All methods process the same tokens per step; methods named `8 micro-batches` process one row at a time. All methods
+except `floor` and `immediate` clip by the global norm. Times are ratios to `immediate`.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Every measurement runs in a new process, one after the other, and all of them are repeated for several rounds."""
+"""Runs each measurement in a new process, one after the other, and repeats all of them for several rounds."""
 
 import contextlib
 import itertools
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-# What a measurement returns, by name: seconds, bytes.
+# The results of a measurement by name, in seconds or bytes.
 Figures = dict[str, float]
 
 SPAWN = multiprocessing.get_context("spawn")
@@ -27,7 +27,7 @@ def alone(function: Callable[..., Any], *args: Any, folder: Path | None = None) 
     """Calls a module-level function in a new process and returns its result.
 
     Args:
-        folder: for temporary files and compiled code; by default they go where they usually do.
+        folder: folder for temporary files and compiled code. By default the usual folders are used.
 
     Raises:
         MeasurementError: the function raised, or its process died.
@@ -48,7 +48,7 @@ def alone(function: Callable[..., Any], *args: Any, folder: Path | None = None) 
         raise MeasurementError(f"its process exited with status {process.exitcode}") from None
     except BaseException:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid or 0, signal.SIGKILL)  # with the processes that it compiles in
+            os.killpg(process.pid or 0, signal.SIGKILL)  # includes its compiler processes
         process.kill()
         process.join()
         raise
@@ -58,10 +58,10 @@ def alone(function: Callable[..., Any], *args: Any, folder: Path | None = None) 
 
 
 def _answer(sending: Any, variables: Mapping[str, str], function: Callable[..., Any], args: Sequence[Any]) -> None:
-    """Runs in the new process, which prints nothing."""
+    """Runs in the new process, whose output is discarded."""
     os.setsid()
     os.environ.update(variables)
-    tempfile.tempdir = None  # read again
+    tempfile.tempdir = None  # so that the variable is read again
     quiet = os.open(os.devnull, os.O_WRONLY)
     os.dup2(quiet, 1), os.dup2(quiet, 2)
     result = failure = None
@@ -75,14 +75,14 @@ def _answer(sending: Any, variables: Mapping[str, str], function: Callable[..., 
 def in_rounds(
     names: Iterable[str], rounds: int, measure: Callable[[str, Path], Figures], longest: str = ""
 ) -> tuple[dict[str, Figures], dict[str, str]]:
-    """Measures all names in turn, `rounds` times. What has failed once is not tried again.
+    """Measures all names in turn, `rounds` times. A name that has failed is not tried again.
 
     Args:
-        measure: is called with a name and with a temporary folder that this name has in all rounds.
-        longest: a figure of which the largest counts, and not the median.
+        measure: called with a name and a temporary folder, which is the same for this name in all rounds.
+        longest: a figure for which the maximum is used instead of the median.
 
     Returns:
-        The medians of the figures by name, and the errors of those that failed.
+        The medians of the figures by name, and the errors of names that failed.
     """
     runs: dict[str, list[Figures]] = {name: [] for name in names}
     failed: dict[str, str] = {}
@@ -101,6 +101,6 @@ def in_rounds(
 
 
 def summary(rows: Sequence[Figures], longest: str = "") -> Figures:
-    """The median of each figure over the rounds; the largest of `longest`."""
+    """Returns the median of each figure over the rounds, and the maximum of `longest`."""
     columns = {key: [row[key] for row in rows] for key in rows[0]}
     return {key: max(values) if key == longest else statistics.median(values) for key, values in columns.items()}

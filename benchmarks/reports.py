@@ -1,4 +1,4 @@
-"""Shared by all commands: options, the machine, and results as JSON, tables and pictures."""
+"""Code that all commands share: options, a description of the machine, and results as JSON, tables and pictures."""
 
 import argparse
 import datetime
@@ -37,9 +37,9 @@ def make_parser(
     """Returns a parser with `--out`, usually `--dtype`, and an option for each count.
 
     Args:
-        doc: the command's docstring; its first line is the description.
-        counts: default and description by name.
-        only: what `--only` selects, if there is that option.
+        doc: the command's docstring. Its first line is the description.
+        counts: name → default and description.
+        only: what `--only` selects. Without it, there is no such option.
     """
 
     def count(text: str) -> int:
@@ -57,12 +57,12 @@ def make_parser(
     if only is not None:
         what = f"only this {only}; repeatable"
         parser.add_argument("--only", action="append", default=[], metavar="NAME", help=what)
-    parser.add_argument("--out", type=Path, default=OUT, metavar="DIR", help=f"where the results are written ({OUT})")
+    parser.add_argument("--out", type=Path, default=OUT, metavar="DIR", help=f"folder for the results ({OUT})")
     return parser
 
 
 def command(main: Callable[[Sequence[str] | None], None]) -> Callable[..., None]:
-    """A command that turns the user's mistakes into a message and exit status 2, and Ctrl-C into 130."""
+    """Wraps a command: user errors print a message and exit with status 2, and Ctrl-C exits with status 130."""
 
     @functools.wraps(main)
     def run(argv: Sequence[str] | None = None) -> None:
@@ -80,7 +80,7 @@ def command(main: Callable[[Sequence[str] | None], None]) -> Callable[..., None]
 
 @contextmanager
 def output(folder: Path) -> Iterator[None]:
-    """Creates the folder of the results before anything is measured, and removes it if nothing was written."""
+    """Creates the folder for results before measuring, and removes it if nothing was written."""
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
     try:
@@ -94,7 +94,7 @@ def output(folder: Path) -> Iterator[None]:
 
 
 def default_dtype() -> str:
-    """bfloat16, or float32 where the GPU, or the CPU if there is none, has no bfloat16 instructions and emulates it."""
+    """Returns bfloat16, or float32 if the GPU (or without one, the CPU) does not have bfloat16 instructions."""
     if torch.cuda.is_available():
         return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float32"
     text = CPUINFO.read_text() if CPUINFO.exists() else ""
@@ -109,7 +109,7 @@ def _cpu() -> str:
 
 
 def machine() -> dict[str, Any]:
-    """Describes the hardware, the versions, the day and the commit."""
+    """Describes the hardware, the versions, the date and the commit."""
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=pages.ROOT, capture_output=True, text=True).stdout.strip()
     return {
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
@@ -156,8 +156,8 @@ def compare(
     methods: Mapping[str, Method], options: argparse.Namespace, name: str, settings: Mapping[str, Any],
     tables: Callable[[Any], Mapping[str, str]], measure: Callable[[str, Path], Figures], longest: str = "",
 ) -> None:  # fmt: skip
-    """Measures the selected methods by `in_rounds` and publishes the results. Exits with status 1 if the floor or
-    lowmem failed; a peer may.
+    """Measures the selected methods with `in_rounds` and publishes the results. Exits with status 1 if the floor or
+    lowmem failed. Peers may fail.
     """
     names, left_out = runnable(select(methods, options.only))
     with output(options.out):
@@ -168,5 +168,5 @@ def compare(
 
 
 def formatted(value: float | None, form: str) -> str:
-    """A number as text; a dash for what was not measured."""
+    """Formats a number, or returns a dash if it was not measured."""
     return "–" if value is None else format(value, form)

@@ -1,11 +1,11 @@
-"""A training step over several ranks, by lowmem and by its peers in each placement: time, bytes sent, and memory.
+"""Measures a training step on several ranks, by lowmem and its peers in each placement: time, bytes sent, and memory.
 
     python -m benchmarks.sharded [--ranks 2 --layers 4 --hidden 384 --tokens 128 --batch 1]
 
-The ranks are processes of a gloo group on this machine's CPU, each with its own tokens. `floor` is the ZeRO-3 model
-whose gradients are dropped as soon as they exist: the cost of DeepSpeed's gathering. Times are the slowest rank's, as
-ratios to the floor, or to the peer in the same placement. The bytes that a rank sends are computed from the arguments
-of each collective for a ring, whatever gloo does.
+The ranks are processes of a gloo group on this machine's CPU, and train on different tokens. `floor` is the ZeRO-3
+model with gradients dropped as soon as they exist: the cost of DeepSpeed's gathering. Times are measured on the slowest
+rank, as ratios to the floor or to the peer in the same placement. The bytes that a rank sends are computed from the
+arguments of each collective for a ring algorithm, even if gloo uses another.
 """
 
 import argparse
@@ -44,10 +44,10 @@ from benchmarks.processes import Figures, MeasurementError
 from benchmarks.reports import command, formatted
 
 Options = argparse.Namespace
-SENT = ("gathers", "gradients", "sums")  # what a rank sends
+SENT = ("gathers", "gradients", "sums")  # the kinds of data that a rank sends
 LLAMA = "transformers.models.llama.modeling_llama"
-# Collectives by a part of their names: the argument that holds the full tensor, what it is, and how many times a rank
-# sends all of it except one rank's share in a ring.
+# Part of a collective's name → the argument with the full tensor, its kind, and how many times a rank in a ring sends
+# all of it except one shard.
 COLLECTIVES = {"allgather": (0, "gathers", 1), "reduce_scatter": (1, "gradients", 1), "allreduce": (0, "gradients", 2)}
 
 
@@ -67,7 +67,7 @@ def fsdp2(options: Options) -> torch.nn.Module:
 
 
 def engine(options: Options, adamw: bool = True) -> Any:
-    """DeepSpeed's engine with the sizes of Hugging Face's `auto`; layers are released early, as in a large model."""
+    """Returns DeepSpeed's engine with Hugging Face's `auto` sizes. Layers are released early, as in a large model."""
     import deepspeed
 
     # DeepSpeed 0.19 (comm/torch.py, build_shm_op) would compile it, which takes half a minute
@@ -96,7 +96,7 @@ def floor(model: torch.nn.Module) -> Step:
     def step(losses: Sequence[Loss]) -> None:
         drop(losses)
         for param in model.parameters():
-            release(param)  # as every step that changes it must
+            release(param)  # as in every step that updates it
 
     return step
 
@@ -117,7 +117,7 @@ FLOOR = "ZeRO-3, floor"
 
 @dataclass(frozen=True)
 class RankMethod(Method):
-    """A method of taking a training step on every rank. `place` builds its model, or DeepSpeed's engine."""
+    """A method for a training step on every rank. `place` creates the model, or DeepSpeed's engine."""
 
     place: Callable[[Options], Any] = full_model
 
@@ -133,13 +133,13 @@ METHODS = {
     "replicated, lowmem adalomo": RankMethod(ADALOMO, "ours"),
     "replicated, DDP and AdamW": RankMethod(partial(ordinary, cls=torch.optim.AdamW, fused=True), place=data_parallel),
 }
-PEERS = {name.partition(",")[0]: name for name in METHODS}  # the last of each placement
+PEERS = {name.partition(",")[0]: name for name in METHODS}  # the last method in each placement
 
 
 class Sent(TorchDispatchMode):
     """Counts the bytes that a rank sends in collectives.
 
-    `sharded`: the parameters are, so that no gradient is all-reduced.
+    sharded: whether parameters are sharded, so that gradients are not all-reduced.
     """
 
     def __init__(self, ranks: int, sharded: bool) -> None:
@@ -152,7 +152,7 @@ class Sent(TorchDispatchMode):
         if "c10d" in space and name == "broadcast_":
             self.bytes["sums"] += sum(tensor.nbytes for tensor in args[0])
         elif "c10d" in space:
-            (kind,) = (kind for kind in COLLECTIVES if kind in name)  # raises for a collective that is not listed
+            (kind,) = (kind for kind in COLLECTIVES if kind in name)  # raises for unknown collectives
             which, what, times = COLLECTIVES[kind]
             tensors = tree_leaves(args[which])
             if kind == "allreduce" and (self._sharded or not tensors[0].is_floating_point()):
@@ -176,7 +176,7 @@ def measure(name: str, options: Options, rank: int) -> Figures:
 
     for _ in range(3):
         step([loss])
-    Path("/proc/self/clear_refs").write_text("5")  # resets the peak, which building the model has raised
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak, which creating the model has raised
     times = []
     for _ in range(options.steps):
         dist.barrier()
@@ -185,11 +185,11 @@ def measure(name: str, options: Options, rank: int) -> Figures:
         times.append(time.perf_counter() - start)
     resident = peak_resident()
 
-    kinds = (torch.Tensor, torch.nn.Parameter, DTensor)  # not the fake tensors that compilation leaves behind
+    kinds = (torch.Tensor, torch.nn.Parameter, DTensor)  # not fake tensors left from compilation
     tracker.track_external(*(tensor for tensor in gc.get_objects() if type(tensor) in kinds))
     with tracker:
         step([loss])
-        step([loss])  # by now the tracker has seen everything that lives between steps
+        step([loss])  # the tracker has already seen all tensors that live between steps
 
     sent = Sent(options.ranks, sharded=method.place not in (full_model, data_parallel))
     with reduce_scatter_as_nccl(), sent:
@@ -204,7 +204,7 @@ def measure(name: str, options: Options, rank: int) -> Figures:
 
 
 def serve(rank: int, name: str, options: Options, store: str, answers: Any) -> None:
-    """Runs a rank in a new process."""
+    """Runs one rank in a new process."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(options.ranks))
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="0")  # DeepSpeed reads them; the group uses the file store
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // options.ranks))
@@ -228,7 +228,7 @@ def on_ranks(name: str, options: Options) -> Figures:
 
 
 def tables(report: Any) -> dict[str, str]:
-    """A row for each method; and a short form."""
+    """Returns a table with a row for each method, and a short version."""
     results = report["results"]
 
     def ratio(row: Figures, base: str) -> str:
@@ -255,7 +255,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "rounds": (1, "how often all methods are measured in turn"),
     }  # fmt: skip
     options = reports.make_parser(__doc__, counts, only="method").parse_args(argv)
-    # imported once for all ranks; this module itself is imported again in every rank
+    # imported once for all ranks; this module is imported again in every rank
     multiprocessing.set_forkserver_preload(["deepspeed", "benchmarks.reports", "benchmarks.measurement", LLAMA])
     settings = {key: getattr(options, key) for key in (*counts, "dtype")}
     reports.compare(METHODS, options, "sharded", settings, tables, lambda name, _: on_ranks(name, options))

@@ -1,9 +1,9 @@
-"""A training step by lowmem and by its peers: time and memory.
+"""Measures time and memory of a training step with lowmem and its peers.
 
     python -m benchmarks.step [--size 100M --batch 1 --tokens 128] [--rule lion] [--only floor --only "AdamW, fused"]
 
-`benchmarks.policies` compares other methods in the same way. Times are to be read as ratios to one method's, the
-base.
+`benchmarks.policies` compares other methods in the same way. Compare times only as ratios to the time of the base
+method.
 """
 
 import argparse
@@ -36,8 +36,8 @@ def make_parser(doc: str, batch: int, tokens: int, rounds: int) -> argparse.Argu
 def run(
     methods: Mapping[str, Method], options: argparse.Namespace, name: str, tables: Callable[[Any], dict[str, str]]
 ) -> None:
-    """Compares the methods. Figures are medians, except that the first step is the longest: a method compiles its code
-    in the first round and finds it again in later ones.
+    """Compares the methods. Figures are medians, except that the maximum is used for the first step, because a method
+    compiles its code in the first round and reuses it in later rounds.
     """
     workload = Workload(options.size, options.batch, options.tokens, options.dtype, options.steps)
     settings = {**workload.settings(), "rounds": options.rounds}
@@ -49,7 +49,7 @@ def run(
 
 
 def ratios(report: Any, base: str) -> dict[str, str]:
-    """A row for each method, with times and the process peak relative to `base`; and a short form of that."""
+    """Returns a table with a row for each method, relative to `base`, and a short version."""
     results, settings = report["results"], report["settings"]
     known = results.get(base, {})
     rows = []

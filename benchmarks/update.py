@@ -1,9 +1,9 @@
-"""One update of one large parameter, by every rule and by its peers: time and memory.
+"""Measures time and memory of one update of one large parameter, with every rule and its peers.
 
     python -m benchmarks.update [--size 4096 --rounds 3] [--only adalomo]
 
-Times are ratios to torch's fused AdamW, and to the nearest peer, which computes the same or has a state of the same
-size. Temporary memory is the maximum that the allocator has handed out during an update.
+Times are ratios to torch's fused AdamW, and to the nearest peer, which computes the same update or has a state of the
+same size. Temporary memory is the allocator's maximum of allocated bytes during an update.
 """
 
 import gc
@@ -40,8 +40,8 @@ class UpdateMethod(Method):
     """A method of updating one parameter: `make(param, grad)` returns an `Update`.
 
     Attributes:
-        nearest: the peer that computes the same, or else has a state of the same size.
-        dtype: of the weights, if the method is measured in this dtype alone; otherwise `--dtype`.
+        nearest: the peer that computes the same update, or else has a state of the same size.
+        dtype: the only dtype of weights to measure. None measures `--dtype`.
     """
 
     nearest: str | None = None
@@ -54,7 +54,7 @@ def state_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 
 def lowmem_update(param: Tensor, grad: Tensor, rule: str, **options: Any) -> Update:
-    options = {"lr": 1e-3, "rounding": "nearest", "compile": True, "batching": False, **options}  # rounds as peers do
+    options = {"lr": 1e-3, "rounding": "nearest", "compile": True, "batching": False, **options}  # rounds like peers
     opt = lowmem.FusedOptimizer([("weight", param)], rule=rule, **options)
     return lambda: update_one(opt, param, grad), lambda: state_tensors(opt)
 
@@ -75,7 +75,7 @@ def lomo_optim_update(param: Tensor, grad: Tensor) -> Update:
 
     def update() -> None:
         optimizer.step_num += 1
-        param.grad = grad  # changed in place, which takes as long as for a fresh one
+        param.grad = grad  # modified in-place, which takes as long as for a new gradient
         optimizer.grad_func(0)
 
     return update, lambda: [states["weight"] for states in (optimizer.exp_avg_sq_row, optimizer.exp_avg_sq_col)]
@@ -94,7 +94,7 @@ NEAREST = {
     "lomo": "SGD(fused=True)", "adalomo": "lomo_optim AdaLomo", "adafactor": "torch Adafactor",
     "adafactor_t2t": "torch Adafactor", "lion": "optimi Lion",
 }  # fmt: skip
-IN_BFLOAT16 = {  # rule, nearest peer and options of what is measured with bfloat16 weights alone
+IN_BFLOAT16 = {  # rule, nearest peer and options of methods that are measured only with bfloat16 weights
     "adamw, bfloat16 moments": ("adamw", BASE, {"state_storage": "bfloat16"}),
     "adamw, bfloat16 moments, stochastic": ("adamw", BASE, {"state_storage": "bfloat16", "rounding": "stochastic"}),
     "adamw, 8-bit moments": ("adamw", BASE, {"state_storage": "8bit"}),
@@ -122,13 +122,13 @@ METHODS = {
 
 
 def methods(dtype: str) -> dict[str, UpdateMethod]:
-    """The methods to measure where weights are of this dtype. With float32, `WIDE` methods would be measured twice."""
+    """Returns the methods for weights of this dtype. (With float32, `WIDE` methods would be measured twice.)"""
     allowed = (None, "float32", "bfloat16") if dtype == "bfloat16" else (None,)
     return {name: method for name, method in METHODS.items() if method.dtype in allowed}
 
 
 def measure(name: str, size: int, dtype: str) -> Figures:
-    """Measures one method in this process: `seconds`, and bytes of `temporary` memory and of `state` per weight."""
+    """Measures one method in this process: `seconds`, bytes of `temporary` memory, and bytes of `state` per weight."""
     torch.manual_seed(0)
     method = METHODS[name]
     kind = getattr(torch, method.dtype or dtype)

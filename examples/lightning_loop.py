@@ -15,7 +15,7 @@ import lowmem
 
 
 class Manual(lightning.LightningModule):
-    """Calls backward and step() itself."""
+    """Manual optimization: calls backward and step() itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Manual(lightning.LightningModule):
 
 
 class Automatic(Manual):
-    """Lets Lightning call them; supports `Trainer(accumulate_grad_batches=...)`."""
+    """Automatic optimization: Lightning calls them. Supports `Trainer(accumulate_grad_batches=...)`."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -15,7 +15,7 @@ from lowmem.layers.head import linear_cross_entropy
 
 
 def blocks(path: Path, tokenizer: AutoTokenizer, length: int) -> torch.Tensor:
-    """Returns the tokens of a file as rows of `length` tokens."""
+    """Tokenizes a file and returns rows of `length` tokens."""
     ids = torch.tensor(tokenizer(path.read_text())["input_ids"])
     return ids[: len(ids) // length * length].view(-1, length)
 
@@ -42,7 +42,7 @@ def main() -> None:
     for step, ids in enumerate(loader, start=1):
         ids = ids.to(device)
         hidden = model.get_decoder()(ids).last_hidden_state
-        # Computes the loss from tiles of logits. It does not shift labels, hence the slices.
+        # Computes the loss from tiles of logits. Labels are not shifted automatically, hence the slices.
         loss = linear_cross_entropy(hidden[:, :-1], model.get_output_embeddings().weight, ids[:, 1:])
         opt.backward(loss)  # updates the weights
         scheduler.step()

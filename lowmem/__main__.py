@@ -1,4 +1,4 @@
-"""`python -m lowmem`, and what `torchrun -m` and the DeepSpeed launcher start."""
+"""Entry point of `python -m lowmem`, also for `torchrun -m` and the DeepSpeed launcher."""
 
 import atexit
 import os
@@ -10,14 +10,14 @@ from lowmem.errors import MissingPackageError
 
 
 def main() -> NoReturn:
-    """Runs the command line, or says which packages it needs."""
+    """Runs the command line, or reports the packages that it needs."""
     try:
         import lowmem.run  # noqa: F401, first, because it says which packages are not installed
         from lowmem import cli
     except MissingPackageError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
-    for stream in (sys.stdout, sys.stderr):  # a console may lack characters
+    for stream in (sys.stdout, sys.stderr):  # a console may not support all characters
         stream.reconfigure(errors="replace")  # type: ignore[union-attr]
     cli.main()
 
@@ -28,9 +28,9 @@ if __name__ == "__main__":
     except SystemExit as end:
         if int(os.environ.get("WORLD_SIZE", 1)) == 1:
             raise
-        # DeepSpeed 0.19 holds process groups to the end, and with them threads of gloo, which abort the process
-        # ("terminate called without an active exception", torch 2.13) if one frees a tensor while the interpreter shuts
-        # down. As a process of multiprocessing, a rank runs what is registered for its exit, and no more.
+        # DeepSpeed 0.19 keeps process groups until exit. If one of their gloo threads frees a tensor while the
+        # interpreter shuts down, the process aborts ("terminate called without an active exception", torch 2.13). So a
+        # rank exits like a multiprocessing process: it only runs registered exit functions.
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
         sys.stdout.flush()

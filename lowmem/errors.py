@@ -1,4 +1,4 @@
-"""Exceptions for users. Each message says what is wrong, where, and what to write instead."""
+"""Exceptions for users. Each message states the problem, its location, and what to write instead."""
 
 import importlib.util
 from collections.abc import Iterable, Sequence
@@ -6,7 +6,7 @@ from difflib import get_close_matches
 
 
 class LowmemError(ValueError):
-    """Base class of the errors that this package raises; the command line prints them and exits with status 2."""
+    """Base class of the errors in this package. The command line prints them and exits with status 2."""
 
 
 class ConfigError(LowmemError):
@@ -14,11 +14,11 @@ class ConfigError(LowmemError):
 
 
 class DataError(LowmemError):
-    """A file, record or sample that cannot be trained on."""
+    """A file, record or sample that cannot be used for training."""
 
 
 class UnsupportedError(LowmemError):
-    """A combination that cannot give the same result as ordinary training; the message names an alternative."""
+    """A combination that cannot give the same result as ordinary training. The message names an alternative."""
 
 
 class StepError(LowmemError):
@@ -30,21 +30,21 @@ class CheckpointError(LowmemError):
 
 
 class RankError(LowmemError):
-    """Another rank of the process group failed, ended, or did not answer in time."""
+    """Another rank of the process group failed, exited, or did not respond in time."""
 
 
 class MissingPackageError(LowmemError, ImportError):
-    """A package that is needed in addition to torch is not installed."""
+    """A required package other than torch is not installed."""
 
 
 def require_packages(feature: str, *packages: str) -> None:
-    """Raises `MissingPackageError`, with the line that installs them, unless all packages are installed."""
+    """Raises `MissingPackageError`, with the command that installs them, unless all packages are installed."""
     if missing := " ".join(package for package in packages if importlib.util.find_spec(package) is None):
         raise MissingPackageError(f"{feature} needs packages that are not installed. Run: pip install {missing}")
 
 
 def require_known(option: str, name: object, known: Sequence[str]) -> None:
-    """Raises `ConfigError` unless an option has one of the known names."""
+    """Raises `ConfigError` unless the value of an option is one of the known names."""
     if name not in known:
         raise ConfigError(
             f"{option} {name!r} is unknown.{did_you_mean(str(name), known)} Choose from {', '.join(known)}"
@@ -52,6 +52,6 @@ def require_known(option: str, name: object, known: Sequence[str]) -> None:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Returns ` Did you mean 'x'?` with the closest of `known`, or an empty string."""
+    """Returns ` Did you mean 'x'?` with the closest known word, or an empty string."""
     close = get_close_matches(word, list(known), n=1, cutoff=0.6)
     return f" Did you mean {close[0]!r}?" if close else ""

@@ -1,4 +1,4 @@
-"""Files that are complete or do not exist, and safetensors files written tensor by tensor."""
+"""Writes files atomically, and safetensors files one tensor at a time."""
 
 import contextlib
 import errno
@@ -17,10 +17,10 @@ from torch import Tensor
 
 from lowmem.errors import CheckpointError, LowmemError
 
-# Bytes to copy to the host at a time when writing a tensor, and to read from a file before mapping it again.
+# Number of bytes to copy to the host at a time when writing a tensor, and to read from a file before remapping it.
 _CHUNK_BYTES = 1 << 26
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
-# Errors of file systems that cannot fsync directories.
+# Errors from file systems that cannot fsync directories.
 _NO_FLUSH = (errno.EINVAL, errno.ENOTSUP)
 
 
@@ -30,9 +30,9 @@ def write_safetensors(
     """Writes safetensors files one tensor at a time. safetensors 0.8 (torch.py, save_file) needs all of them at once.
 
     Args:
-        files: for each file, its tensors by name, which may be on `meta`: only shapes and dtypes are read. A process
-            that does not write passes none, and takes part in the collectives that `tensors` needs.
-        tensors: the name and the values of each tensor, in any order.
+        files: the tensors of each file, by name. Only shapes and dtypes are read, so they may be on `meta`. A process
+            that does not write passes no files, but takes part in the collectives of `tensors`.
+        tensors: (name, values) of each tensor, in any order.
         metadata: the metadata of each file.
     """
     with contextlib.ExitStack() as stack:
@@ -43,12 +43,12 @@ def write_safetensors(
         for name, tensor in tensors:
             if places:
                 _write_tensor(*places[name], tensor)
-            del tensor  # before the next one is gathered
+            del tensor  # before the next tensor is gathered
 
 
 def _write_header(file: BinaryIO, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> dict[str, int]:
-    """Writes the header of a safetensors file. Returns the offset of each tensor."""
-    # safetensors orders tensors and names dtypes; without elements, their shapes and offsets are to be filled in
+    """Writes the header of a safetensors file, and returns the offset of each tensor."""
+    # safetensors determines the order and the dtype names, given empty tensors; shapes and offsets are filled in below
     empty = {name: torch.empty(0, dtype=tensor.dtype) for name, tensor in tensors.items()}
     header = json.loads(safetensors.torch.save(empty, metadata=dict(metadata))[8:])
     offsets: dict[str, int] = {}
@@ -57,7 +57,7 @@ def _write_header(file: BinaryIO, tensors: Mapping[str, Tensor], metadata: Mappi
         if name in tensors:
             offsets[name], end = end, end + tensors[name].nbytes
             entry |= {"shape": list(tensors[name].shape), "data_offsets": [offsets[name], end]}
-    header["__metadata__"] = dict(metadata)  # safetensors 0.8 writes it in an order that changes from call to call
+    header["__metadata__"] = dict(metadata)  # safetensors 0.8 writes it in a different order in each call
     text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     file.write(struct.pack("<Q", len(text)) + text)
@@ -72,12 +72,12 @@ def _write_tensor(file: BinaryIO, offset: int, tensor: Tensor) -> None:
 
 
 class SafetensorsFile:
-    """An open safetensors file with the methods of `safetensors.safe_open`, whose tensors are views of the mapped file.
+    """An open safetensors file with the methods of `safetensors.safe_open`. Its tensors are views of the mapped file.
 
-    Pages that are read stay resident while a file is mapped, so it is mapped again after every `_CHUNK_BYTES`.
+    Pages that are read stay resident while a file is mapped, so the file is remapped after every `_CHUNK_BYTES`.
 
     Raises:
-        CheckpointError: the file is missing, or does not have the length that its header implies.
+        CheckpointError: the file is missing, or its length differs from the length in its header.
     """
 
     def __init__(self, path: Path) -> None:
@@ -104,7 +104,7 @@ class SafetensorsFile:
 
 
 def checksum(path: Path) -> str:
-    """The checksum of a file that `xxh128sum` prints."""
+    """Returns the checksum of a file as `xxh128sum` prints it."""
     digest = xxhash.xxh3_128()
     with path.open("rb") as file:
         while chunk := file.read(2**20):
@@ -113,7 +113,7 @@ def checksum(path: Path) -> str:
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """Writes a file atomically, even if the machine crashes. Raises `LowmemError` with the file and the reason."""
+    """Writes a file atomically, even if the machine crashes. Raises `LowmemError` if the file cannot be written."""
     temporary = path.with_name(f".{path.name}.tmp")
     with writing(path):
         try:
@@ -128,7 +128,7 @@ def write_file(path: Path, content: bytes) -> None:
 
 def flush(path: Path) -> None:
     """Flushes a file or directory to disk."""
-    windows = sys.platform == "win32"  # flushes no directories, and only files that are open for writing
+    windows = sys.platform == "win32"  # Windows can flush only files that are open for writing, and no directories
     if windows and path.is_dir():
         return
     descriptor = os.open(path, os.O_RDWR if windows else os.O_RDONLY)
@@ -142,14 +142,14 @@ def flush(path: Path) -> None:
 
 
 def flush_tree(folder: Path) -> None:
-    """Flushes a directory and everything in it to disk."""
+    """Flushes a directory and all of its contents to disk."""
     for path in (*folder.rglob("*"), folder):
         flush(path)
 
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Converts an `OSError` that is raised while `path` is written into a `LowmemError` with advice."""
+    """Converts an `OSError` that is raised while writing `path` to a `LowmemError` with advice."""
     try:
         yield
     except OSError as error:
@@ -159,7 +159,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Reads a JSON file of a checkpoint. Raises `CheckpointError` if it is missing, damaged, or not a mapping."""
+    """Reads a JSON file of a checkpoint. Raises `CheckpointError` if the file is missing, damaged or not a mapping."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):

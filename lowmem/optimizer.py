@@ -35,18 +35,18 @@ class FusedOptimizer(torch.optim.Optimizer):
             opt.backward(model(**batch).loss)
             scheduler.step()
 
-    Without a loss scale, plain `loss.backward()` does the same under policies "immediate" and "deferred".
+    Without a loss scale, `loss.backward()` is equivalent under policies "immediate" and "deferred".
 
     Args:
-        params: parameters, (name, parameter) pairs, or groups (dicts) of either, as `torch.optim` takes them. A group
-            may set "rule", "rounding", "state_storage" and hyperparameters. Hyperparameters that a group with a "rule"
-            does not set, including `lr`, have the defaults of that rule. Frozen parameters cost nothing. A parameter
-            that is unfrozen later is updated from the next `backward` on. Pass parameters that the model gets later to
-            `add_param_group`.
+        params: parameters, (name, parameter) pairs, or groups (dicts) of either, as for `torch.optim`. A group may set
+            "rule", "rounding", "state_storage" and hyperparameters. In a group with a "rule", hyperparameters that are
+            not set, including `lr`, have the defaults of that rule. Frozen parameters have no overhead. A parameter
+            that is unfrozen later is updated from the next `backward` on. Pass parameters that are added to the model
+            later to `add_param_group`.
         rule: a name (`lowmem.rules.table()`), an `UpdateRule`, a `torch.optim.Optimizer` class, or its import path.
         model: the module that owns the parameters; required under FSDP2. With it, norms over all gradients are summed
-            in the order of `model.parameters()`, as by `clip_grad_norm_`.
-        **options: the attributes of `FusedConfig`, which documents them, and hyperparameters of `rule`.
+            in the order of `model.parameters()`, as in `clip_grad_norm_`.
+        **options: attributes of `FusedConfig`, where they are documented, and hyperparameters of `rule`.
 
     Attributes:
         config: the options.
@@ -101,23 +101,23 @@ class FusedOptimizer(torch.optim.Optimizer):
                 self._report = Report(self._parameters, self._updates)
                 self._loop = StepLoop(self._parameters, self._hooks, self._updates, self._report)
             self._updates.compilation.decide()
-            self._created = True  # groups that are added from now on are complete at once
+            self._created = True  # groups that are added later are set up immediately
         except BaseException:
-            self.remove()  # the hooks of the groups that were added
+            self.remove()  # removes the hooks of the groups that were added
             raise
 
     @classmethod
     def from_config(
         cls, params: Iterable[Any], config: FusedConfig, model: nn.Module | None = None
     ) -> "FusedOptimizer":
-        """Creates an optimizer with the options of `config`. Its rule is "adalomo" unless `config` names one."""
+        """Creates an optimizer with the options of `config`. If `config` does not set a rule, it is "adalomo"."""
         options = {option.name: getattr(config, option.name) for option in fields(config)}
         return cls(params, model=model, **{**options, "rule": config.rule or "adalomo"})
 
     # -- parameters ------------------------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group, checks its hyperparameters and hooks its parameters."""
+        """Adds a parameter group, checks its hyperparameters, and registers hooks on its parameters."""
         parameters, where = self._parameters, f"parameter group {len(self.param_groups)}: "
         rule, group = self.config.complete(_named(_listed(param_group), first=len(self._records)), where)
         rule = parameters.same_rule(rule, where)
@@ -127,7 +127,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 f"{where}its placement is {placement.name}, but earlier groups have {self.placement}. Shard all "
                 "parameters of an optimizer in the same way"
             )
-        defaults, self.defaults = self.defaults, {}  # the group has its defaults already
+        defaults, self.defaults = self.defaults, {}  # the group already has its defaults
         try:
             super().add_param_group(group)
         finally:
@@ -140,20 +140,20 @@ class FusedOptimizer(torch.optim.Optimizer):
         try:
             records = parameters.new_records(added)
             sharded = parameters.shard.sharded and bool(records)
-            if sharded:  # first, because a shard is rejected for its own shape
+            if sharded:  # first, so that a shard is rejected because of its shape
                 rule.adopt(group, sharded)
             for record in records.values():
                 self._hooks.add(record)
                 claim(record, parameters, self._hooks)
                 record.refuse_leftover()
-            if not sharded:  # last, because a parameter is rejected by its name
+            if not sharded:  # last, so that a rejected parameter is named
                 rule.adopt(group, sharded)
             self._records.update(records)
             if self._created:
                 parameters.placement.adopt(records.values(), parameters.model)
                 parameters.complete()
                 self._loop.choose_policy()
-        except BaseException:  # the group is added completely or not at all
+        except BaseException:  # a group is added completely or not at all
             for param, record in records.items():
                 self._hooks.discard(record)
                 self._records.pop(param, None)
@@ -162,21 +162,21 @@ class FusedOptimizer(torch.optim.Optimizer):
             raise
 
     def remove(self) -> None:
-        """Removes all hooks. The optimizer can still be saved, but it updates nothing from then on."""
+        """Removes all hooks. The optimizer can still be saved, but it no longer updates parameters."""
         self._hooks.remove()
 
     @property  # type: ignore[override]  # torch's optimizer has an attribute
     def param_groups(self) -> list[dict[str, Any]]:
-        """The parameter groups. Hyperparameters may be edited."""
+        """The parameter groups. Their hyperparameters may be modified."""
         return self._parameters.param_groups
 
     @param_groups.setter
     def param_groups(self, groups: list[dict[str, Any]]) -> None:
         self._parameters.param_groups[:] = groups  # the next backward compares them with the groups that were added
 
-    @property  # torch's optimizer has an attribute, which loops replace to start with new states
+    @property  # an attribute in torch, which loops replace to start with new states
     def state(self) -> States:  # type: ignore[override]
-        """Parameter → name of a state → value. Parameters without states get new ones in their next update."""
+        """Parameter → name of a state → value. Parameters without states get new states in their next update."""
         return self._parameters.states
 
     @state.setter
@@ -194,26 +194,26 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     @property
     def policy_reason(self) -> str:
-        """The reason for which this policy was chosen."""
+        """The reason why this policy was chosen."""
         return self._loop.policy.reason
 
     @property
     def placement(self) -> str:
-        """Where the parameters are: "local", "replicated", "zero3" or "fsdp2"."""
+        """Where parameters are stored: "local", "replicated", "zero3", "fsdp2" or "streamed"."""
         return self._parameters.placement.name
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
-        """Backwards inside this context are micro-batches. The first one outside completes the step and updates.
+        """Backwards inside this context are micro-batches. The first backward outside completes the step and updates.
 
-        `step()` completes the step as well, with the micro-batches so far. `zero_grad()` drops them.
+        `step()` also completes the step, with the micro-batches so far. `zero_grad()` discards them.
 
             for n, batch in enumerate(batches, 1):
                 with opt.accumulate() if n < len(batches) else nullcontext():
                     opt.backward(model(**batch).loss / len(batches))
 
         Raises:
-            UnsupportedError: the policy does not store gradients. "auto" becomes "deferred" here.
+            UnsupportedError: the policy does not store gradients. ("auto" changes to "deferred".)
         """
         with self._hooks.during(in_accumulate=True):
             self._loop.choose_policy()
@@ -221,7 +221,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Backwards inside this context do not update the parameters of this optimizer, and free their gradients.
+        """Backwards inside this context free the gradients of this optimizer's parameters without updating them.
 
         To keep a GAN's discriminator fixed during the generator's step:
 
@@ -243,9 +243,9 @@ class FusedOptimizer(torch.optim.Optimizer):
             The loss, detached and without the loss scale.
 
         Raises:
-            StepError: the loss is not a scalar or has no graph, a gradient is left over in `.grad`, the calls of a step
-                are in the wrong order (a second backward, a hook that fires twice, a torn step), the loss depends on
-                parameters of another `FusedOptimizer` that is not `paused`, or the gradients of the last
+            StepError: the loss is not a scalar or does not have a graph, a gradient is left in `.grad`, the calls of a
+                step are in the wrong order (a second backward, a hook that fires twice, a torn step), the loss depends
+                on parameters of another `FusedOptimizer` that is not `paused`, or the gradients of the last
                 `max_nonfinite_steps` steps were not finite.
         """
         return self._loop.backward(loss, last=not self._hooks.accumulating)
@@ -253,10 +253,10 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _on_gradient(self, record: ParamRecord) -> None:
         """Called by the hook of a parameter when its gradient is complete."""
         self._loop.arrived(record)
-        self._opt_called |= self._cycle.last  # LR schedulers ask whether an optimizer step came before theirs
+        self._opt_called |= self._cycle.last  # LR schedulers check that an optimizer step came before theirs
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Completes a step of accumulated micro-batches, and applies gradients that the training loop has put into
+        """Completes a step of accumulated micro-batches, and applies gradients that the training loop has assigned to
         `.grad`. Otherwise it does nothing, because backward has already updated the weights.
 
         Args:
@@ -283,10 +283,10 @@ class FusedOptimizer(torch.optim.Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops the micro-batches of an incomplete step, and gradients in `.grad`.
+        """Discards the micro-batches of an incomplete step, and gradients in `.grad`.
 
         Raises:
-            StepError: a loop that calls `step()` has run a backward since, whose gradient has already been used.
+            StepError: a loop that calls `step()` has run a backward since, and its gradients are already applied.
         """
         if self._hooks.postponed and not self._wraps:
             return
@@ -297,7 +297,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         super().zero_grad(set_to_none)
 
     def accept_torn_step(self) -> None:
-        """Continues after a failed backward with the weights as they are, only some of which it has updated."""
+        """Accepts the weights as they are after a failed backward, which has updated only some of them."""
         self._loop.drop()
         self._cycle.accept_torn()
 
@@ -305,12 +305,12 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     @property
     def last_step(self) -> LastStep | None:
-        """The report of the last step; None before the first one."""
+        """The report of the last step, or None before the first step."""
         return self._report.last
 
     @property
     def loss_scale(self) -> float | None:
-        """The factor of the next loss; None without loss scaling."""
+        """The factor of the next loss, or None without loss scaling."""
         value = self._clipping.scaler.value
         return None if value is None else float(value)
 
@@ -321,25 +321,25 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     @property
     def nonfinite_steps(self) -> int:
-        """The number of steps with such a gradient since the optimizer was created."""
+        """The number of steps with a non-finite gradient since the optimizer was created."""
         return int(self._report.nonfinite_steps)
 
     @property
     def compiled(self) -> bool:
-        """True if updates of large parameters are compiled, which takes a few seconds in the first step. False if only
-        third-party optimizers, or rules that cannot be traced, update them, or if the compiler has failed.
+        """Whether updates of large parameters are compiled, which takes a few seconds in the first step. False if they
+        are updated only by third-party optimizers or rules that cannot be traced, or if the compiler has failed.
         """
         return self._updates.compiled
 
     @property
     def compile_seconds(self) -> float:
-        """The time that compiling updates has taken in this process, most of it in the first step."""
+        """The time in seconds that this process has spent compiling updates, mostly in the first step."""
         return Compilation.seconds
 
     @property
     def _is_accelerate_prepared(self) -> bool:
-        """Accelerate 1.15 (accelerator.py, prepare_optimizer) reads it, and wraps the optimizer unless it is True. The
-        wrapper omits calls of `step` and `zero_grad` in the middle of a step.
+        """Read by Accelerate 1.15 (accelerator.py, prepare_optimizer), which wraps the optimizer unless it is True. The
+        wrapper omits calls of `step` and `zero_grad` before the last micro-batch of a step.
         """
         self._hooks.prepared |= sys._getframe(1).f_globals.get("__name__") == "accelerate.accelerator"
         return not self._wraps
@@ -351,20 +351,20 @@ class FusedOptimizer(torch.optim.Optimizer):
     # -- saving ----------------------------------------------------------------------------------------------------
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Raises `UnsupportedError`, because a copy would have no hooks and update nothing."""
+        """Raises `UnsupportedError`, because a copy would not have hooks and would not update anything."""
         raise UnsupportedError(
             "a FusedOptimizer cannot be copied or pickled, because its hooks are on the parameters of one model. Save "
             "opt.state_dict(), create an optimizer for the other model, and load_state_dict() it there"
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns everything except the weights that the next step depends on, in the form of `torch.optim.Optimizer`:
-        states by the number of a parameter, and groups with `param_names`. The step, the seed and similar values are in
-        the first group, under "lowmem".
+        """Returns everything that the next step depends on, except the weights, in the format of `torch.optim`: states
+        by parameter index, and groups with `param_names`. The step, the seed and similar values are in the first group,
+        under "lowmem".
 
-        States of parameters that have not been updated yet are included with their initial values, but not loaded.
-        Tensors have their own dtype and logical shape. They are the live tensors, or copies of small ones. Tensors of
-        sharded parameters are gathered, and every rank has to call this method.
+        States of parameters that have not been updated yet are included with their initial values, but are not loaded.
+        Tensors have their stored dtype and logical shape. Small tensors are copies, and large tensors are not. Tensors
+        of sharded parameters are gathered, so every rank must call this method.
 
         Raises:
             StepError: a step is incomplete or torn.
@@ -381,13 +381,13 @@ class FusedOptimizer(torch.optim.Optimizer):
         Hooks of `state_dict` are not called.
 
         Args:
-            lazy: return each tensor as a `TensorSource`: a shape, a dtype, and `read()`, which gathers one tensor at a
-                time. Every rank has to read all of them, in their order, before the next step.
+            lazy: return each tensor as a `TensorSource` with a shape, a dtype, and `read()`, which gathers the tensor.
+                Every rank must read all tensors, in order, before the next step.
 
         Returns:
-            "state": name of a parameter → name of a state → value, and "_group0" → the tensors that the rule of group 0
-            stores for clipping by norm; "param_groups", with names as "params"; "step", "seed", "loss_scale",
-            "nonfinite" and "weights", the dtypes of the parameters.
+            "state": parameter name → state name → value, and "_group0" → the tensors that the rule of group 0 stores
+            for clipping by norm; "param_groups", with names as "params"; "step", "seed", "loss_scale", "nonfinite" and
+            "weights" (the dtypes of the parameters).
 
         Raises:
             StepError: a step is incomplete or torn.
@@ -395,13 +395,13 @@ class FusedOptimizer(torch.optim.Optimizer):
         return saving.named(self._loop, lazy=lazy)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continues from the result of `state_dict`. Tensors are copied to their parameter's device and never cast.
+        """Loads the result of `state_dict`. Tensors are copied to the devices of their parameters and never cast.
 
-        Existing states are freed after the new ones have been checked. Rule "adamw" also continues from the state of a
-        `torch.optim.AdamW` of the same parameters and groups. `convert_states` allows another `state_storage`.
+        Existing states are freed after the new states have been checked. Rule "adamw" also loads the state of a
+        `torch.optim.AdamW` with the same parameters and groups. `convert_states` allows another `state_storage`.
 
         Raises:
-            CheckpointError: the state has other rules, storages, parameters or groups, or is damaged. Nothing changes.
+            CheckpointError: rules, storages, parameters or groups differ, or the state is damaged. Nothing is changed.
         """
         state_dict = copy.copy(state_dict)
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
@@ -412,7 +412,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             post_hook(self)
 
     def load_named_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continues from the result of `named_state_dict`, as `load_state_dict` does. Hooks are not called."""
+        """Loads the result of `named_state_dict`, like `load_state_dict`. Hooks are not called."""
         saving.load(self._loop, state_dict, numbered=False)
         self._loop.drop()
 
@@ -426,7 +426,7 @@ def _listed(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _named(group: dict[str, Any], first: int) -> dict[str, Any]:
-    """Returns a parameter group with names for its parameters, numbered from `first` if it has none."""
+    """Returns a parameter group with names for its parameters, which are numbered from `first` if they have none."""
     params = group["params"]
     if "param_names" in group or any(isinstance(item, tuple) for item in params):
         return group

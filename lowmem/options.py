@@ -1,4 +1,4 @@
-"""The options of a fused optimizer and of layers, declared once for `FusedOptimizer`, trainers and YAML files."""
+"""Options of the fused optimizer and the layers, declared once for `FusedOptimizer`, trainers and YAML files."""
 
 import math
 import re
@@ -20,11 +20,11 @@ Store = Literal["auto", "host", "device"]
 
 @dataclass(frozen=True)
 class DynamicScale:
-    """A dynamic loss scale, adapted like `torch.amp.GradScaler`.
+    """A dynamic loss scale that is adapted as in `torch.amp.GradScaler`.
 
     It starts at `init_scale`. It is multiplied by `growth_factor` after `growth_interval` steps without an overflow,
-    and by `backoff_factor` after an overflow, but never falls below `min_scale`. With `hysteresis` above 1, that
-    many overflows since it last grew are needed before it backs off, as in Megatron.
+    and by `backoff_factor` after an overflow, but never falls below `min_scale`. With `hysteresis` > 1, it decreases
+    only after that many overflows since its last growth, as in Megatron.
 
     Raises:
         ConfigError: a value is out of range.
@@ -48,66 +48,66 @@ class FusedConfig:
     """The options of a `FusedOptimizer`, except for the parameters. Other keyword arguments are hyperparameters of the
     rule: `FusedConfig(rule="adamw", weight_decay=0.1)`.
 
-    Gradients are unscaled, clamped by `clip_value`, and then clipped by `clip_norm`, as by `scaler.unscale_`,
-    `clip_grad_value_` and `clip_grad_norm_` in this order. (AdaLomo measures norms before it clamps, like its source.)
+    Gradients are unscaled, clamped by `clip_value`, and then clipped by `clip_norm`, like `scaler.unscale_`,
+    `clip_grad_value_` and `clip_grad_norm_` in this order. (AdaLomo measures norms before it clamps, as in its source.)
 
     Attributes:
         rule: a name (`lowmem.rules.table()`), an `UpdateRule`, a `torch.optim.Optimizer` class, or its import path. If
-            None, a trainer uses the optimizer that its arguments name (AdamW by default), and a loop uses "adalomo".
-        lr: learning rate. If None, a trainer uses its argument `learning_rate`, and a loop the default of the rule.
+            None, trainers use the optimizer that their arguments name (AdamW by default), and loops use "adalomo".
+        lr: learning rate. If None, trainers use their argument `learning_rate`, and loops the default of the rule.
         hyper: the other hyperparameters of the rule, by name.
         groups: parameter groups, if parameters are passed with names. Each group is a dict with a regular expression
             under "match", and optionally "rule" and hyperparameters of that rule. A parameter belongs to the first
-            group whose expression is found in its name, or else to the default group. Hyperparameters that a group with
-            a "rule" does not set, including `lr`, have the defaults of that rule.
-        policy: "immediate": update in the hook. "two_pass": run backward twice, and measure gradients in the first.
-            "deferred": offload gradients until the step is decided. "auto": the cheapest policy that gives exact
-            results for these options. It may change when `accumulate` is first used (see `policy_reason`).
-        clip_norm: the maximum norm over all gradients, as in `torch.nn.utils.clip_grad_norm_`, with the same bits in
-            float32 on a CPU. It raises under "immediate".
+            group whose expression is found in its name, or else to the default group. In a group with a "rule",
+            hyperparameters that are not set, including `lr`, have the defaults of that rule.
+        policy: "immediate": update in the hook. "two_pass": run backward twice, first to measure gradients. "deferred":
+            offload gradients until the step is known to be finite and its clip coefficient is computed. "auto": the
+            cheapest exact policy for these options. It may change at the first `accumulate` (see `policy_reason`).
+        clip_norm: the maximum norm over all gradients, as in `torch.nn.utils.clip_grad_norm_`, bit for bit in float32
+            on a CPU. Raises an error under "immediate".
         clip_value: gradients are clamped to [-clip_value, clip_value].
         loss_scale: `backward` multiplies the loss by this scale, and gradients are divided by it: a number, "dynamic",
             or a `DynamicScale`. After an overflow, "two_pass" and "deferred" skip the whole step, like
-            `torch.amp.GradScaler`. "immediate" skips the parameters whose gradients are not finite.
+            `torch.amp.GradScaler`. "immediate" skips only parameters with non-finite gradients.
         max_nonfinite_steps: after this many consecutive steps with a non-finite gradient, `backward` raises `StepError`
-            instead of taking another step. None never raises. Steps in which a dynamic loss scale still searches for
-            its first value, before any step with finite gradients, do not count.
+            instead of taking another step. None never raises. Steps in which a dynamic loss scale searches for its
+            first value, before any step with finite gradients, do not count.
         store: where "deferred" stores gradients: "auto" (on the device as far as memory is free, the others on the
             host), "host" (in pinned memory if there is a GPU), "device", or memory of each device for gradients, such
             as "4GiB". Setting it selects "deferred".
         accumulation_dtype: the dtype in which micro-batches are summed: "float32" (4 bytes per element in the store) or
-            "gradient" (the dtype of the gradient, 2 bytes for bfloat16, which is rounded after every micro-batch, as
-            `.grad` is). A step of one micro-batch stores its gradient unchanged.
+            "gradient" (the dtype of the gradient; 2 bytes for bfloat16, rounded after every micro-batch like `.grad`).
+            A step of one micro-batch stores its gradient unchanged.
         rounding: how a float32 result is stored in a bfloat16 or float16 weight: "nearest", "stochastic", "compensated"
             (adds 2 bytes per parameter), "compensated8" (adds 1 byte), "master" (a float32 copy, adds 4 bytes), or a
             registered storage. "auto" is the default of the rule, usually "stochastic". For torch and third-party
-            optimizers it is "nearest", as without lowmem. float32 weights are exact. A param group may set it.
+            optimizers it is "nearest", as without lowmem. float32 weights are exact. Param groups may override it.
         state_storage: how elementwise optimizer states are stored: "float32"; "bfloat16" or "float16", both rounded
             stochastically; "8bit", quantized with a scale per group of 32 elements of a row, rounded stochastically;
             "8bit_64", the same in groups of 64; "8bit_nearest", the same rounded to nearest; or a registered storage.
-            "auto" takes no more memory than an optimizer of PyTorch: "bfloat16" for bfloat16 and float16 weights,
-            "float32" for float32 weights and with `rounding="master"`. If states are loaded, it continues in the
-            storage in which they were saved. A param group may set it.
-        convert_states: convert loaded states that were saved in another `state_storage`.
-        weight_format: "int8", "int10" or "int12": a trainer quantizes the weights of linear layers, embeddings and
+            "auto" uses at most the memory of a PyTorch optimizer: "bfloat16" for bfloat16 and float16 weights,
+            "float32" for float32 weights and with `rounding="master"`. For loaded states, "auto" continues with the
+            storage in which they were saved. Param groups may override it.
+        convert_states: whether to convert loaded states that were saved in another `state_storage`.
+        weight_format: "int8", "int10" or "int12": trainers quantize the weights of linear layers, embeddings and
             experts to this many bits (in a loop, call `lowmem.quantize_`). None does not quantize.
-        placement: "local"; "replicated": each rank of a process group has all parameters, which are broadcast from rank
-            0, and separate data, and gradients are averaged; "zero3" and "fsdp2": parameters are sharded over the ranks
-            by DeepSpeed or `fully_shard`; "streamed": repeated layers of `model` have their weights in host memory, and
-            on the device only while they compute; "auto": found from the parameters and the process group. "auto" does
-            not broadcast, and raises if the parameters of ranks differ.
-        home: for "streamed", where layers have their weights and states: "host", or a folder on a fast disk. In a loop,
-            call `lowmem.stream(model, device, home=...)`.
-        device_memory: for "streamed", memory of the device, such as "20GiB": as many layers as fit stay there. None
-            lets all layers stream. In a loop, it is an option of `lowmem.stream`, too.
+        placement: "local"; "replicated": each rank of a process group has all parameters (broadcast from rank 0) and
+            separate data, and gradients are averaged; "zero3" and "fsdp2": parameters are sharded over the ranks by
+            DeepSpeed or `fully_shard`; "streamed": the weights of the repeated layers of `model` are in host memory,
+            and on the device only while they compute; "auto": determined from the parameters and the process group.
+            "auto" does not broadcast, and raises an error if the parameters differ between ranks.
+        home: for "streamed", where the weights and states of layers are stored: "host", or a folder on a fast disk. In
+            a loop, call `lowmem.stream(model, device, home=...)`.
+        device_memory: for "streamed", memory for weights on the device, such as "20GiB": as many layers as fit stay
+            there. None streams all layers. In a loop, pass it to `lowmem.stream`.
         compile: True, False, or "auto": compile updates if there is a compiler and the model is large enough.
         seed: seed of stochastic rounding.
-        batching: small parameters of equal shape wait for each other and are updated as one stack, with the same bits.
-        log_norms: trainers log the norm of each parameter's gradient.
+        batching: whether small parameters of equal shape are updated together as one stack, with bitwise equal results.
+        log_norms: whether trainers log the gradient norm of each parameter.
 
     Raises:
         ConfigError: a name, value or combination is not allowed.
-        UnsupportedError: the rule cannot run fused.
+        UnsupportedError: the rule cannot run inside backward.
     """
 
     rule: str | UpdateRule | type | None = None
@@ -144,10 +144,10 @@ class FusedConfig:
         gradients = {"store": self.store, "accumulation_dtype": self.accumulation_dtype}
         if self.policy in ("immediate", "two_pass") and gradients != {"store": "auto", "accumulation_dtype": "float32"}:
             raise ConfigError(f"{' and '.join(gradients)} apply only to policy 'deferred', not to {self.policy!r}")
-        _ = self.device_bytes, self.store_bytes  # raises if it is not an amount
+        _ = self.device_bytes, self.store_bytes  # raises if it is not an amount of memory
         if self.placement != "streamed" and (self.home, self.device_memory) != ("host", None):
             raise ConfigError(f"home and device_memory apply only to placement 'streamed', not to {self.placement!r}")
-        self.complete({"rule": "lomo"} if self.rule is None else {})  # without a rule: checked when it is chosen
+        self.complete({"rule": "lomo"} if self.rule is None else {})  # the rule is checked once it is known
         for n, group in enumerate(self.groups):
             self._check_group(group, f"groups[{n}]: ")
 
@@ -174,7 +174,7 @@ class FusedConfig:
         """Divides (name, parameter) pairs into groups for `torch.optim`: the default group first, then `groups`.
 
         Raises:
-            ConfigError: a parameter has no name, or an expression matches no parameter.
+            ConfigError: a parameter does not have a name, or an expression does not match any parameter.
         """
         params = list(params)
         if not all(isinstance(item, tuple) for item in params):
@@ -235,11 +235,11 @@ class LayersConfig:
     """Options that avoid materializing full logits and activations.
 
     Attributes:
-        computed_gradients: "auto" computes the loss from tiles of logits. False uses TRL's losses. True raises:
-            gradients that are computed as they are read are no longer supported.
+        computed_gradients: "auto" computes the loss from tiles of logits. False uses TRL's losses. True is no longer
+            supported and raises an error.
         head_memory: additional memory for computing the loss and its gradients, such as "1GiB". More is faster. None
-            is 128 MiB on a CPU and 512 MiB on a GPU. At least the logits of one token exist at a time.
-        mlp_tile: number of tokens that an MLP computes at a time, and once more in backward. None computes all at once.
+            means 128 MiB on a CPU and 512 MiB on a GPU. At least the logits of one token exist at a time.
+        mlp_tile: number of tokens that an MLP processes at a time, and again in backward. None processes all at once.
 
     Raises:
         ConfigError: a value is out of range.
@@ -262,7 +262,7 @@ class LayersConfig:
                 "are tensors. Omit it. To save memory, train 12-bit weights (fused: {weight_format: int12}), or use a "
                 "smaller batch (per_device_train_batch_size)"
             )
-        _ = self.head_bytes  # raises if it is not an amount
+        _ = self.head_bytes  # raises if it is not an amount of memory
         require.number(">= 1", whole=True, optional=True)("mlp_tile", self.mlp_tile)
 
 
@@ -275,18 +275,18 @@ def parse_bytes(text: str, option: str) -> int:
 
 
 def _without_match(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the options of a group, without the expression that selects its parameters."""
+    """Returns the options of a group without the expression that selects its parameters."""
     return {key: value for key, value in group.items() if key != "match"}
 
 
 def _is_scale(value: Any) -> bool:
-    """Returns whether float32 represents a value and its inverse."""
+    """Returns whether float32 can represent a value and its inverse."""
     limits = torch.finfo(torch.float32)
     return require.is_number(value) and limits.tiny <= value <= limits.max
 
 
 def _is_loss_scale(value: Any) -> bool:
-    """Returns whether `loss_scale` may have a value."""
+    """Returns whether a value is allowed for `loss_scale`."""
     named = value in (None, "dynamic") or isinstance(value, DynamicScale)
     return named or _is_scale(value) or (require.is_number(value) and value == 0)
 

@@ -1,4 +1,4 @@
-"""Fused updates in the trainers of Hugging Face and TRL: a mixin, and two trainers that use it.
+"""Updates during backward in Hugging Face and TRL trainers: a mixin, and two trainers that use it.
 
     class FusedDPOTrainer(FusedTrainerMixin, trl.DPOTrainer): ...
 
@@ -47,7 +47,7 @@ else:
 
 logger = logging.getLogger(__name__)
 
-# The optimizer of the last trainer of each model.
+# Model → the optimizer of its most recent trainer.
 _OPTIMIZERS: "WeakKeyDictionary[nn.Module, ReferenceType[FusedOptimizer]]" = WeakKeyDictionary()
 
 
@@ -55,19 +55,19 @@ class FusedTrainerMixin(_Base):
     """Mixin for subclasses of `Trainer`, listed before them: the rule of `fused` updates parameters during backward.
 
     The trainer's arguments for learning rate, weight decay, schedule, evaluation, logging, callbacks, saving and
-    resuming keep their meaning. For rules other than AdamW, the learning rate must be set. Norms and biases do not
-    decay, unless a group of `FusedConfig.groups` sets the weight decay. A group that names another rule uses the rule's
-    default learning rate and weight decay, unless it sets them. If the class overrides `create_optimizer` or
+    resuming have their usual meaning. For rules other than AdamW, the learning rate must be set. Norms and biases do
+    not decay, unless a group of `FusedConfig.groups` sets weight decay. A group with a different rule uses the default
+    learning rate and weight decay of that rule, unless it sets them. If the class overrides `create_optimizer` or
     `get_optimizer_cls_and_kwargs`, the groups are taken from the optimizer that it creates.
 
     Args:
-        fused: options of the fused optimizer. If it has no rule, the optimizer is the one that the class creates or the
-            arguments name, by default AdamW. Alternatively pass a `FusedOptimizer` in the trainer's `optimizers`.
+        fused: options of the fused optimizer. Without a rule, the trainer uses the optimizer that its class creates or
+            that its arguments name, by default AdamW. You can also pass a `FusedOptimizer` in `optimizers`.
         layers: memory options of the head and MLPs. If None, uses `LayersConfig()`.
 
     Raises:
-        ConfigError: an argument contradicts `fused` or does not exist in the rule; the learning rate is the default for
-            AdamW, but the rule is another one; or the class creates an optimizer whose options cannot be read.
+        ConfigError: an argument contradicts `fused` or does not exist in the rule; the rule is not AdamW, but the
+            learning rate is AdamW's default; or the class creates an optimizer whose options cannot be read.
         TypeError: a class lists the mixin after a trainer.
         UnsupportedError: an argument cannot give the same result as ordinary training.
     """
@@ -79,7 +79,7 @@ class FusedTrainerMixin(_Base):
             if place < mixin and issubclass(base, Trainer) and not issubclass(base, FusedTrainerMixin):
                 raise TypeError(f"list the mixin first: class {cls.__name__}(FusedTrainerMixin, {base.__name__})")
 
-    # Accelerate 1.15 (accelerator.py) sets ACCELERATE_USE_FSDP permanently, but a later trainer may not ask for FSDP
+    # Accelerate 1.15 (accelerator.py) sets ACCELERATE_USE_FSDP permanently, but a later trainer may not use FSDP
     @purge_accelerate_environment  # type: ignore[untyped-decorator]
     def __init__(
         self, *args: Any, fused: FusedConfig | None = None, layers: LayersConfig | None = None, **kwargs: Any
@@ -87,7 +87,7 @@ class FusedTrainerMixin(_Base):
         classes = type(self).__mro__
         bases = classes[classes.index(FusedTrainerMixin) + 1 :]
         self._inputs = arguments.Inputs.of(bases, args, kwargs, fused)
-        if self._inputs.args is not None:  # otherwise the class creates them
+        if self._inputs.args is not None:  # otherwise the class creates the arguments
             self._inputs.prepare()
         self.layers, self._run = layers or LayersConfig(), resuming.Run()
         with loading(self._inputs.args and self._inputs.sharding):
@@ -95,10 +95,10 @@ class FusedTrainerMixin(_Base):
         self._adopt()
 
     def _adopt(self) -> None:
-        """Checks the trainer that the class has constructed, and changes its model and its loss."""
+        """Checks the constructed trainer, and modifies its model and its loss."""
         self._inputs.check(self)
         self._hide_sharding()
-        self._quantize(self.model)  # unless the trainer has done so when it moved the model
+        self._quantize(self.model)  # unless already quantized when the trainer moved the model
         fused = self._inputs.options(self.args)
         if self.optimizer is None:
             self.args = optim.with_learning_rate(self.args, fused, self.model)
@@ -110,16 +110,16 @@ class FusedTrainerMixin(_Base):
         self.is_deepspeed_enabled = self.is_fsdp_enabled = False
 
     def _hp_search_setup(self, trial: Any) -> None:
-        """Prepares a trial of a hyperparameter search as the trainer does, which creates another accelerator."""
+        """Prepares a trial of a hyperparameter search like the trainer, which creates a new accelerator."""
         if trial is not None:
             self.is_deepspeed_enabled = bool(self.args.deepspeed)  # resets the state of Accelerate
-            self._inputs = replace(self._inputs)  # has another sharding, of the changed arguments
+            self._inputs = replace(self._inputs)  # determines the sharding for the changed arguments
         super()._hp_search_setup(trial)
         self._hide_sharding()
 
     @property
     def fused(self) -> FusedConfig:
-        """The options of the optimizer: `fused` of the constructor, completed by the trainer's arguments."""
+        """The options of the optimizer: the constructor's `fused`, completed by the trainer's arguments."""
         created = isinstance(self.optimizer, FusedOptimizer)
         return self.optimizer.config if created else self._inputs.options(self.args)
 
@@ -134,15 +134,15 @@ class FusedTrainerMixin(_Base):
         FusedAccelerator.adopt(self)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        sharding = self._inputs.sharding  # moves the model, if there is one
+        sharding = self._inputs.sharding  # moves the model, unless it is None
         self._quantize(model, device if sharding is None else None)
         if sharding is None:
             super()._move_model_to_device(model, device)
-        elif isinstance(sharding, StreamedSharding):  # from now on, because TRL may run the model before it trains
+        elif isinstance(sharding, StreamedSharding):  # already here, because TRL may run the model before training
             sharding.shard(model)
 
     def _quantize(self, model: nn.Module, device: torch.device | None = None) -> None:
-        """Quantizes the weights if `fused` asks for it, and moves each of them to the device when it is quantized."""
+        """Quantizes the weights if `fused.weight_format` is set, and moves each quantized weight to the device."""
         fused = self._inputs.fused
         if fused is None or fused.weight_format is None:
             return
@@ -151,7 +151,7 @@ class FusedTrainerMixin(_Base):
         quantize_(model, fused.weight_format, device=device)
 
     def _shard(self) -> None:
-        """Shards the model if the arguments ask for it, and frees gathered parameters."""
+        """Shards the model if the arguments request it, and frees gathered parameters."""
         if self._inputs.sharding is not None:
             self._inputs.sharding.shard(self.model, self.accelerator)
             self._inputs.sharding.release(self.model)
@@ -161,17 +161,17 @@ class FusedTrainerMixin(_Base):
             return super().compute_loss(*args, return_outputs=return_outputs, **kwargs)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Trains as the trainer does. If `compute_loss` runs a backward, it counts as an earlier micro-batch."""
-        # before train() there is no optimizer
+        """Runs the trainer's step. A backward inside `compute_loss` counts as an earlier micro-batch."""
+        # the optimizer does not exist before train()
         with nullcontext() if self.optimizer is None else self.optimizer._hooks.during(in_accumulate=True):
             return super().training_step(*args, **kwargs)
 
     def get_train_dataloader(self) -> Any:
-        self._train_batch_size = self.args.train_batch_size  # transformers 4 would use the checkpoint's
+        self._train_batch_size = self.args.train_batch_size  # transformers 4 would use the checkpoint's batch size
         return super().get_train_dataloader()
 
     def set_initial_training_values(self, args: TrainingArguments, dataloader: Any, *rest: Any) -> Any:
-        """Compares the ranks, the checkpoint and the rows of a run before its first step."""
+        """Checks that the ranks agree, and that the rows match the checkpoint, before the first step."""
         epochs, steps_per_epoch, *others, max_steps = super().set_initial_training_values(args, dataloader, *rest)
         samples = len(self.train_dataset) if has_length(self.train_dataset) else None
         saves, resumed = self.args.save_strategy != "no", self._run.resumed
@@ -184,12 +184,12 @@ class FusedTrainerMixin(_Base):
         self.remove_callback(resuming.Rows)
         self._run.rows = rows = resuming.Rows(self, dataloader, order, steps_per_epoch, max_steps, resumed)
         self.add_callback(rows)
-        if not rows.left:  # transformers 5.23 (trainer.py) would train a step of an epoch that is not complete
+        if not rows.left:  # transformers 5.23 (trainer.py) would train a step of an incomplete epoch
             epochs = min(epochs, rows.start[0])
         return epochs, steps_per_epoch, *others, max_steps
 
     def _init_training_state(self, *args: Any) -> tuple[int, int]:
-        """Starts a resumed run with the row after the last trained one."""
+        """Starts a resumed run with the row after the last trained row."""
         super()._init_training_state(*args)
         assert self._run.rows is not None
         return self._run.rows.start
@@ -202,11 +202,11 @@ class FusedTrainerMixin(_Base):
         return samples, items
 
     def create_optimizer(self, model: nn.Module | None = None) -> FusedOptimizer:
-        model_layers.change(self.model, self.layers)  # model_init made a new model, or layers are checkpointed now
+        model_layers.change(self.model, self.layers)  # model_init created a new model, or checkpointing was enabled
         self._shard()
         if not getattr(self.accelerator, "updates", False):  # train() calls this method again
             packing.check(self)
-            self._shard()  # frees the weights that the test has gathered
+            self._shard()  # frees the weights that were gathered by the check
         model = self.model if model is None else model
         if not isinstance(self.optimizer, FusedOptimizer):
             self.optimizer = self._new_optimizer(model)
@@ -219,7 +219,7 @@ class FusedTrainerMixin(_Base):
             )
         _OPTIMIZERS[model] = ref(opt)
         if self.args.gradient_accumulation_steps > 1:
-            with opt.accumulate():  # chooses the policy now instead of after the first micro-batch
+            with opt.accumulate():  # selects the policy now instead of after the first micro-batch
                 pass
         if opt.policy == "two_pass":
             arguments.check_replay(self.args)
@@ -230,14 +230,14 @@ class FusedTrainerMixin(_Base):
             logger.info("streamed: %s", in_words(streaming, model))
             self._run.traffic = traffic(streaming)
         # Accelerate 1.15 (accelerator.py, prepare_optimizer and optimizer_step_was_skipped) wraps an optimizer without
-        # the first of these attributes, and reads the second
+        # the first of these attributes, and reads the second attribute
         opt._is_accelerate_prepared = True
         opt.step_was_skipped = False
         self.accelerator.updates = True
         return opt
 
     def _new_optimizer(self, model: nn.Module) -> FusedOptimizer:
-        """Creates the optimizer of `fused`. If the trainer's class creates one, takes its class, options and groups."""
+        """Creates the optimizer from `fused`, or from the class, options and groups of one that the trainer creates."""
         rate, created = self.args.learning_rate, self._created_by_class()
         if isinstance(created, FusedOptimizer):
             return created
@@ -252,30 +252,30 @@ class FusedTrainerMixin(_Base):
         groups = optim.param_groups(fused, model, parts)
         config = replace(fused, groups=(), lr=rate)
         if find(config.placement, (pair for group in groups for pair in group["params"])).name == "replicated":
-            config = replace(config, placement="replicated")  # rank 0's weights, as DistributedDataParallel does
+            config = replace(config, placement="replicated")  # broadcasts weights, like DistributedDataParallel
         return FusedOptimizer.from_config(groups, config, model=model)
 
     def _created_by_class(self) -> Any:
-        """The optimizer that a custom method of the trainer's class creates or has created, or None."""
+        """Returns the optimizer that a custom method of the trainer's class creates or has created, or None."""
         usual = type(self).get_optimizer_cls_and_kwargs is Trainer.get_optimizer_cls_and_kwargs
         if self.optimizer is None and usual and self._inherits("create_optimizer"):
             return None
         return super().create_optimizer() or self.optimizer
 
     def _inherits(self, method: str) -> bool:
-        """Returns whether the classes after the mixin inherit a method from transformers' trainer."""
+        """Returns whether the classes after the mixin inherit a method from `transformers.Trainer`."""
         return getattr(getattr(super(), method), "__func__", None) is getattr(Trainer, method)
 
     def log(self, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        """Logs as the trainer does, and adds the metrics of the policy and the rule, which trackers get, too."""
+        """Logs like the trainer, and adds the metrics of the policy and the rule, which are also sent to trackers."""
         if isinstance(self.optimizer, FusedOptimizer) and self.optimizer.last_step is not None and "loss" in logs:
             logs.update(self._step_metrics())
         super().log(logs, *args, **kwargs)  # adds to `logs`, which evaluate() and train() return
 
     def _step_metrics(self) -> dict[str, Any]:
-        """Metrics of the last step: norms, share of changed weights, clip coefficient, loss scale and the rule's."""
+        """Returns metrics of the last step, such as norms, share of changed weights, clip coefficient, loss scale."""
         last = self.optimizer.last_step
-        scale, nonfinite_steps = last.loss_scale, self.optimizer.nonfinite_steps  # copies each to the host
+        scale, nonfinite_steps = last.loss_scale, self.optimizer.nonfinite_steps  # each is copied to the host
         metrics: dict[str, Any] = {"grad_norm": float(last.grad_norm)}
         if not math.isnan(changed_share := float(last.changed_share)):
             metrics["changed_share"] = changed_share
@@ -297,19 +297,19 @@ class FusedTrainerMixin(_Base):
 
     @processes.explained()
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Trains as the trainer does. `resume_from_checkpoint=True` resumes from the last complete checkpoint.
+        """Trains like the trainer. `resume_from_checkpoint=True` resumes from the last complete checkpoint.
 
         Raises:
-            CheckpointError: the checkpoint is missing or damaged, or there is none.
+            CheckpointError: the checkpoint is missing or damaged, or no checkpoint exists.
             UnsupportedError: the model has adapters that could not be saved or resumed.
         """
         saves = self.args.save_strategy != "no" or bool(resume_from_checkpoint)
-        if self.model is not None:  # otherwise the next trial of a hyperparameter search creates one
+        if self.model is not None:  # otherwise the next trial of a hyperparameter search creates a model
             adapters.check(self.model, self.args, sharded=self._inputs.sharded, saves=saves)
         folder = checkpoint.to_resume(resume_from_checkpoint, Path(self.args.output_dir))
         self._run = resuming.Run(folder, checkpoint.earlier_steps(folder, Path(self.args.output_dir)))
         arguments.check_callbacks(self.callback_handler.callbacks, resumed=folder is not None)
-        if resume_from_checkpoint or args:  # a class may have a `train` without arguments
+        if resume_from_checkpoint or args:  # the `train` of a class may not have arguments
             args = None if folder is None else str(folder), *args
         return super().train(*args, **kwargs)
 
@@ -317,7 +317,7 @@ class FusedTrainerMixin(_Base):
         return str(self._run.staged.parent) if self._run.staged is not None else super()._get_output_dir(trial)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Saves into a staging directory. Rank 0 writes everything except the random states of the other ranks."""
+        """Saves to a staging directory. Rank 0 writes everything except the random states of the other ranks."""
         run_dir, name = Path(super()._get_output_dir(trial)), f"checkpoint-{self.state.global_step}"
         try:
             with checkpoint.saving(run_dir, name, self._run.earlier) as self._run.staged:
@@ -350,12 +350,12 @@ class FusedTrainerMixin(_Base):
         self.accelerator.wait_for_everyone()
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """Pushes a checkpoint after it was renamed, because the upload continues while the model trains."""
+        """Pushes a checkpoint after it was renamed, because the upload continues during training."""
         if self._run.staged is None:
             super()._push_from_checkpoint(checkpoint_folder)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Saves as the trainer does, but one weight at a time. If the model is sharded, every rank calls it."""
+        """Saves like the trainer, but one weight at a time. If the model is sharded, every rank must call it."""
         model: Any = self.model
         ordinary = not (getattr(model, "hf_quantizer", None) or getattr(model, "peft_config", None))
         by_weight = is_peft_model(model) or (isinstance(model, PreTrainedModel) and ordinary)
@@ -393,11 +393,11 @@ class FusedTrainerMixin(_Base):
             checkpoint.load_scheduler(self.lr_scheduler, folder / checkpoint.SCHEDULER_FILE)
 
     def _load_scaler(self, checkpoint_dir: str | None) -> None:
-        """Does nothing: the optimizer has the loss scale, and a `scaler.pt` is not unpickled."""
+        """Does nothing, because the optimizer has the loss scale and `scaler.pt` is never unpickled."""
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         if not isinstance(self.optimizer, FusedOptimizer):  # a subclass did not call the mixin's create_optimizer
-            self.optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # Accelerate has wrapped it
+            self.optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # removes Accelerate's wrapper
             self.optimizer = self.accelerator.prepare(FusedTrainerMixin.create_optimizer(self))
             optimizer = self.optimizer
         return super().create_scheduler(num_training_steps, optimizer)
@@ -413,7 +413,7 @@ class FusedTrainerMixin(_Base):
 
     def _load_best_model(self) -> None:
         best = Path(self.state.best_model_checkpoint)
-        if not best.is_dir():  # as transformers does, which would otherwise lose the last weights
+        if not best.is_dir():  # like transformers, which would otherwise lose the last weights
             logger.warning("the best checkpoint %s is gone, so the weights of the last step stay loaded", best)
         elif self._inherits("_load_best_model"):
             self._load_from_checkpoint(str(best))
@@ -422,21 +422,21 @@ class FusedTrainerMixin(_Base):
 
 
 class FusedTrainer(FusedTrainerMixin, Trainer):
-    """`transformers.Trainer` with fused updates."""
+    """`transformers.Trainer` with updates during backward."""
 
 
 def __getattr__(name: str) -> Any:
     if name != "FusedSFTTrainer":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     require_packages(name, "trl")
-    from trl import SFTTrainer  # which takes seconds
+    from trl import SFTTrainer  # takes seconds
 
     class FusedSFTTrainer(FusedTrainerMixin, SFTTrainer):
-        """`trl.SFTTrainer` with fused updates. Logits are computed in tiles, also where labels are smoothed, unless
-        `LayersConfig.computed_gradients` is False.
+        """`trl.SFTTrainer` with updates during backward. Logits are computed in tiles, also with label smoothing,
+        unless `LayersConfig.computed_gradients` is False.
         """
 
         __qualname__ = "FusedSFTTrainer"
 
-    globals()[name] = FusedSFTTrainer  # the next access finds it
+    globals()[name] = FusedSFTTrainer  # cached for the next access
     return FusedSFTTrainer

@@ -1,10 +1,10 @@
-"""Writes instruction data from the installed Python standard library: signatures and the summaries of docstrings.
+"""Writes instruction data from the installed Python standard library: signatures and docstring summaries.
 
     python scripts/make_docstrings.py --out data/docstrings.jsonl --limit 5000 --seed 0
 
-Each line is a chat in the form that `lowmem sft` and `trl sft` take: `{"prompt": [{"role": "user", "content": "Document
+Each line is a chat in the format of `lowmem sft` and `trl sft`: `{"prompt": [{"role": "user", "content": "Document
 this function of json:\ndef loads(s, ...)"}], "completion": [{"role": "assistant", "content": "Deserialize ..."}]}`.
-The same Python version, limit and seed give the same file. Tests, idlelib and lib2to3 are left out.
+The same Python version, limit and seed give the same file. Tests, idlelib and lib2to3 are excluded.
 """
 
 import argparse
@@ -31,7 +31,7 @@ def source_files(root: Path) -> Iterator[Path]:
 
 
 def functions(tree: ast.AST, inside: str = "") -> Iterator[tuple[str, Function]]:
-    """Every function and method with the name of its class, without functions inside functions."""
+    """Yields every function and method with the name of its class, except functions inside functions."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.ClassDef):
             yield from functions(node, f"{inside}.{node.name}" if inside else node.name)
@@ -48,7 +48,7 @@ def signature(function: Function) -> str:
 
 
 def summary(docstring: str) -> str:
-    """The first paragraph in one line, or as many of its sentences as fit."""
+    """Returns the first paragraph on one line, or as many of its sentences as fit."""
     text = re.sub(r"\s+", " ", docstring.strip().split("\n\n")[0]).strip()
     if len(text) <= LONGEST_OUTPUT:
         return text
@@ -82,7 +82,7 @@ def pairs(path: Path, module: str) -> Iterator[dict[str, str]]:
 
 
 def chat(instruction: str, output: str) -> dict[str, list[dict[str, str]]]:
-    """A question and its answer as TRL takes them."""
+    """Returns a question and its answer in TRL's format."""
     return {
         "prompt": [{"role": "user", "content": instruction}],
         "completion": [{"role": "assistant", "content": output}],
@@ -95,7 +95,7 @@ def module_name(path: Path, root: Path) -> str:
 
 
 def collect(root: Path) -> tuple[list[dict[str, str]], int]:
-    """All pairs in `root`, without duplicate instructions or outputs, and the number of modules they come from."""
+    """Returns all pairs in `root`, without duplicate instructions or outputs, and the number of their modules."""
     unique: list[dict[str, str]] = []
     seen: set[str] = set()
     modules = 0
@@ -112,7 +112,7 @@ def collect(root: Path) -> tuple[list[dict[str, str]], int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="the JSONL file to write")
-    parser.add_argument("--limit", type=int, help="the largest number of pairs to write (default: all)")
+    parser.add_argument("--limit", type=int, help="the maximum number of pairs to write (default: all)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the shuffle")
     arguments = parser.parse_args()
     if arguments.limit is not None and arguments.limit < 1:

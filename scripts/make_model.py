@@ -1,8 +1,8 @@
-"""Writes a small model with random weights and a tokenizer trained on a file of chats: what the quickstart starts from.
+"""Writes the model for the quickstart: a small model with random weights, and a tokenizer trained on a file of chats.
 
     python scripts/make_model.py --data data/docstrings.jsonl --out models/quickstart
 
-The same data and sizes give the same files. Each line of the data has strings, or lists of messages with `content`.
+The same data and sizes give the same files. Each line of the data contains strings or lists of messages with `content`.
 """
 
 import argparse
@@ -19,7 +19,7 @@ ROLE_TOKENS = ("<|system|>", "<|user|>", "<|assistant|>")
 SPECIAL_TOKENS = (BEGIN, END, PAD, *ROLE_TOKENS)
 SMALLEST_VOCABULARY = 256 + len(SPECIAL_TOKENS)
 
-# A message begins with the token of its role. The answers, with their end token, are marked for the loss.
+# A message starts with the token of its role. Answers, including their end tokens, are marked for the loss.
 CHAT_TEMPLATE = """\
 {{- bos_token -}}
 {%- for message in messages -%}
@@ -36,12 +36,12 @@ CHAT_TEMPLATE = """\
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, chat_template: str | None = None) -> PreTrainedTokenizerFast:
-    """Trains a byte-level BPE tokenizer for Transformers. It decodes every text that it encodes to the same text.
+    """Trains a byte-level BPE tokenizer for Transformers. Decoding restores every encoded text exactly.
 
     Args:
-        texts: the same texts give the same tokenizer.
-        vocab_size: at least `SMALLEST_VOCABULARY`; too little text gives a smaller vocabulary.
-        chat_template: Jinja; None uses `CHAT_TEMPLATE`.
+        texts: the training data. The same texts give the same tokenizer.
+        vocab_size: at least `SMALLEST_VOCABULARY`. The vocabulary is smaller if there is not enough text.
+        chat_template: a Jinja template; None uses `CHAT_TEMPLATE`.
     """
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -60,7 +60,7 @@ def make_model(folder: Path, tokenizer: PreTrainedTokenizerFast, seed: int = 0, 
     """Writes a Llama with random float32 weights and its tokenizer as a model directory of transformers.
 
     Args:
-        sizes: of `LlamaConfig`; `vocab_size` may be larger than the tokenizer's, which it is by default.
+        sizes: arguments of `LlamaConfig`. `vocab_size` may be larger than the tokenizer's, which is the default.
     """
     ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     set_seed(seed)
@@ -69,7 +69,7 @@ def make_model(folder: Path, tokenizer: PreTrainedTokenizerFast, seed: int = 0, 
 
 
 def texts(path: Path) -> Iterator[str]:
-    """Every string of a JSONL file of texts and chats."""
+    """Yields every string in a JSONL file of texts and chats."""
     for line in filter(str.strip, path.read_text(encoding="utf-8").split("\n")):
         for value in json.loads(line).values():
             yield from [value] if isinstance(value, str) else (message["content"] for message in value)
@@ -77,7 +77,7 @@ def texts(path: Path) -> Iterator[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True, help="the JSONL file on which the tokenizer is trained")
+    parser.add_argument("--data", type=Path, required=True, help="the JSONL file to train the tokenizer on")
     parser.add_argument("--out", type=Path, required=True, help="the model directory to write")
     parser.add_argument("--vocab-size", type=int, default=2048, help="tokens (2048)")
     parser.add_argument("--hidden-size", type=int, default=128, help="width of the model (128)")

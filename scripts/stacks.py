@@ -1,4 +1,4 @@
-"""Records a run of the tests with other versions, and writes the tables of docs/reference/tested.md.
+"""Records a run of the tests with other versions of packages, and writes the tables of docs/reference/tested.md.
 
 scripts/test.sh --stack NAME runs it in the environment of the stack: python scripts/stacks.py NAME JUNIT_XML
 """
@@ -19,12 +19,12 @@ RESULTS = ROOT / "benchmarks" / "results" / "stacks.json"
 MARKS = "<!-- stacks -->\n", "<!-- /stacks -->"
 PACKAGES = ("torch", "transformers", "trl", "accelerate", "datasets", "deepspeed")
 TITLES = ("torch", "transformers", "TRL", "Accelerate", "datasets", "DeepSpeed")
-# the engine's tests, by path or by module; the others are those of trainers
+# paths or modules of the engine's tests; all others are tests of trainers
 ENGINE = re.compile(r"tests.(tiles|rules|step|layers|placements).(?!test_zero3)")
 
 
 def outcome(case):
-    """Returns the outcome of a test, and why it was not run or what it raised."""
+    """Returns the outcome of a test, and the reason why it was skipped or the error that it raised."""
     for result in case:
         if result.tag in ("failure", "error", "skipped"):
             first = (result.get("message") or "").partition("\n")[0]
@@ -34,7 +34,7 @@ def outcome(case):
 
 
 def summary(cases):
-    """Returns how many tests passed, failed and were skipped, by part of the package, with reasons and errors."""
+    """Returns the numbers of passed, failed and skipped tests, by part of the package, with reasons and errors."""
     counts = {"trainers": Counter(), "engine": Counter()}
     reasons, errors = Counter(), {}
     for case in cases:
@@ -53,7 +53,7 @@ def row(*cells):
 
 
 def tables(runs):
-    """Returns the tables of the page: the runs, and which tests failed."""
+    """Yields the tables of the page: the runs, and the tests that failed."""
     names = [f"{run['stack']}, Python {run['python']}" for run in runs]
     yield row("stack", "Python", *TITLES, "trainers", "engine")
     yield row(*["---"] * (4 + len(TITLES)))

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Runs lint, type checks and the test suite in an environment that it creates. Arguments are passed to pytest.
-#   scripts/test.sh           the checks that every change has to pass
-#   scripts/test.sh --full    every combination of options instead of every pair of them
-#   scripts/test.sh --compiled  the tests of updates, with updates of small parameters compiled as well
+#   scripts/test.sh           the checks that every change must pass
+#   scripts/test.sh --full    all combinations of options instead of all pairs
+#   scripts/test.sh --compiled  the tests of updates, also compiling updates of small parameters
 #   scripts/test.sh --simgpu  the tests for GPUs, on a GPU simulated in host memory (tests/support/simgpu)
 #   scripts/test.sh --gpu     the same tests on a GPU of this machine
 #   scripts/test.sh --triton  the tests of updates, with the GPU's kernels in Triton's interpreter

@@ -1,1 +1,1 @@
-"""Studies of quality: what rules, learning rates and formats do to the loss: `python -m studies`."""
+"""Studies the effect of rules, learning rates and formats on the loss: `python -m studies`."""

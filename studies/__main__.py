@@ -1,9 +1,9 @@
-"""Studies what rules and formats learn: does runs, compares them with recorded ones, and writes the tables.
+"""Trains models with different rules and formats, compares runs with recorded results, and writes the tables.
 
     python -m studies task=search method=adalomo lr=0.001 seed=0 seed=1 [--processes 2] [--out benchmarks/results]
 
-Every combination of the values is a run; the default of `format` is float32, of `seed` 0. A run that is not in the JSON
-file of `--out` is added to it, and of one that is there both results are printed. Without runs, the tables are written.
+Every combination of the values is a run. The default `format` is float32, the default `seed` 0. New runs are added to
+the JSON file in `--out`. For runs that are already there, both results are printed. Without runs, tables are written.
 """
 
 import itertools
@@ -29,10 +29,10 @@ NAMES: dict[str, Mapping[str, Any]] = {"task": TASKS, "method": METHODS}
 
 
 def asked(words: Sequence[str]) -> list[Run]:
-    """The runs that words KEY=VALUE ask for: every combination of the values of each key.
+    """Returns the requested runs: every combination of the values in words KEY=VALUE.
 
     Raises:
-        ConfigError: a key, task or method is unknown, or not given.
+        ConfigError: a key, task or method is unknown or missing.
     """
     values: dict[str, list[Any]] = {key: [] for key in KEYS}
     for word in words:
@@ -50,14 +50,14 @@ def asked(words: Sequence[str]) -> list[Run]:
 
 
 def trained(run: Run) -> Run:
-    """The run with its results, in one thread: what a process does."""
+    """Runs in a process: trains a run in one thread, and returns it with its results."""
     torch.set_num_threads(1)
     start = time.perf_counter()
     return {**run, **tasks.train(run), "seconds": time.perf_counter() - start}
 
 
 def results(runs: Sequence[Run], processes: int) -> Iterator[Run]:
-    """Each run with its results, as soon as it has ended. Those that fail are reported and left out."""
+    """Yields each run with its results as soon as it ends. Failed runs are reported and omitted."""
     with ProcessPoolExecutor(processes, get_context("forkserver")) as pool:
         futures = {pool.submit(trained, run): run for run in runs}
         for future in as_completed(futures):

@@ -1,6 +1,6 @@
-"""The task of chats: SmolLM2-135M-Instruct learns to answer in as few words as possible.
+"""The chat task: SmolLM2-135M-Instruct learns to answer in as few words as possible.
 
-Questions are made at random, of kinds whose answers can be checked: arithmetic, formats, and lookups in a text.
+Questions are generated at random, and their answers can be checked: arithmetic, formats, and lookups in a text.
 """
 
 import calendar
@@ -20,7 +20,7 @@ from studies import packages
 from studies.text import paragraphs
 from studies.training import Task
 
-TRAINED, HELD_OUT = 2400, 180  # chats
+TRAINED, HELD_OUT = 2400, 180  # number of chats
 WORDS = "open file read write close parse split merge sort find count store load move copy print check start stop"
 NAMES = "Anna Ben Clara David Emma Felix Grace Henry Ida Jonas Karla Leo Mona Nils Olga Paul Rosa Simon Tara Uwe"
 MONTHS = list(calendar.month_name)[1:]
@@ -37,7 +37,7 @@ def question(draw: random.Random) -> Question:
     if kind < 2:  # arithmetic
         a, b = draw.randint(10, 999), draw.randint(10, 99)
         text, value = (f"{a} + {b}", a + b) if kind else (f"{a + b} - {b}", a)
-        draw.choice(range(4))  # as when the recorded runs were made, which also drew a wrong answer
+        draw.choice(range(4))  # for the same random numbers as in the recorded runs, which also drew a wrong answer
         return Question(f"What is {text}?", str(value))
     if kind == 2:
         year, month, day = draw.randint(1950, 2030), draw.randint(1, 12), draw.randint(1, 28)
@@ -57,7 +57,7 @@ def question(draw: random.Random) -> Question:
 
 @functools.cache
 def questions() -> list[Question]:
-    """Different ones; the first are held out."""
+    """Returns distinct questions. The first `HELD_OUT` are held out."""
     draw, by_text = random.Random(0), dict[str, Question]()
     while len(by_text) < HELD_OUT + TRAINED:
         new = question(draw)
@@ -65,12 +65,12 @@ def questions() -> list[Question]:
     return list(by_text.values())
 
 
-Chats = tuple[Tensor, ...]  # token ids, and labels: of the next token, or `IGNORED` [chats, tokens]
+Chats = tuple[Tensor, ...]  # token ids, and labels (the next token or `IGNORED`), each [chats, tokens]
 
 
 @functools.cache
 def chats() -> TensorDataset:
-    """`Chats`: every question with its answer. Ids are zero after the end."""
+    """Returns `Chats` of every question with its answer. Ids after the end are zero."""
     tokenizer, ids, labels = packages.chat_tokenizer(), [], []
     for each in questions():
         asked = tokenizer(f"<|im_start|>user\n{each.text}<|im_end|>\n<|im_start|>assistant\n")["input_ids"]
@@ -82,7 +82,7 @@ def chats() -> TensorDataset:
 
 @functools.cache
 def prose() -> Chats:
-    """Rows of the language reference, which measure what is forgotten."""
+    """Returns rows of the language reference, which measure forgetting."""
     tokenizer = packages.chat_tokenizer()
     ids = torch.tensor([token for pair in paragraphs() for token in tokenizer(" ".join(pair))["input_ids"]])
     ids = ids[: 24 * 97].view(24, 97)
@@ -90,7 +90,7 @@ def prose() -> Chats:
 
 
 def logits(model: Any, chats: Chats) -> Tensor:
-    """Of every token with a label [tokens, vocabulary]."""
+    """Returns the logits of every token with a label, [tokens, vocabulary]."""
     longest = int((chats[1] != IGNORED).any(0).nonzero().max()) + 1
     ids, labels = (tensor[:, :longest] for tensor in chats)
     states = model.model(input_ids=ids, attention_mask=(ids != 0).long()).last_hidden_state
@@ -98,7 +98,7 @@ def logits(model: Any, chats: Chats) -> Tensor:
 
 
 def losses(model: Any, chats: Chats) -> Tensor:
-    """Of every token with a label [tokens]."""
+    """Returns the loss of every token with a label, [tokens]."""
     return cross_entropy(logits(model, chats), chats[1][chats[1] != IGNORED], reduction="none")
 
 
@@ -123,8 +123,8 @@ class Chat(Task):
         return losses(model, batch).mean()
 
     def scores(self, model: Any) -> dict[str, float]:
-        """`loss`: nats per token of held-out answers. `exact`: the share of answers of which every token is the most
-        likely one, as in greedy generation. `old`: the loss of prose.
+        """Returns `loss`: nats per token of held-out answers; `exact`: the share of answers in which every token is the
+        most likely token, as in greedy generation; and `old`: the loss of prose.
         """
         lost, right = [], 0.0
         for ids, labels in in_parts(chats()[:HELD_OUT]):

@@ -12,15 +12,15 @@ from lowmem.tiles.storage import WEIGHT_FORMATS, of_state
 
 
 class Format(NamedTuple):
-    """How weights and states are stored."""
+    """The formats in which weights and states are stored."""
 
     weights: str
     states: str
 
     def optimizer(self, model: Any, rule: str, **options: Any) -> lowmem.FusedOptimizer:
-        """Stores the weights of a float32 model in this format, and returns their optimizer."""
+        """Converts the weights of a float32 model to this format, and returns their optimizer."""
         if self.weights != "float32":
-            for param in model.parameters():  # and no buffer, such as the frequencies of positions
+            for param in model.parameters():  # not buffers, such as the frequencies of positions
                 param.data = param.data.bfloat16()
         if self.weights in WEIGHT_FORMATS:
             lowmem.quantize_(model, self.weights)
@@ -29,10 +29,10 @@ class Format(NamedTuple):
         return lowmem.FusedOptimizer(trained, rule, rounding=rounding, state_storage=self.states, **options)
 
     def bytes_per_element(self, states: int) -> float:
-        """Bytes of an element of a matrix and of so many states."""
+        """Returns the bytes per element of a matrix and this number of states."""
         moments = sum(of_state(self.states, signed=not place).bytes_per_element for place in range(states))
         if self.weights in WEIGHT_FORMATS:
-            return WEIGHT_FORMATS[self.weights] / 8 + 2 / 64 + moments  # with a scale for each 64 elements
+            return WEIGHT_FORMATS[self.weights] / 8 + 2 / 64 + moments  # includes a scale per 64 elements
         return (torch.float32 if self.weights == "float32" else torch.bfloat16).itemsize + moments
 
 

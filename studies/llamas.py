@@ -1,4 +1,4 @@
-"""The Llamas of the studies and their task: pretrained here on the library's code ("old text"), and trained on its
+"""The Llamas of the studies and their task: pretraining on the library's code ("old text"), then training on its
 docstrings ("new text").
 """
 
@@ -16,14 +16,14 @@ from studies import training
 from studies.text import modules
 from studies.training import Task, autocast, batches, schedule, with_bfloat16_states
 
-# Layers, hidden size, and updates and learning rate of pretraining.
+# Layers, hidden size, and number of updates and learning rate in pretraining.
 SIZES = {"1M": (4, 128, 1500, 4e-3), "5M": (6, 256, 800, 2e-3), "20M": (6, 512, 500, 1e-3)}
 PRETRAINING_ROWS = 8  # per update
 
 
 @functools.cache
 def texts(length: int, vocab: int, held_out_rows: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Token ids [rows, length] of code ("old") and docstrings ("new"): to train on and, of other modules, held out."""
+    """Returns token ids [rows, length] of code ("old") and docstrings ("new"): training rows and held-out modules."""
     every = list(modules())
     random.Random(0).shuffle(every)
     held_out = len(every) // 12
@@ -44,8 +44,8 @@ class LlamaTask(Task):
     """A Llama and the two texts.
 
     Attributes:
-        size: of `SIZES`.
-        held_out: rows of each text.
+        size: a key of `SIZES`.
+        held_out: number of held-out rows of each text.
     """
 
     size: str = "1M"
@@ -58,7 +58,7 @@ class LlamaTask(Task):
         return texts(self.length, self.vocab, self.held_out)
 
     def random(self) -> Any:
-        """A Llama with random float32 weights. Its hidden states have the dtype of the products."""
+        """Returns a Llama with random float32 weights. Its hidden states have the dtype of the products."""
         layers, hidden, *_ = SIZES[self.size]
         options = {
             "max_position_embeddings": self.length, "tie_word_embeddings": True, "num_attention_heads": hidden // 64,
@@ -80,7 +80,7 @@ class LlamaTask(Task):
         return model(input_ids=batch, labels=batch).loss
 
     def scores(self, model: Any) -> dict[str, float]:
-        """`loss`: nats per token of held-out docstrings. `old`: of held-out code."""
+        """Returns `loss`: nats per token of held-out docstrings, and `old`: nats per token of held-out code."""
         losses = {
             name: sum(self.loss(model, part).item() * len(part) for part in rows.split(32)) / len(rows)
             for name, rows in self.texts[1].items()
@@ -88,7 +88,7 @@ class LlamaTask(Task):
         return {"loss": losses["new"], "old": losses["old"]}
 
     def weights(self) -> dict[str, Tensor]:
-        """Trained on code by torch's AdamW, rounded to bfloat16; from the folder if they are there for this code."""
+        """Returns weights that torch's AdamW has trained on code, rounded to bfloat16 and cached in the folder."""
         path = training.WORK / f"{self.size}-{self.vocab}-{self.texts[0]['old'].sum()}.pt"
         return torch.load(training.once(path, lambda: torch.save(self._pretrained(), path)))
 

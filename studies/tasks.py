@@ -16,8 +16,8 @@ class Method(NamedTuple):
     """A rule with its options.
 
     Attributes:
-        relative: the learning rate is relative to the size of the weights.
-        states: number of states as large as the weight.
+        relative: whether the learning rate is relative to the size of the weights.
+        states: number of full-size states.
     """
 
     rule: str
@@ -29,7 +29,7 @@ class Method(NamedTuple):
 NO_DECAY = {"weight_decay": 0.0}
 CLIPPED = {"clip_norm": 1.0, "store": "device"}
 SMALL_MATRICES = {"min_dim_size_to_factor": 32}
-MOMENTUM = "adafactor, momentum"  # which takes one byte per weight in 8 bits
+MOMENTUM = "adafactor, momentum"  # one byte per weight in 8 bits
 METHODS = {
     "adalomo": Method("adalomo", relative=True),
     "adamw": Method("adamw", NO_DECAY, states=2),
@@ -52,18 +52,18 @@ TASKS: dict[str, Task] = {
     "docstrings, 20M": replace(LLAMA, size="20M", compiled=True),
     **{f"docstrings, batch {size}": replace(LLAMA, batch=size, updates=600 // size) for size in (1, 16, 64)},
 }
-# Learning rate at which AdamW is usually run, and root mean square of the weights
+# The usual learning rate of AdamW, and the root mean square of the weights
 USUAL = {"search": (2e-5, 0.058), "docstrings": (2e-5, 0.099), "chats": (2e-5, 0.18)}
 
 
 def usual(task: str, method: str) -> float:
-    """The learning rate that corresponds to AdamW's usual one."""
+    """Returns the learning rate that corresponds to AdamW's usual learning rate."""
     adamw, rms = USUAL[task]
     return float(f"{adamw / (rms if METHODS[method].relative else 1.0):.2g}")
 
 
 def train(run: Run) -> Run:
-    """The results of a run."""
+    """Trains a run and returns its results."""
     method, task = METHODS[run["method"]], TASKS[run["task"]]
     form = format_of(run["format"])
     return training.train(task, task.model(), method.rule, run["lr"], method.options, form, run["seed"])

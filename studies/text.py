@@ -1,4 +1,4 @@
-"""The text of the studies: the Python standard library of this machine, its code and its docstrings."""
+"""The text of the studies: code and docstrings of this machine's Python standard library."""
 
 import ast
 import re
@@ -9,8 +9,8 @@ from pydoc_data.topics import topics
 
 from scripts.make_docstrings import functions, module_name, source_files
 
-TABLES = {"encodings", "pydoc_data", "turtledemo"}  # modules that hold data rather than code
-LONGEST = 40_000  # characters of one module that are read
+TABLES = {"encodings", "pydoc_data", "turtledemo"}  # modules that contain data rather than code
+LONGEST = 40_000  # maximum number of characters per module
 
 
 class _WithoutDocstrings(ast.NodeTransformer):
@@ -23,17 +23,17 @@ class _WithoutDocstrings(ast.NodeTransformer):
 
 
 def parsed() -> Iterator[tuple[str, Path, ast.Module]]:
-    """The modules of the standard library, with their names."""
+    """Yields the name, path and syntax tree of each module in the standard library."""
     root = Path(sysconfig.get_path("stdlib"))
     for path in source_files(root):
         try:
             yield module_name(path, root), path.relative_to(root), ast.parse(path.read_bytes())
-        except (SyntaxError, ValueError):  # the library contains broken files on purpose, for its tests
+        except (SyntaxError, ValueError):  # the library contains broken files for its own tests
             continue
 
 
 def modules() -> Iterator[tuple[str, str]]:
-    """Each module in two texts: its code without docstrings and comments, and its and its functions' docstrings."""
+    """Yields two texts for each module: the code without docstrings and comments, and all docstrings."""
     for name, path, tree in parsed():
         if TABLES.isdisjoint(path.parts):
             docstrings = [ast.get_docstring(tree), *(ast.get_docstring(function) for _, function in functions(tree))]
@@ -42,7 +42,7 @@ def modules() -> Iterator[tuple[str, str]]:
 
 
 def documented_functions() -> Iterator[tuple[str, str, str]]:
-    """The module, the first paragraph of the docstring, and the code of each function that has both."""
+    """Yields the module, the docstring's first paragraph, and the code of each documented function."""
     for name, path, tree in parsed():
         for _, function in functions(tree) if TABLES.isdisjoint(path.parts) else ():
             docstring = ast.get_docstring(function) or ""
@@ -51,7 +51,7 @@ def documented_functions() -> Iterator[tuple[str, str, str]]:
 
 
 def paragraphs() -> Iterator[tuple[str, str]]:
-    """The first sentence, and the following ones, of each paragraph of the language reference that has several."""
+    """Yields the first sentence and the remaining sentences of each longer paragraph in the language reference."""
     for name in sorted(topics):
         for paragraph in re.split(r"\n\n(?=[A-Z])", topics[name]):
             first, *rest = re.split(r"(?<=\.)\s+(?=[A-Z])", re.sub(r"\s+", " ", paragraph).strip(), maxsplit=1)

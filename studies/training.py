@@ -1,4 +1,4 @@
-"""One run of a study: a model is trained on a task by one rule, and scored along the way."""
+"""One run of a study: trains a model on a task with one rule, and scores it before and after."""
 
 import math
 from abc import ABC, abstractmethod
@@ -16,17 +16,17 @@ from lowmem.errors import StepError
 from studies.formats import Format
 
 WORK = Path("data/studies")  # models and finished runs
-WARMUP = 0.05  # of the updates; then the learning rate decays linearly to zero
+WARMUP = 0.05  # share of the updates; then the learning rate decays linearly to zero
 DIVERGED = 1.0  # nats above the first held-out loss
 
 
 @dataclass(frozen=True)
 class Task(ABC):
-    """What is trained, on what, and how it is scored.
+    """A model, its training data, and its scores.
 
     Attributes:
-        updates: of a run, with `batch` rows each.
-        compiled: whether updates are compiled in any case.
+        updates: number of updates per run, with `batch` rows each.
+        compiled: whether updates are always compiled.
     """
 
     updates: int = 150
@@ -35,33 +35,33 @@ class Task(ABC):
 
     @abstractmethod
     def model(self) -> Any:
-        """The model with the float32 weights from which every run starts."""
+        """Returns the model with the float32 weights from which every run starts."""
 
     @abstractmethod
     def rows(self) -> Any:
-        """Everything to train on, a tensor or a `TensorDataset`; indexed by a tensor of integers it gives a batch."""
+        """Returns the training data, a tensor or `TensorDataset`. Indexing it with an integer tensor gives a batch."""
 
     @abstractmethod
     def loss(self, model: Any, batch: Any) -> Tensor:
-        """The loss of one batch."""
+        """Returns the loss of one batch."""
 
     @abstractmethod
     def scores(self, model: Any) -> dict[str, float]:
-        """Of held-out text, by a model in evaluation: first the `loss` that training lowers."""
+        """Returns the scores of a model in evaluation mode on held-out text. The first is the objective, `loss`."""
 
 
 def with_bfloat16_states(embedding: nn.Module) -> None:
-    """Makes hidden states bfloat16 from the embedding on, so that they do not depend on the dtype of weights."""
+    """Casts the embedding's output to bfloat16, so that hidden states do not depend on the dtype of weights."""
     embedding.register_forward_hook(lambda module, args, states: states.bfloat16())
 
 
 def autocast() -> torch.autocast:
-    """Matrix products are bfloat16 in all runs, so that only the storage of weights between two updates differs."""
+    """Returns bfloat16 autocast for matrix products, so that runs differ only in how weights are stored."""
     return torch.autocast("cpu", torch.bfloat16)
 
 
 def batches(rows: Any, batch: int, seed: int) -> Iterator[Any]:
-    """Batches in another order for each seed, again and again."""
+    """Yields batches indefinitely, in a different order for each seed."""
     generator = torch.Generator().manual_seed(seed)
     while True:
         for some in torch.randperm(len(rows), generator=generator)[: len(rows) // batch * batch].split(batch):
@@ -69,7 +69,7 @@ def batches(rows: Any, batch: int, seed: int) -> Iterator[Any]:
 
 
 def once(path: Path, make: Callable[[], None]) -> Path:
-    """Makes a file or a folder if it is not there, in one process at a time."""
+    """Creates a file or folder if it does not exist, in one process at a time."""
     with FileLock(WORK / "lock"):
         if not path.exists():
             make()
@@ -90,7 +90,7 @@ def schedule(optimizer: torch.optim.Optimizer, updates: int) -> Any:
 
 
 def matrices(model: Any) -> Tensor:
-    """The elements of all matrices that are trained, in float32."""
+    """Returns the elements of all trained matrices, in float32."""
     params = (param for param in model.parameters() if param.dim() > 1 and param.requires_grad)
     return torch.cat([param.detach().float().flatten() for param in params])
 
@@ -110,19 +110,19 @@ def train(
 
     Args:
         options: hyperparameters and options of `FusedOptimizer`.
-        form: of weights and states.
+        form: format of weights and states.
 
     Returns:
-        The scores after the last update, infinite if the run diverged, by their names, and:
-        `curve`: (share of the updates, the scores) before the first update and after the last one.
-        `step`: norm of an update over the norm of the weights, just after the warmup.
+        The scores after the last update by name (infinite if the run diverged), and:
+        `curve`: (share of the updates, scores) before the first update and after the last update.
+        `step`: norm of an update divided by the norm of the weights, just after the warmup.
     """
     compiled = {"compile": True} if task.compiled else {}
     optimizer = form.optimizer(model, rule, lr=lr, seed=seed, **compiled, **options)
     updates, rates = task.updates, schedule(optimizer, task.updates)
     watched = {min(warmup(updates) + more, updates) for more in (1, 3, 5)}
     first, scores, steps = scored(task, model), None, list[float]()
-    with suppress(StepError):  # gradients that are not finite
+    with suppress(StepError):  # non-finite gradients
         for update, some in zip(range(1, updates + 1), batches(task.rows(), task.batch, seed), strict=False):
             before = matrices(model) if update in watched else None
             with autocast():

@@ -1,4 +1,4 @@
-"""Measures a call on the device, a GPU or, to try a script, the CPU: seconds, kernels, bytes."""
+"""Measures seconds, kernels and bytes of a call on a GPU, or on a CPU to try a script."""
 
 import gc
 import statistics
@@ -15,20 +15,20 @@ from benchmarks.measurement import seconds, sync
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
-QUEUE = 800  # launches that surely fit into a GPU's queue
+QUEUE = 800  # number of launches that always fit into a GPU's queue
 
 Run = Callable[[], object]
 
 
 def clear() -> None:
-    """Frees unreferenced memory, reference cycles of optimizers and their hooks included."""
+    """Frees unreferenced memory, including reference cycles of optimizers and their hooks."""
     if GPU:
         gc.collect()
         torch.cuda.empty_cache()
 
 
 def host_seconds(run: Run) -> float:
-    """The time of a call until everything is queued."""
+    """Returns the time until a call has queued all of its work."""
     sync()
     start = time.perf_counter()
     run()
@@ -36,10 +36,10 @@ def host_seconds(run: Run) -> float:
 
 
 def device_seconds(run: Run, repeats: int = 7) -> float:
-    """The median time that the device takes for the kernels that a call launches.
+    """Returns the median device time of the kernels that a call launches.
 
-    The device sleeps until everything is queued, so that it never waits for the host. If more is launched than its
-    queue holds, the time of the host is included.
+    The device sleeps until everything is queued, so that it never waits for the host. If a call launches more kernels
+    than fit into the queue, host time is included.
     """
     if (kernels(run) or QUEUE) >= QUEUE:
         return median(run, repeats)
@@ -62,7 +62,7 @@ def median(run: Run, repeats: int = 7) -> float:
 
 
 def kernels(run: Run) -> int | None:
-    """The number of kernels that a call launches, copies and fills included; None on a CPU."""
+    """Returns the number of kernels that a call launches, including copies and fills, or None on a CPU."""
     if not GPU:
         return None
     run()
@@ -74,7 +74,7 @@ def kernels(run: Run) -> int | None:
 
 
 def peak(run: Run) -> int | None:
-    """The peak of allocated bytes during a call, above those before it; None on a CPU, where they are not counted."""
+    """Returns the peak of allocated bytes during a call, relative to before the call, or None on a CPU."""
     if not GPU:
         return None
     sync()
@@ -86,7 +86,7 @@ def peak(run: Run) -> int | None:
 
 
 def pinned_bytes() -> int:
-    """Pinned bytes that torch has allocated, after unused blocks are returned to the system."""
+    """Returns the pinned bytes that torch has allocated, after returning unused blocks to the system."""
     if not GPU:
         return 0
     gc.collect()
@@ -100,7 +100,7 @@ def normal(*size: int) -> Tensor:
 
 
 def squares(params: Sequence[Tensor]) -> Tensor:
-    """A loss in which every parameter is."""
+    """Returns a loss that depends on every parameter."""
     return torch.stack([param.float().square().sum() for param in params]).sum()
 
 
@@ -108,7 +108,7 @@ class Updates:
     """Parameters of one size, their gradients, and an optimizer.
 
     Attributes:
-        first_seconds: the time of the first update of all parameters, compilation included.
+        first_seconds: time of the first update of all parameters, including compilation.
     """
 
     def __init__(self, size: Sequence[int], count: int, *, weights: str = "", **options: Any) -> None:

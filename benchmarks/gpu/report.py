@@ -1,4 +1,4 @@
-"""The report of a check: rows by part, with goals, within a budget of seconds."""
+"""The report of a check: rows by part, with goals, and a time budget."""
 
 import json
 import sys
@@ -15,10 +15,10 @@ from benchmarks.gpu.device import clear
 
 
 class Report:
-    """Rows by part, written to `out` after every row; `budget` is in seconds from now.
+    """Rows by part, written to `out` after every row. budget: seconds from now.
 
     Attributes:
-        failed: a part raised an error other than out-of-memory.
+        failed: whether a part raised an error other than out-of-memory.
     """
 
     def __init__(self, out: Path, budget: float) -> None:
@@ -28,14 +28,14 @@ class Report:
         self._end, self._rows = self._began + budget, []
 
     def row(self, what: str, measured: Any, goal: float | None = None, **more: Any) -> None:
-        """Adds a measurement that should be at most `goal`; `measured` is None where this machine cannot measure it."""
+        """Adds a measurement that should be at most `goal`. measured: None if this machine cannot measure it."""
         met = None if goal is None or measured is None else measured <= goal
         text = None if goal is None else f"<= {goal:g}"
         self._add({"what": what, "measured": measured, "goal": text, "met": met, **more})
 
     @contextmanager
     def trial(self, what: str) -> Iterator[None]:
-        """Adds a row for an error that is raised inside, and goes on."""
+        """Adds a row if the block raises an error, and continues."""
         try:
             yield
         except Exception as error:
@@ -45,7 +45,7 @@ class Report:
         clear()
 
     def part(self, measure: Callable[["Report", bool], None], needs: float, small: bool) -> None:
-        """Runs a part that needs so many seconds, or adds a row that says why it does not."""
+        """Runs a part, or adds a row that says why it is skipped. needs: seconds that the part needs."""
         name, began, self._rows = measure.__name__, time.perf_counter(), []
         self.parts[name] = part = {"rows": self._rows}
         if (left := self._end - began) < needs:
@@ -58,7 +58,7 @@ class Report:
         print(f"{name}: {part['seconds']} s", file=sys.stderr, flush=True)
 
     def goals(self) -> Iterator[dict[str, Any]]:
-        """The rows that have a goal."""
+        """Yields the rows that have a goal."""
         return (row for part in self.parts.values() for row in part["rows"] if row.get("goal"))
 
     def _add(self, row: dict[str, Any]) -> None:

@@ -1,8 +1,8 @@
-"""Kernels for a GPU, one launch per pass over any number of parameters, written in Triton from the trace of an update.
+"""GPU kernels, generated in Triton from the trace of an update: one launch per pass, for any number of parameters.
 
     graphs of `lowmem.tiles.traced` ─► lines (printing) ─► source (passes, between) ─► launches (kernels, tables)
 
-Triton is imported when the first kernels are made.
+Triton is imported when the first kernels are created.
 """
 
 from lowmem.kernels.kernels import Batch, Kernels, Result, Values, try_compiler

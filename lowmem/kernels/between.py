@@ -1,7 +1,7 @@
-"""Writes the kernels of what lies between passes: a program for each slice of a parameter.
+"""Writes the kernels for the code between passes, with one program for each slice of a parameter.
 
-A program loops over the rows, the columns, the slices of its parameter, or the last dimension of a state, as often as
-sums over them depend on each other, and computes again in each loop what it needs:
+A program loops over the rows, the columns, the slices of its parameter, or the last dimension of a state. If a sum
+depends on another sum, it needs one more loop, which recomputes the values that it needs:
 
     mean of the new row factor      ┐ a loop over rows
     row factors, divided by it      ┐ the next one
@@ -17,9 +17,9 @@ from lowmem.errors import UnsupportedError
 from lowmem.kernels.inputs import Columns, Scalars
 from lowmem.kernels.printing import REDUCTIONS, Lines, Printer, Value, closure, op_name, source_of
 
-BLOCK = 4096  # elements that a loop takes at a time
+BLOCK = 4096  # elements per iteration of a loop
 
-# Sides along which a value extends; besides, the number of elements of the last dimension of a state.
+# Sides along which a value extends, or the size of the last dimension of a state.
 ONE, SLICE, ROW, COL = "one", "slice", "row", "col"
 LIMITS = {ROW: "R", COL: "C", SLICE: "B"}
 
@@ -33,28 +33,28 @@ class Between:
         self.scalars, self.columns, self.update = scalars, columns, scalars.update
         graph, inputs = self.update.graph, scalars.inputs
         self.sides: dict[fx.Node, Side] = {}
-        self.sums: dict[fx.Node, tuple[int, int]] = {}  # number of the pass, and of its sum
+        self.sums: dict[fx.Node, tuple[int, int]] = {}  # node → (number of the pass, number of its sum)
         for n, each in enumerate(self.update.passes):
             self.sums |= {user: (n, user.args[1]) for user in each.node.users}  # type: ignore[misc]
-        self.copies = {  # into small states
+        self.copies = {  # copies to small states
             inputs[node.args[0]]: node  # type: ignore[index]
             for node in graph.module.graph.nodes
             if op_name(node) == "copy" and node.args[0] in inputs
         }
         known = set[fx.Node]()
-        self.stages: list[list[fx.Node]] = []  # what is computed before each pass
+        self.stages: list[list[fx.Node]] = []  # the nodes to compute before each pass
         for each in self.update.passes:
             vectors = dict(zip(each.vectors, each.node.args[0], strict=True))
             new = [source_of(node) for key, node in vectors.items() if key[0] != "noise"]
             self.stages.append([node for node in new if node not in known and scalars.input(node) is None])
             known |= set(new)
         self.results = {source_of(node): name for name, node in graph.results.items()}
-        self.ends = [*self.copies.values(), *self.results]  # with the last pass, after all states have been read
+        self.ends = [*self.copies.values(), *self.results]  # stored before the last pass, after all states are read
         for node in closure([node for stage in (*self.stages, self.ends) for node in stage], self.sums.__contains__):
             self.sides[node] = self._side(node, SLICE if self.update.kind.batched else ONE)
 
     def _side(self, node: fx.Node, of_slice: Side) -> Side:
-        """The side along which a value extends."""
+        """Returns the side along which a value extends."""
         if (key := self.scalars.inputs.get(node)) is not None:
             tail = node.meta["val"].shape[1:] if key[0] == "slice" else ()
             return int(tail[0]) if tail else key[0] if key[0] in (ROW, COL) else of_slice if key[0] == "slice" else ONE
@@ -72,7 +72,7 @@ class Between:
         if len(sides) > 1:
             sides -= {SLICE}
         if len(sides) > 1:
-            raise UnsupportedError(f"rows and columns meet in {node.format_node()}")
+            raise UnsupportedError(f"{node.format_node()} combines rows and columns")
         return next(iter(sides))
 
     def is_sum(self, node: fx.Node) -> bool:
@@ -80,7 +80,7 @@ class Between:
         return op_name(node) in REDUCTIONS and self.sides[node.args[0]] != ONE  # type: ignore[index]
 
     def text(self, number: int) -> str:
-        """Writes the kernel before pass `number`; "" if there is nothing to do."""
+        """Returns the source of the kernel before pass `number`, or "" if there is nothing to do."""
         ends = self.ends if number == len(self.update.passes) - 1 else []
         if not (roots := [*self.stages[number], *ends]):
             return ""
@@ -90,7 +90,7 @@ class Between:
             level[node] = max((level[source] for source in node.all_input_nodes if source in level), default=0)
             level[node] += self.is_sum(node)
         highest = max(level.values())
-        level |= dict.fromkeys(self.copies.values(), highest)  # a state is read before it is written
+        level |= dict.fromkeys(self.copies.values(), highest)  # so that a state is read before it is written
         for now in range(highest + 1):
             loops: dict[tuple[Side, str], list[fx.Node]] = {}
             for node in nodes:
@@ -113,20 +113,20 @@ class Between:
         return LIMITS[side] if isinstance(side, str) else str(side)
 
     def _loop_of(self, node: fx.Node) -> tuple[Side, str]:
-        """The side of a sum, and the number of its elements."""
+        """Returns the side of a sum, and the code for its number of elements."""
         side, shape = self.sides[node.args[0]], node.args[0].meta["val"].shape  # type: ignore[index, union-attr]
         if node.kwargs or node.args[1:2] not in (([-1],), ([len(shape) - 1],)):
-            raise UnsupportedError(f"{node.format_node()} has no form in Triton")
+            raise UnsupportedError(f"{node.format_node()} is not supported in Triton")
         return side, str(shape[-1]) if side == SLICE and isinstance(shape[-1], int) else self._limit(side)
 
     def _print_loop(self, main: "Scope", side: Side, limit: str, nodes: list[fx.Node]) -> None:
-        """Prints a loop over a side, which sums nodes or stores them."""
+        """Prints a loop over a side that sums or stores nodes."""
         sums = [node for node in nodes if self.is_sum(node)]
         inner = Scope(self, main.text, side, main, limit)
         totals = [main.assign(f"tl.zeros([{BLOCK}], tl.float32)", (BLOCK,), torch.float32) for _ in sums]
         for total, node in zip(totals, sums, strict=True):
             if op_name(node) == "amax":
-                raise UnsupportedError("a maximum between two passes has no form in Triton")
+                raise UnsupportedError("a maximum between two passes is not supported in Triton")
             value = inner.of_float32(node.args[0])
             inner.lines.append(f"{total.code} += tl.where(here, {value.code}, 0.0)")
         for node in nodes:
@@ -143,7 +143,7 @@ class Between:
 
 
 class Scope(Printer):
-    """Prints the body of a program, or of a loop in it over `side`, in which values of this side are blocks."""
+    """Prints the body of a program, or of a loop over `side`, in which values along this side are blocks."""
 
     def __init__(
         self, between: Between, text: Lines, side: Side, outer: "Scope | None" = None, limit: str = ""
@@ -179,27 +179,27 @@ class Scope(Printer):
         base = self.text.once(pointer + (f" + {offset}" if offset else ""))
         if not self._shape:
             return self.assign(f"tl.load({base})", (), dtype)
-        if self._side == SLICE:  # from the first slice of the sum on
+        if self._side == SLICE:  # starts at the first slice of the sum
             base += " - index" if self._limit == "B" else f" - index % {self._limit}"
         return self.assign(f"tl.load({base} + at, mask=here, other=0)", self._shape, dtype)
 
     def reshaped(self, node: fx.Node, value: Value) -> Value:
         before, after = ([str(size) for size in each.meta["val"].shape if size != 1] for each in (node.args[0], node))  # type: ignore[union-attr]
         if value.shape and self._side != SLICE and before != after:
-            raise UnsupportedError(f"{node.format_node()} has no form in Triton")
+            raise UnsupportedError(f"{node.format_node()} is not supported in Triton")
         return value
 
     def reduced(self, node: fx.Node, value: Value) -> Value:
-        return value  # one element: other sums have been computed by a loop
+        return value  # one element, because other sums have been computed by a loop
 
     def of_float32(self, node: Any) -> Value:
-        """Returns a value that is summed, or stored in the workspace."""
+        """Returns the float32 value of a node that is summed or stored in the workspace. Raises for other dtypes."""
         if (value := self.value(node)).dtype != torch.float32:
-            raise UnsupportedError(f"{node.format_node()} has no form in Triton, because it is not float32")
+            raise UnsupportedError(f"{node.format_node()} is not supported in Triton, because it is not float32")
         return value
 
     def store(self, node: fx.Node) -> None:
-        """Stores a value: a state, a result, or what a pass reads."""
+        """Stores a state, a result, or a value that a pass reads."""
         between, value = self._between, self.value(node)
         at, mask = (" + at", ", mask=here") if self._shape else ("", "")
         if node in between.copies.values():

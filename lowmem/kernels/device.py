@@ -1,4 +1,4 @@
-"""Triton functions that are written by hand, which all kernels share."""
+"""Hand-written Triton functions that all kernels share."""
 # ruff: noqa: ANN001, ANN201 (Triton has no types)
 
 import triton
@@ -20,22 +20,22 @@ def smaller(one, other):
 
 @triton.jit
 def largest(value, axis: tl.constexpr, keep_dims: tl.constexpr):
-    """Returns the maximum along an axis; NaN if there is one."""
+    """Returns the maximum along an axis, or NaN if an element is NaN."""
     return tl.reduce(value, axis, larger, keep_dims=keep_dims)
 
 
 @triton.jit(do_not_specialize=["programs", "jobs", "pieces", "work"])
 def fold(programs, jobs, pieces, work, LARGEST: tl.constexpr, LINES: tl.constexpr, BLOCK: tl.constexpr):
-    """Sums partial sums of rows, columns or tiles, or takes their maximum, in an order that shapes alone decide.
+    """Sums partial sums (or takes their maximum) of rows, columns or tiles, in an order that depends only on shapes.
 
-    programs: the job of each program.  jobs: [jobs, 5] first program, place of the result, its length, number of the
-    first piece, number of pieces.  pieces: [pieces, 4] place, lines, start in the result, length of a line.
+    programs: the job of each program.  jobs: [jobs, 5] first program, offset of the result, its length, index of the
+    first piece, number of pieces.  pieces: [pieces, 4] offset, lines, start in the result, length of a line.
     """
     job = jobs + tl.load(programs + tl.program_id(0)) * 5
     target, length, piece = tl.load(job + 1), tl.load(job + 2), pieces + tl.load(job + 3) * 4
     block, down = tl.arange(0, BLOCK)[None, :], tl.arange(0, LINES)[:, None]
     at = (tl.program_id(0) - tl.load(job)) * BLOCK + block
-    single = length == 1  # all threads sum its lines
+    single = length == 1  # then all threads sum lines
     step = tl.where(single, LINES * BLOCK, LINES)
     total = tl.full([LINES, BLOCK], float("-inf") if LARGEST else 0.0, tl.float32)
     for _ in range(tl.load(job + 4)):

@@ -1,9 +1,9 @@
-"""The inputs of kernels: tables with a row for each rectangle or slice that a program works on, and scalars.
+"""The inputs of kernels: scalars, and tables with one row for each rectangle or slice that a program processes.
 
-programs  int32 [programs]: the row of the table that a program works on
-table     int64 [rectangles or slices, columns]: sizes, pointers, and places in the workspace
+programs  int32 [programs]: the row of the table that a program processes
+table     int64 [rectangles or slices, columns]: sizes, pointers, and offsets in the workspace
 grads     int64 [members]: pointers        numbers  float64, of all groups        keys  int32: of random bits
-scalars   float64 [slices, slots]: what code between passes has computed for a slice
+scalars   float64 [slices, slots]: results of the code between passes for each slice
 work      float32: partial sums, sums, and vectors of rows and columns
 results   float64 [results, members]
 """
@@ -20,7 +20,7 @@ ARGS = ("programs", "table", "grads", "numbers", "keys", "scalars", "work", "res
 
 
 class Tile(NamedTuple):
-    """A program takes `steps` tiles [rows, cols] one after another: downwards, or along a line."""
+    """The size of a tile. A program processes `steps` tiles [rows, cols] in turn: downwards, or along a line."""
 
     rows: int
     cols: int
@@ -29,27 +29,27 @@ class Tile(NamedTuple):
 
     @property
     def strip(self) -> tuple[int, int]:
-        """Rows and columns of a program."""
+        """Number of rows and columns per program."""
         return (1, self.cols * self.steps) if self.rows == 1 else (self.rows * self.steps, self.cols)
 
 
 class Columns:
-    """The columns of a table, in the order in which kernels need them. row: the variable with a pointer to a row."""
+    """The columns of a table, in the order in which kernels request them. row: the variable that points to a row."""
 
     def __init__(self, row: str) -> None:
         self.row, self.keys = row, dict[tuple[str, Any], int]()
 
     def load(self, kind: str, name: Any = "") -> str:
-        """Code that loads a column, which is added if it is new."""
+        """Returns code that loads a column. New columns are added."""
         return f"tl.load({self.row} + {self.keys.setdefault((kind, name), len(self.keys))})"
 
     def pointer(self, kind: str, name: Any, dtype: torch.dtype) -> str:
-        """Code that loads a pointer."""
+        """Returns code that loads a pointer."""
         return f"{self.load(kind, name)}.to(tl.pointer_type({TYPES[dtype]}))"
 
 
 class Scalars:
-    """Scalars that kernels read: inputs of the update, and results of code between passes, which has a slot for each.
+    """Scalars that kernels read: inputs of the update, and results of the code between passes, each in a slot.
 
     inputs: keys of the graph's inputs.
     """
@@ -61,7 +61,7 @@ class Scalars:
         self.args = (*ARGS, *(f"reading_{name}" for name in self.reading))
 
     def input(self, node: fx.Node) -> Value | None:
-        """Returns the value of a node that is a number of the rule or of the reading, with views; else None."""
+        """Returns the value of a node that is a number of the rule or the reading, or a view of one; else None."""
         node = source_of(node)
         kind, name = self.inputs.get(node, ("", ""))
         if kind == "reading":
@@ -74,16 +74,16 @@ class Scalars:
         return None
 
     def number(self, at: int, *, single: bool) -> Value:
-        """Returns a number of the rule."""
+        """Returns the value of a number of the rule."""
         code = f"tl.load(numbers + group + {at})"
         return Value(f"{code}.to(tl.float32)", (), torch.float32) if single else Value(code, (), torch.float64)
 
     def place(self, node: fx.Node) -> str:
-        """Code of the slot of a node."""
+        """Returns the address of a node's slot as code. New nodes get a slot."""
         return f"scalars + slice * SLOTS + {self.slots.setdefault(node, len(self.slots))}"
 
     def stored(self, node: fx.Node) -> Value:
-        """Returns a scalar vector of a pass."""
+        """Returns the value of a scalar vector of a pass."""
         if (known := self.input(node)) is not None:
             return known
         dtype = node.meta["val"].dtype

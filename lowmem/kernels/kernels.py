@@ -1,4 +1,4 @@
-"""The kernels of one kind of parameters, and their launches for parameters that are updated together."""
+"""Compiles the kernels for one kind of parameters, and launches them for parameters that are updated together."""
 
 import functools
 import hashlib
@@ -16,11 +16,11 @@ from lowmem.tiles.stored import Across
 from lowmem.tiles.tile import Reading
 from lowmem.tiles.traced import TracedUpdate
 
-# How Triton compiles: it does not load ahead, nor contract multiplies and adds.
+# Options of Triton's compiler: no software pipelining, no fused multiply-adds.
 OPTIONS: dict[str, Any] = {"num_stages": 1, "enable_fp_fusion": False}
 WARPS_BETWEEN, WARPS_FOLD = 16, 8
 
-# What the arguments of kernels point to, except for those of the reading.
+# Types that the arguments of kernels point to, except for arguments of the reading.
 TYPES = {
     "programs": torch.int32, "table": torch.int64, "grads": torch.int64, "numbers": torch.float64,
     "keys": torch.int32, "scalars": torch.float64, "work": torch.float32, "results": torch.float64,
@@ -29,7 +29,7 @@ TYPES = {
 
 
 def try_compiler() -> None:
-    """Compiles one of the kernels for the present GPU. Raises Triton's error."""
+    """Compiles one of the kernels for the current GPU, and raises Triton's error if that fails."""
     from lowmem.kernels.device import fold
 
     pointers = (TYPES[name] for name in ("programs", "jobs", "pieces", "work"))
@@ -39,8 +39,8 @@ def try_compiler() -> None:
 class Values(NamedTuple):
     """The values of a step, on the device.
 
-    numbers: of all groups, one after another, float64.  keys: of the noise of all parameters, int32.  reading: of the
-    gradients of a batch; its scalars are the same for all members.
+    numbers: the numbers of all groups, concatenated, float64.  keys: the noise keys of all parameters, int32.  reading:
+    how the gradients of a batch are read; its scalars are the same for all members.
     """
 
     numbers: Tensor
@@ -49,25 +49,25 @@ class Values(NamedTuple):
 
 
 class Result(NamedTuple):
-    """square_sums: of the gradients, unless they were known.  sizes: see `UpdateRule.update`. Float64 [members]."""
+    """square_sums: squared gradient norms, unless already known.  sizes: see `UpdateRule.update`. Float64 [members]."""
 
     square_sums: Tensor | None
     sizes: Tensor | None
 
 
 class Kernels:
-    """The kernels of an update, for any number of parameters of any sizes."""
+    """The kernels of an update, for any number of parameters of any size."""
 
     def __init__(self, update: TracedUpdate, *, line: bool, aligned: bool) -> None:
-        """line: parameters are updated `is_line`.  aligned: and each `Member.is_aligned`, as its gradients are. Raises
-        `UnsupportedError` for an operation that is not known.
+        """line: whether parameters are updated as single lines (`is_line`).  aligned: whether every member and its
+        gradients are aligned (`Member.is_aligned`). Raises `UnsupportedError` for unknown operations.
         """
         self.source = Source(update, line=line, aligned=aligned)
         self._held: dict[torch.device, dict[Any, Any]] = {}  # compiled kernels by name and constants
 
     @functools.cached_property
     def functions(self) -> dict[str, Any]:
-        """Triton's functions by name."""
+        """Triton functions by name."""
         import triton
         import triton.language as tl
 
@@ -75,14 +75,14 @@ class Kernels:
 
         text, shared = self.source.text, {each: getattr(device, each) for each in device.__all__}
         name = f"lowmem.kernels.generated_{hashlib.sha256(text.encode()).hexdigest()[:16]}"
-        linecache.cache[name] = len(text), None, text.splitlines(keepends=True), name  # where Triton reads it
+        linecache.cache[name] = len(text), None, text.splitlines(keepends=True), name  # Triton reads it here
         found: dict[str, Any] = {"__name__": name, "triton": triton, "tl": tl, **shared}
         exec(compile(text, name, "exec"), found)  # noqa: S102 (written by this package alone)
         return found
 
     @property
     def variants(self) -> Iterator[tuple[str, tuple[Any, ...], int]]:
-        """Name, constants and warps of each kernel."""
+        """Yields the name, constants and number of warps of each kernel."""
         for name, _ in self.source.steps:
             yield name, (), WARPS_BETWEEN if name.startswith("between") else self.source.tile.warps
         kinds = {kind for each in self.source.update.passes for kind, _ in each.sums or ()}
@@ -90,7 +90,7 @@ class Kernels:
             yield "fold", (largest, *FOLD), WARPS_FOLD
 
     def compile(self, device: torch.device) -> None:
-        """Compiles them for a device, if that has not been done. Raises Triton's error."""
+        """Compiles the kernels for a device, unless they are already compiled. Raises Triton's errors."""
         if device in self._held:
             return
         args, held = self.source.update.kind.args, dict[Any, Any]()
@@ -103,7 +103,7 @@ class Kernels:
         self._held[device] = held
 
     def launch(self, launch: "Launch", args: Sequence[Any], device: torch.device) -> None:
-        """Launches a kernel on a device, which is the current one."""
+        """Launches a kernel on a device, which must be the current device."""
         args = *launch.args, *args, *launch.constants
         if (held := self._held[device][launch.name, launch.constants]) is None:  # in Triton's interpreter
             self.functions[launch.name][launch.grid,](*args)
@@ -112,7 +112,7 @@ class Kernels:
 
 
 class Launch(NamedTuple):
-    """name: of the kernel.  grid: number of programs.  args: its first arguments.  constants: its last ones."""
+    """name: the kernel.  grid: number of programs.  args: the first arguments.  constants: the last arguments."""
 
     name: str
     grid: int
@@ -121,22 +121,22 @@ class Launch(NamedTuple):
 
 
 class Sum(NamedTuple):
-    """A part of the workspace that is summed over ranks, or of which they take the maximum."""
+    """A part of the workspace that is reduced over ranks, by sum or maximum."""
 
     part: slice
     largest: bool
 
 
 class Batch:
-    """Parameters that are updated together. All that is static about them is on their device, also pointers to their
-    tensors, which it does not keep alive.
+    """Parameters that are updated together. All static values are on their device. They include pointers to the
+    parameters' tensors, which are not kept alive.
 
     Attributes:
-        steps: of a run.
+        steps: the launches and reductions of a run.
     """
 
     def __init__(self, kernels: Kernels, members: Sequence[Member], across: Across | None = None) -> None:
-        """across: the ranks that have the other shards of all of them."""
+        """across: the ranks that have the other shards of the parameters."""
         self._kernels, self._across, source = kernels, across, kernels.source
         self.device = members[0].tensors["param", 0].device
         tables = Tables(source, members)
@@ -161,7 +161,7 @@ class Batch:
         self._pinned = [
             (torch.empty(len(members), dtype=torch.int64, pin_memory=True), torch.cuda.Event())
             for _ in range(2 if self.device.type == "cuda" else 0)
-        ]  # pointers of gradients, in turn
+        ]  # pointers to gradients, used alternately
         self._sent_pointers, self._grads = list[int](), torch.empty(0, dtype=torch.int64)
         self._results = torch.zeros(len(source.results), len(members), dtype=torch.float64, device=self.device)
         rows = dict(zip(source.results, self._results, strict=True))
@@ -172,11 +172,11 @@ class Batch:
 
     @property
     def launches(self) -> int:
-        """Number of launches of a run."""
+        """Number of launches per run."""
         return sum(isinstance(step, Launch) for step in self.steps)
 
     def run(self, grads: Sequence[Tensor], values: Values) -> Result:
-        """Updates the members. grads: of each, contiguous, in the order of its tensors.
+        """Updates the members. grads: the gradient of each, contiguous, in the memory order of its tensors.
 
         Returns:
             The results, which the next run overwrites.
@@ -198,8 +198,8 @@ class Batch:
         return self._result
 
     def _pointers(self, pointers: list[int]) -> Tensor:
-        """Sends pointers, unless they are those of the run before. It does not wait for the device, unless that has not
-        yet got those that were sent two times before.
+        """Copies pointers to the device unless they equal the last run's. It waits for the device only if the copy
+        before the previous one has not completed yet.
         """
         if pointers != self._sent_pointers:
             self._sent_pointers, host = pointers, torch.tensor(pointers, dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""Writes the kernel of a pass: a program takes several tiles of a rectangle one after another."""
+"""Writes the kernel of a pass, in which a program processes several tiles of a rectangle one after another."""
 
 from typing import Any
 
@@ -16,12 +16,12 @@ from lowmem.tiles.traced import GRAD, Arguments, Graph, Kind, Pass, reading_of
 
 LOWEST = 'float("-inf")'
 
-# Arguments of a tile of which its noise is computed: the numbers of its lines, and of its first column in two parts.
+# Arguments of a tile that its noise depends on: the numbers of its lines, and its first column number in two parts.
 LINE, KEY, HIGH, LOW = (("place", name) for name in ("line", "key", "high", "low"))
 
 
 def trace_tile(kind: Kind, reached: Pass, tile: Tile) -> Graph:
-    """Traces the function of a pass for a tile. The results of a pass that writes are the tensors of the tile."""
+    """Traces the function of a pass for a tile. If the pass writes, the results are the tensors of the tile."""
     storages, sizes, shape = dict(kind.storages), Sizes(), (1, tile.rows, tile.cols)
     tensors = {
         (name, n): sizes.tensor((*shape[:2], shape[2] // part.group), part.dtype, kind.device)
@@ -56,7 +56,7 @@ def trace_tile(kind: Kind, reached: Pass, tile: Tile) -> Graph:
 
 
 def kernel_shape(value: Tensor) -> tuple[int, ...]:
-    """Returns a shape in the kernel of a tile: without the batch dimension, and () for one element."""
+    """Returns the shape of a value in the kernel: without the batch dimension, and () for one element."""
     shape = tuple(value.shape)
     if all(size == 1 for size in shape):
         return ()
@@ -79,7 +79,7 @@ class TilePrinter(Printer):
         return value._replace(code=self.text.once(value.code))
 
     def place(self, name: str, n: int) -> tuple[str, str]:
-        """Code of the addresses of a tensor's tile, and of the elements that exist."""
+        """Returns the code for the addresses of a tensor's tile, and for the mask of its elements."""
         part = self.storages[name].parts[n]
         if name == GRAD:
             byte = f"{self._columns.load('offset')} * {part.dtype.itemsize}"
@@ -126,22 +126,22 @@ class TilePrinter(Printer):
         return self.assign(f"tl.reshape({value.code}, {list(shape)})", shape, value.dtype)
 
     def reduced(self, node: fx.Node, value: Value) -> Value:
-        """A sum or maximum of elements within a tile, such as over a group."""
+        """Returns a sum or maximum within a tile, for example over a group."""
         functions = {"sum": "tl.sum({}, {}, keep_dims={})", "amax": "largest({}, {}, {})"}
         name, ndim = op_name(node), node.args[0].meta["val"].ndim  # type: ignore[union-attr]
         if name not in functions or len(node.args[1]) > 1:  # type: ignore[arg-type]
-            raise UnsupportedError(f"{node.format_node()} has no form in Triton")
+            raise UnsupportedError(f"{node.format_node()} is not supported in Triton")
         (axis,), keep = (*node.args[1:], False)[:2]  # type: ignore[misc]
         code = functions[name].format(value.code, axis % ndim - ndim + len(value.shape), bool(keep))
         return self.assign(code, kernel_shape(node.meta["val"]), value.dtype)
 
 
 def pass_text(scalars: Scalars, columns: Columns, number: int, reached: Pass, tile: Tile, *, aligned: bool) -> str:
-    """Writes the kernel of pass `number`."""
+    """Returns the source of the kernel for pass `number`."""
     graph = trace_tile(scalars.update.kind, reached, tile)
     printer = TilePrinter(scalars, columns, reached, graph, tile, aligned=aligned)
     line, (rows, cols), before, after = tile.rows == 1, (tile.rows, tile.cols), list[str](), list[str]()
-    row_sums: dict[str, str] = {}  # which scalar sums share
+    row_sums: dict[str, str] = {}  # shared by scalar sums
 
     def masked(value: Value, other: str = "0.0") -> str:
         return f"tl.where(inside1, {value.code}, {other})"
@@ -158,7 +158,7 @@ def pass_text(scalars: Scalars, columns: Columns, number: int, reached: Pass, ti
                 printer.lines.append(f"tl.store({place}, {value.code}, mask={inside})")
             continue
         value, acc = printer.value(node), f"sum{which}"
-        if value.shape != (rows, cols):  # of a broadcast value
+        if value.shape != (rows, cols):  # the value needs broadcasting
             value = printer.assign(f"tl.broadcast_to({value.code}, [{rows}, {cols}])", (rows, cols), value.dtype)
         partial = printer.text.once(f"work + {columns.load('partial', (number, which))}")
         if key[0] in ("row", "row_max"):

@@ -1,4 +1,4 @@
-"""Prints operations of a traced graph as Triton: one line for each, with the rounding of eager PyTorch."""
+"""Prints a traced graph as Triton code, one line per operation, with the rounding of eager PyTorch."""
 
 import itertools
 import math
@@ -17,7 +17,7 @@ TYPES = {
     torch.uint8: "tl.uint8", torch.bool: "tl.int1",
 }  # fmt: skip
 
-# Operations that only give a value another shape, and operations that give another tensor of the same values.
+# Operations that only change the shape of a value, and operations that return another tensor with the same values.
 RESHAPES = {"view", "_unsafe_view", "reshape", "expand", "unsqueeze", "squeeze", "as_strided", "select"}
 COPIES = {"clone", "alias", "detach", "contiguous", "lift_fresh_copy"}
 REDUCTIONS = {"sum", "mean", "amax"}
@@ -36,12 +36,12 @@ EXPRESSIONS = {
     "logical_not": "{0} == 0", "lshift": "{0} << {1}", "bitwise_left_shift": "{0} << {1}",
     "rshift": "{0} >> {1}", "bitwise_right_shift": "{0} >> {1}",
 }  # fmt: skip
-# In float64 these are exact as they are, or have no form.
+# In float64, these operators round correctly. "" means that an operation is not supported.
 IN_DOUBLE = {
     "div": "{0} / {1}", "sqrt": "tl.sqrt({0})", "reciprocal": "1.0 / {0}", "rsqrt": "1.0 / tl.sqrt({0})",
     "addcdiv": "{0} + {1} / {2}", "pow": "power({0}, {1})", "round": "", "fma": "",
 }  # fmt: skip
-# Of integers, by positive ones: Triton rounds towards zero.
+# Division of integers by positive integers. (Triton rounds towards zero.)
 OF_INTEGERS = {
     "floor_divide": "({0} - ({0} % {1} + {1}) % {1}) // {1}", "remainder": "({0} % {1} + {1}) % {1}",
     "floordiv": "{0} // {1}",
@@ -50,7 +50,7 @@ COMPARISONS = {"lt", "le", "gt", "ge", "eq", "ne", "isnan"}
 
 
 class Value(NamedTuple):
-    """code: a variable or a literal.  shape: in the kernel, () for a scalar.  dtype: None for a literal."""
+    """code: a variable or literal.  shape: the shape in the kernel, () for scalars.  dtype: None for a literal."""
 
     code: str
     shape: tuple[int, ...] = ()
@@ -58,7 +58,7 @@ class Value(NamedTuple):
 
 
 def op_name(node: fx.Node) -> str:
-    """Returns the name of an operation: aten.mul_.Tensor → mul, aten.__rshift__.Scalar → rshift; "" if it is none."""
+    """Returns the name of an operation, or "": aten.mul_.Tensor → mul, aten.__rshift__.Scalar → rshift."""
     if node.op != "call_function":
         return ""
     packet: Any = getattr(node.target, "overloadpacket", node.target)
@@ -67,14 +67,14 @@ def op_name(node: fx.Node) -> str:
 
 
 def source_of(node: Any) -> fx.Node:
-    """Returns the node that has the values of a node, which may only have another shape or other memory."""
+    """Returns the node that computes the values of a node, looking through changes of shape and copies."""
     while op_name(node) in RESHAPES | COPIES and not isinstance(node.args[-1], torch.dtype):
         node = node.args[0]
     return node
 
 
 def closure(roots: Iterable[fx.Node], stop: Callable[[fx.Node], bool]) -> list[fx.Node]:
-    """Returns the nodes that some nodes are computed from, and these, in the order of the graph."""
+    """Returns the given nodes and all nodes that they are computed from, in the order of the graph."""
     waiting, found = list(roots), set[fx.Node]()
     while waiting:
         node = waiting.pop()
@@ -85,41 +85,41 @@ def closure(roots: Iterable[fx.Node], stop: Callable[[fx.Node], bool]) -> list[f
 
 
 class Lines:
-    """The body of a kernel. head: expressions at its start, by name, each of which is written once."""
+    """The source of a kernel. head: expression → variable, for expressions that are computed once at the start."""
 
     def __init__(self) -> None:
         self.head: dict[str, str] = {}
         self.numbers = itertools.count()
 
     def once(self, code: str) -> str:
-        """Returns the variable of an expression that is computed at the start of the kernel."""
+        """Returns the variable for an expression that is computed once at the start of the kernel."""
         return self.head.setdefault(code, f"h{len(self.head)}")
 
     def function(self, name: str, args: Iterable[str], start: Iterable[str], body: Iterable[str]) -> str:
-        """Returns the text of the kernel. start, body: the lines before and after the head."""
+        """Returns the source of the kernel. start, body: the lines before and after the head."""
         lines = [*start, *(f"{variable} = {code}" for code, variable in self.head.items()), *body]
         names = ", ".join(args)
-        untyped = f"do_not_specialize={[*args]!r}"  # one compiled kernel for all arguments
+        untyped = f"do_not_specialize={[*args]!r}"  # compile once for all argument values
         return f"\n\n@triton.jit({untyped})\ndef {name}({names}):\n" + "".join(f"    {line}\n" for line in lines)
 
 
 class Printer(ABC):
-    """Prints the nodes that are asked for, each once. lines: what it has printed.  values: of nodes."""
+    """Prints requested nodes, each once. lines: the printed code.  values: the value of each printed node."""
 
     def __init__(self, text: Lines) -> None:
         self.text, self.lines, self.values = text, list[str](), dict[fx.Node, Value]()
 
     @abstractmethod
     def source(self, node: fx.Node) -> Value | None:
-        """Returns the value of a node that is not an operation of this kernel, else None."""
+        """Returns the value of a node that this kernel does not compute, or None for an operation of the kernel."""
 
     @abstractmethod
     def reshaped(self, node: fx.Node, value: Value) -> Value:
-        """Returns a value in the shape of an operation that gives it another one."""
+        """Returns a value with the shape that an operation gives it."""
 
     @abstractmethod
     def reduced(self, node: fx.Node, value: Value) -> Value:
-        """Returns a sum, mean or maximum."""
+        """Returns the sum, mean or maximum of a value."""
 
     def assign(self, code: str, shape: tuple[int, ...] = (), dtype: torch.dtype | None = None) -> Value:
         """Prints an expression as a new variable."""
@@ -128,13 +128,13 @@ class Printer(ABC):
         return Value(name, shape, dtype)
 
     def value(self, node: fx.Node) -> Value:
-        """Returns the value of a node, which is printed if it is new."""
+        """Returns the value of a node, and prints the node if it is new."""
         if node not in self.values:
             self.values[node] = self.source(node) or self._operation(node)
         return self.values[node]
 
     def cast(self, value: Value, dtype: torch.dtype) -> Value:
-        """Returns a value in another dtype."""
+        """Returns a value converted to a dtype."""
         if value.dtype in (None, dtype):
             return value
         code = f"{value.code} != 0" if dtype == torch.bool else f"{value.code}.to({TYPES[dtype]})"
@@ -162,7 +162,7 @@ class Printer(ABC):
 
     def _pointwise(self, node: fx.Node, name: str, dtype: torch.dtype) -> Value:
         if any(value != 1 for option, value in node.kwargs.items() if option not in ("min", "max")):
-            raise UnsupportedError(f"{node.format_node()} has no form in Triton")
+            raise UnsupportedError(f"{node.format_node()} is not supported in Triton")
         if name == "clamp":
             return self._clamped(node, dtype)
         operands = [arg for arg in node.args if isinstance(arg, fx.Node | int | float)]
@@ -180,12 +180,12 @@ class Printer(ABC):
         return self._expression(name, [self._like(arg, common) for arg in args], dtype)
 
     def _like(self, arg: Any, dtype: torch.dtype) -> Value:
-        """An operand in the dtype of an operation."""
+        """Returns an operand in the dtype of an operation."""
         if isinstance(arg, Value):
             return self.cast(arg, dtype)
         arg = float(arg) if dtype.is_floating_point else arg
         if dtype == torch.float64 or (isinstance(arg, float) and 0 < abs(arg) < 2.0**-126):
-            return Value(f"tl.full((), {_literal(arg)}, {TYPES[dtype]})")  # else Triton chooses the dtype
+            return Value(f"tl.full((), {_literal(arg)}, {TYPES[dtype]})")  # otherwise Triton chooses the dtype
         return Value(_literal(arg))
 
     def _clamped(self, node: fx.Node, dtype: torch.dtype) -> Value:
@@ -200,7 +200,7 @@ class Printer(ABC):
     def _expression(self, name: str, args: list[Value], dtype: torch.dtype) -> Value:
         more = IN_DOUBLE if dtype == torch.float64 else {} if dtype.is_floating_point else OF_INTEGERS
         if not (code := (EXPRESSIONS | more).get(name)):
-            raise UnsupportedError(f"{name} has no form in Triton")
+            raise UnsupportedError(f"{name} is not supported in Triton")
         rank = max(len(arg.shape) for arg in args)
         wide = [(1,) * (rank - len(arg.shape)) + arg.shape for arg in args]
         shape = tuple(max(sizes) for sizes in zip(*wide, strict=True))
@@ -208,7 +208,7 @@ class Printer(ABC):
 
 
 def _of_rank(value: Value, rank: int) -> str:
-    """Code of a value that broadcasts to a rank."""
+    """Returns the code of a value, with leading dimensions added up to this rank."""
     if not value.shape or len(value.shape) == rank:
         return value.code
     return f"{value.code}[{', '.join(['None'] * (rank - len(value.shape)) + [':'] * len(value.shape))}]"

@@ -1,4 +1,4 @@
-"""The source of all kernels of an update."""
+"""Source code of all kernels of an update."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,7 @@ from lowmem.kernels.inputs import Columns, Scalars, Tile
 from lowmem.kernels.passes import pass_text
 from lowmem.tiles.traced import TracedUpdate
 
-# 16 elements per thread: registers suffice, and loads are 16 bytes wide.
+# 16 elements per thread fit into registers, and loads are 16 bytes wide.
 MATRIX, LINE = Tile(8, 256, 16), Tile(1, 2048, 16)
 
 
@@ -18,14 +18,14 @@ def is_line(update: TracedUpdate, shape: Sequence[int]) -> bool:
 
 
 class Source:
-    """The source of the kernels of an update.
+    """Source code of an update's kernels.
 
     Attributes:
-        text: a module.
-        steps: name of each kernel in the order of their launches, and the number of its pass.
+        text: the source of a Python module.
+        steps: the name of each kernel and the number of its pass, in launch order.
         rectangles, slices: columns of the tables.
-        vectors: the kind of each vector that code between passes stores in the workspace.
-        results: names of what the update returns.
+        vectors: the kind of each vector that the code between passes stores in the workspace.
+        results: names of the update's results.
     """
 
     def __init__(self, update: TracedUpdate, *, line: bool, aligned: bool) -> None:

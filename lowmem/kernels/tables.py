@@ -1,4 +1,4 @@
-"""The tables of parameters that are updated together: their rectangles and slices, and places in the workspace."""
+"""Tables for parameters that are updated together: rectangles, slices, and offsets in the workspace."""
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,12 +9,12 @@ from torch import Tensor
 from lowmem.kernels.source import Source
 from lowmem.tiles.layout import WIDEST, Layout
 
-# Lines and columns of partial sums that a program of `fold` takes at a time.
+# Number of lines and columns of partial sums that a program of `fold` processes at a time.
 FOLD = 16, 128
 
 
 class Rectangle(NamedTuple):
-    """A rectangle of one slice of a parameter. element: its first one in the tensors of the shard."""
+    """A rectangle of one slice of a parameter. element: index of its first element in the tensors of the shard."""
 
     member: int
     slice: int
@@ -29,8 +29,8 @@ class Rectangle(NamedTuple):
 class Member(NamedTuple):
     """One parameter.
 
-    layout: of its shard.  tensors: of the weight ("param") and of states of its size, by name and number of the part.
-    small: its other states, by kind and name.  group: place of its group's numbers.  key: number of its noise key.
+    layout: layout of the shard.  tensors: parts of the weight ("param") and full-size states, by name and part number.
+    small: the other states, by kind and name.  group: offset of the group's numbers.  key: index of the noise key.
     """
 
     layout: Layout
@@ -45,16 +45,16 @@ class Member(NamedTuple):
 
     @property
     def fits(self) -> bool:
-        """Returns whether kernels can update it: its tensors are contiguous, and so are the rows of its rectangles."""
+        """Whether kernels can update the parameter: its tensors and the rows of its rectangles are contiguous."""
         if not all(each.is_contiguous() for each in (*self.tensors.values(), *self.small.values())):
             return False
         views = self._views
-        narrow = all(view.shape[1] == 1 or view.stride(1) < 1 << 28 for view in views)  # int32 counts within a tile
+        narrow = all(view.shape[1] == 1 or view.stride(1) < 1 << 28 for view in views)  # int32 offsets within a tile
         return narrow and all(view.shape[2] == 1 or view.stride(2) == 1 for view in views)
 
     @property
     def is_aligned(self) -> bool:
-        """Returns whether all rows begin at multiples of 16 elements, and all rectangles at multiples of 16 bytes."""
+        """Whether all rows start at multiples of 16 elements, and all rectangles at multiples of 16 bytes."""
         numel, rectangles = self.tensors["param", 0].numel(), list(self.rectangles(0))
         return all((each.cols | each.stride | each.element) % 16 == 0 for each in rectangles) and all(
             (tensor.data_ptr() + each.element // (numel // tensor.numel()) * tensor.itemsize) % 16 == 0
@@ -63,7 +63,7 @@ class Member(NamedTuple):
         )
 
     def rectangles(self, number: int) -> Iterator[Rectangle]:
-        """Yields the rectangles of its slices on this rank. number: of the member."""
+        """Yields the rectangles of the member's slices on this rank. number: index of the member."""
         weight = self.tensors["param", 0]
         for view, rectangle in zip(self._views, self.layout.rectangles, strict=True):
             batch, rows, cols = view.shape
@@ -77,13 +77,13 @@ class Member(NamedTuple):
 
 
 class Tables:
-    """Everything static about parameters that are updated together, on the host.
+    """Static tables for parameters that are updated together, on the host.
 
     Attributes:
-        tiles: number of programs of each rectangle.
+        tiles: number of programs for each rectangle.
         rectangles, slices: the tables of kernels.
-        totals: the parts of the workspace with the sums of a pass, by its number, and by whether they are maxima.
-        size: of the workspace.
+        totals: (number of a pass, whether they are maxima) → part of the workspace with the sums of the pass.
+        size: size of the workspace.
     """
 
     def __init__(self, source: Source, members: Sequence[Member]) -> None:
@@ -100,7 +100,7 @@ class Tables:
         self._first = [0, *itertools.accumulate(self.tiles)]
         rows, cols = ([shapes[n][side] for n, _ in self._slices] for side in (1, 2))
         self._lengths = {"row": rows, "row_max": rows, "col": cols, "scalar": [1] * len(self._slices)}
-        self._places = dict[tuple[str, Any], list[int]]()  # in the workspace, of rectangles or slices
+        self._places = dict[tuple[str, Any], list[int]]()  # offsets in the workspace, by rectangle or slice
         self.totals, self.size = dict[tuple[int, bool], slice](), 0
         self._give_places()
         self.rectangles = [self._of_rectangle(n, each) for n, each in enumerate(self._rectangles)]
@@ -108,11 +108,11 @@ class Tables:
 
     @staticmethod
     def programs(counts: Sequence[int]) -> list[int]:
-        """Returns what each program works on, given the number of programs of each."""
+        """Returns the row that each program processes, given the number of programs per row."""
         return [n for n, count in enumerate(counts) for _ in range(count)]
 
     def _sums(self, number: int, largest: bool) -> Iterator[tuple[tuple[int, int], str]]:
-        """The sums or the maxima of a pass: key and kind."""
+        """Yields (key, kind) of the sums or the maxima of a pass."""
         for n, (kind, _) in enumerate(self._source.update.passes[number].sums or ()):
             if (kind == "row_max") is largest:
                 yield (number, n), kind
@@ -130,7 +130,7 @@ class Tables:
             place("vector", node, self._lengths[kind])
         kept = most = self.size
         for n, _ in enumerate(self._source.update.passes):
-            self.size = kept  # the partial sums of earlier passes have been summed
+            self.size = kept  # reuses the memory of earlier passes' partial sums
             for largest in (False, True):
                 for key, kind in self._sums(n, largest):
                     place("partial", key, [lines * length for lines, _, length in self._partial(kind)])
@@ -138,7 +138,7 @@ class Tables:
         self.size = most
 
     def _partial(self, kind: str) -> Iterator[tuple[int, int, int]]:
-        """The partial sums of each rectangle: lines, start in the sum, length of a line."""
+        """Yields (lines, start in the sum, length of a line) for the partial sums of each rectangle."""
         for each, (down, across) in zip(self._rectangles, self._strips, strict=True):
             if kind == "scalar":
                 yield down * across, 0, 1
@@ -160,7 +160,7 @@ class Tables:
         return programs, jobs, pieces
 
     def _of_rectangle(self, number: int, each: Rectangle) -> list[int]:
-        """The columns of a rectangle."""
+        """Returns the columns of a rectangle."""
         member, of_slice, columns = self._members[each.member], self._slice_of[number], list[int]()
         line, (high, low) = each.slice * member.layout.shape[1] + each.row, divmod(each.col + (1 << 31), 1 << 32)
         fixed = {
@@ -182,7 +182,7 @@ class Tables:
         return columns
 
     def _of_slice(self, number: int, n: int, index: int) -> list[int]:
-        """The columns of a slice: number `index` of member n."""
+        """Returns the columns of slice `index` of member `n`."""
         member, columns = self._members[n], list[int]()
         batch, rows, cols = member.layout.shape
         fixed = {"rows": rows, "cols": cols, "slices": batch, "index": index, "member": n, "group": member.group}

@@ -1,4 +1,4 @@
-"""Autocast, asked and set per device."""
+"""Queries and sets autocast per device."""
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -13,9 +13,9 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
 
 
 def autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
-    """Returns a context in which products have this dtype, or the dtype of their factors if it is None.
+    """Returns a context in which products use this dtype, or the dtype of their operands if it is None.
 
-    Casts of weights are not cached: a backward inside another autocast would hold them until that one ends.
+    Casts of weights are not cached, because inside another autocast region they would stay in memory until it ends.
     """
     if not torch.amp.is_autocast_available(device.type):
         return nullcontext()

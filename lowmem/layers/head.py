@@ -1,8 +1,8 @@
-"""The output head: the cross-entropy of logits of which one tile exists at a time.
+"""The output head: computes the cross-entropy with one tile of logits in memory at a time.
 
-Logits are the product of hidden states [tokens, hidden] and a weight [vocabulary, hidden]. Forward takes some tokens at
-a time. It stores the log-sum-exp of each, and the gradient of its hidden state up to a factor. The gradient of rows of
-the weight depends only on those rows, the hidden states and the log-sum-exps. Backward computes it from tiles, too.
+Logits are the product of hidden states [tokens, hidden] and a weight [vocabulary, hidden]. Forward processes some
+tokens at a time, and stores the log-sum-exp of each token and the gradient of its hidden state up to a factor. The
+gradient of a weight row depends only on that row, hidden states and log-sum-exps, so backward also works with tiles.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,11 +22,11 @@ from lowmem.tiles.quantized import rows_of
 
 __all__ = ["METRICS", "Gather", "Head", "linear_cross_entropy", "token_losses"]
 
-# Metrics of a token, without a gradient: the entropy of its distribution p; log(Σ p²); the mean of its logits; whether
-# its label has the largest logit.
+# Metrics of a token, without gradients: the entropy of its distribution p, log(Σ p²), the mean of its logits, and
+# whether its label has the largest logit.
 METRICS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 
-# Returns a context in which weight and bias are complete.
+# Returns a context in which the weight and the bias are gathered.
 Gather = Callable[[], AbstractContextManager[Any]]
 
 
@@ -46,10 +46,10 @@ def linear_cross_entropy(
     Args:
         hidden: [..., size], float32 or 16-bit.
         weight: [vocabulary, size].
-        labels: [...], integers, not shifted. Tokens whose label is `ignore_index` have loss 0.
+        labels: [...], integers, not shifted. The loss of tokens with the label `ignore_index` is 0.
         bias: [vocabulary].
         reduction: "mean" over the tokens that are not ignored, "sum", or "none".
-        num_items: divides the sum instead of the number of tokens: the number over all micro-batches and ranks.
+        num_items: if set, divides the sum: the number of tokens over all micro-batches and ranks.
         options: options of `Head`, such as `softcap`, `label_smoothing` and `memory`.
 
     Returns:
@@ -57,7 +57,7 @@ def linear_cross_entropy(
 
     Raises:
         ConfigError: a value is out of range, or `memory` is not enough for one row.
-        IndexError: on a CPU, a label that is neither `ignore_index` nor the number of a row; a GPU stops with an
+        IndexError: on a CPU, if a label is neither `ignore_index` nor the index of a row. A GPU stops with an
             assertion, as in `torch.nn.functional.cross_entropy`.
         UnsupportedError: in a backward with `create_graph=True`.
     """
@@ -77,8 +77,8 @@ def linear_cross_entropy(
 
 @dataclass(frozen=True)
 class _Options:
-    """Arguments of `_TokenLosses` that are not tensors. dtype: of the factors of products.  learns: hidden states need
-    a gradient.  keeps: see `token_losses`.
+    """Arguments of `_TokenLosses` that are not tensors. dtype: dtype of the operands of products.  learns: whether
+    hidden states need a gradient.  keeps: see `token_losses`.
     """
 
     head: Head
@@ -106,9 +106,9 @@ def token_losses(
         hidden: [tokens, size].  weight: [vocabulary, size].  bias: [vocabulary].
         targets: integers [tokens], the label of each token.
         metrics: names of `METRICS`.
-        gather: returns a context in which weight and bias are complete.
-        keeps: backward computes the gradient of the weight from stored probabilities, if they fit into half of the
-            memory of the head, and no logits again.
+        gather: returns a context in which the weight and the bias are gathered.
+        keeps: store the probabilities if they fit into half of the head's memory, so that backward does not recompute
+            logits for the gradient of the weight.
 
     Returns:
         The losses and the log-sum-exps of the logits, float32 [tokens], and the metrics, each [tokens].
@@ -116,7 +116,7 @@ def token_losses(
     learns = torch.is_grad_enabled() and hidden.requires_grad
     if hidden.device.type != "cpu":
         dtype = autocast_dtype(hidden.device) or hidden.dtype
-    else:  # whose products of float16 are slow
+    else:  # a CPU, where float16 products are slow
         dtype = torch.bfloat16 if hidden.dtype == weight.dtype == torch.bfloat16 else torch.float32
     losses, log_sums, *values = _TokenLosses.apply(  # type: ignore[no-untyped-call]
         hidden, weight, bias, targets, _Options(head, metrics, gather, dtype, learns, keeps)
@@ -172,7 +172,7 @@ class _TokenLosses(torch.autograd.Function):
         grad = of_targets if of_log_sums is None else of_targets + of_log_sums
         if ctx.needs_input_grad[0]:
             grad_hidden = torch.mul(directions, grad[:, None], out=torch.empty_like(hidden))
-            if of_log_sums is not None:  # directions depend on the logit of the label, and log-sum-exps do not
+            if of_log_sums is not None:  # directions include the gradient of the label's logit, log-sum-exps do not
                 slope = of_log_sums * head.slope_at(log_sums - losses)
                 with gather():
                     grad_hidden += rows_of(weight, targets) * slope[:, None].to(hidden.dtype)
@@ -203,11 +203,11 @@ def _scan(
     Args:
         hidden: [tokens, size], in the dtype of products.  weight: [vocabulary, size].  bias: [vocabulary].
         targets: int64 [tokens].
-        into: takes the gradient of each loss with respect to the products of its token, [tokens, vocabulary].
+        into: output for the gradient of each loss with respect to its token's products, [tokens, vocabulary].
 
     Returns:
-        "losses" and "log_sums", float32 [tokens]; the metrics, [tokens] each; and, if hidden states learn, "directions"
-        [tokens, size], the gradient of each loss with respect to the hidden state of its token.
+        "losses" and "log_sums", float32 [tokens]; the metrics, each [tokens]; and if hidden states need gradients,
+        "directions" [tokens, size], the gradient of each loss with respect to its token's hidden state.
     """
     head, smoothing, metrics = options.head, options.head.label_smoothing, options.metrics
     z, slope = head.logits(hidden, weight, bias)
@@ -233,7 +233,7 @@ def _scan(
     if "log_sum_sq_probs" in metrics:
         results["log_sum_sq_probs"] = e.square().sum(-1).log() - 2 * sum_exp.log()
     if options.learns:
-        scale = 1024.0 if hidden.dtype == torch.float16 else 1.0  # in which small probabilities would be zero
+        scale = 1024.0 if hidden.dtype == torch.float16 else 1.0  # small probabilities would underflow in float16
         grads = torch.full_like(sum_exp, scale)
         of_products = head.of_products(e.mul_((1 / sum_exp)[:, None]), grads, grads, targets, 0, len(weight))
         if slope is not None:
@@ -245,7 +245,7 @@ def _scan(
 
 
 def _checked(targets: Tensor, vocabulary: int) -> Tensor:
-    """Returns labels as int64. Raises `IndexError` for one that is not the number of a row, without a device sync."""
+    """Returns labels as int64. Raises `IndexError` if one is out of range, without a device sync."""
     try:
         targets.new_zeros(()).expand(vocabulary).index_select(0, targets)
     except IndexError:

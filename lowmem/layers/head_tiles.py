@@ -1,6 +1,6 @@
-"""Tiles of an output head: the logits of some tokens with some rows of the vocabulary. One exists at a time.
+"""Tiles of an output head: the logits of some tokens for some rows of the vocabulary, one tile at a time.
 
-The gradient of the weight is computed from them block of rows by block of rows.
+The gradient of the weight is computed from tiles, one block of rows at a time.
 """
 
 import math
@@ -16,22 +16,22 @@ from lowmem.rules import require
 from lowmem.tiles.layout import block_starts
 from lowmem.tiles.quantized import QuantizedWeight, plain
 
-# Default memory for the temporaries of a head, in bytes. With smaller tiles a GPU waits for the host:
-# four times the memory halves the time of a step of 1B parameters on an H200.
+# Default memory for the temporaries of a head, in bytes. With small tiles, a GPU waits for the host:
+# on an H200, four times the memory halves the step time of a model with 1B parameters.
 MEMORY, GPU_MEMORY = 128 << 20, 512 << 20
 
-# Bytes per element of a tile of logits: the logits, their exponentials, and the product of both.
+# Bytes per element of a tile of logits: for the logits, their exponentials, and the product of both.
 _TILE = 12
 
-# Bytes per element of the rows of hidden states and of the weight that a tile is computed from: the sums, and float32
-# copies where the device has no product of 16-bit matrices that is summed and returned in float32.
+# Bytes per element of a tile's hidden states and weight rows: for the sums, and for float32 copies if the device cannot
+# multiply 16-bit matrices with a float32 result.
 _ROW = 8
 
-# Bytes of rows of the weight that are cast or dequantized at a time. The allocator of a CPU takes a larger tensor from
-# the system and returns it each time, which for few tokens takes longer than the products.
+# Bytes of weight rows that are cast or dequantized at a time. A CPU allocator gets larger tensors from the system and
+# returns them each time, which for few tokens takes longer than the products.
 SLICE, GPU_SLICE = 8 << 20, 64 << 20
 
-# A tensor is not allowed as an option: it might be learned, and would not get a gradient.
+# Options cannot be tensors, because a learned tensor would not get a gradient.
 _CHECKS = {
     "logit_scale": require.number(),
     "softcap": require.number("> 0", optional=True),
@@ -44,11 +44,11 @@ _CHECKS = {
 class Head:
     """Computes logits z from the product y of hidden states and weight, and defines the loss of a token.
 
-    z = softcap · tanh(s · y / softcap) / temperature, without `softcap` z = s · y / temperature, with s = logit_scale.
+    z = softcap · tanh(s · y / softcap) / temperature, or s · y / temperature without `softcap`, with s = logit_scale.
     The loss of a token with label l is logsumexp(z) − (1 − ε) z_l − ε mean(z), with ε = label_smoothing.
 
     Attributes:
-        memory: bytes of temporaries, which determine the size of tiles. None is 128 MiB on a CPU and 512 MiB on a GPU.
+        memory: bytes for temporaries, which determine the tile size. None means 128 MiB on a CPU, 512 MiB on a GPU.
 
     Raises:
         ConfigError: a value is out of range.
@@ -65,16 +65,16 @@ class Head:
             check(name, getattr(self, name))
 
     def available(self, device: torch.device) -> int:
-        """Bytes of temporaries on a device."""
+        """Returns the number of bytes for temporaries on a device."""
         return self.memory or (MEMORY if device.type == "cpu" else GPU_MEMORY)
 
     @property
     def slope(self) -> float:
-        """The derivative of a logit with respect to y, without the factor of tanh."""
+        """The derivative of a logit with respect to y, without the derivative of tanh."""
         return self.logit_scale / self.temperature
 
     def slope_at(self, z: Tensor) -> Tensor | float:
-        """The derivative of a logit z with respect to y."""
+        """Returns the derivative of a logit z with respect to y."""
         if self.softcap is None:
             return self.slope
         return self.slope * (1 - (z * (self.temperature / self.softcap)).square())
@@ -86,7 +86,7 @@ class Head:
             hidden: [tokens, size], in the dtype of products.  weight: [rows, size].  bias: [rows].
 
         Returns:
-            The logits, float32 [tokens, rows], and the derivative of tanh at each if there is a `softcap`.
+            The logits, float32 [tokens, rows], and the derivative of tanh at each logit, or None without `softcap`.
         """
         parts = self.slices(weight, hidden.dtype)
         if len(parts) == 1:
@@ -104,7 +104,7 @@ class Head:
         return tanh.mul_(self.softcap / self.temperature), derivative
 
     def times(self, factors: Tensor, weight: Tensor) -> Tensor:
-        """Returns `factors @ weight`, [tokens, rows] and [rows, size], in float32, or rounded once to bfloat16."""
+        """Returns `factors @ weight` for [tokens, rows] and [rows, size], in float32 or rounded once to bfloat16."""
         if not isinstance(weight, QuantizedWeight) and weight.dtype == factors.dtype:
             return factors @ weight if weight.device.type == "cpu" else _product(factors, weight)
         total = torch.zeros(len(factors), weight.shape[1], dtype=torch.float32, device=factors.device)
@@ -113,7 +113,7 @@ class Head:
         return total
 
     def slices(self, weight: Tensor, dtype: torch.dtype) -> list[slice]:
-        """Returns the rows of a weight to cast or dequantize at a time: all, if products take them as they are."""
+        """Returns the rows of a weight to cast or dequantize at a time (all rows if no conversion is needed)."""
         on_cpu = weight.device.type == "cpu"
         if isinstance(weight, QuantizedWeight) or weight.dtype != dtype or (on_cpu and dtype != torch.float32):
             memory = min(self.available(weight.device) // 4, SLICE if on_cpu else GPU_SLICE)
@@ -124,11 +124,11 @@ class Head:
     def of_products(
         self, p: Tensor, grad: Tensor, of_targets: Tensor, targets: Tensor, first: int, total: int
     ) -> Tensor:
-        """Turns probabilities into the gradient of the products y, in place, without the factor of tanh.
+        """Converts probabilities to the gradient of the products y, in-place, without the derivative of tanh.
 
         Args:
-            p: of some tokens and the rows of the vocabulary from `first` on, of `total` rows: [tokens, rows].
-            grad: see `HeadGradient`, as for `of_targets`.
+            p: probabilities [tokens, rows] for the rows from `first` on. total: number of rows in the vocabulary.
+            grad, of_targets: see `HeadGradient`.
             targets: int64 [tokens].
         """
         grad, of_targets = grad * self.slope, of_targets * self.slope
@@ -140,22 +140,22 @@ class Head:
         return p.scatter_add_(1, at.clamp(0, p.shape[1] - 1)[:, None], of_labels[:, None])
 
     def tokens(self, vocabulary: int, size: int, device: torch.device, kept: int) -> int:
-        """Returns the number of tokens in a tile with the whole vocabulary, beside `kept` bytes that stay in memory."""
+        """Returns the number of tokens per tile with the full vocabulary. kept: bytes that are in use by others."""
         self.tile(1, vocabulary, size, device)  # raises if there is too little
         return max(1, (self.available(device) - kept) // (_TILE * vocabulary + _ROW * size))
 
     def tile(self, tokens: int, vocabulary: int, size: int, device: torch.device) -> tuple[int, int]:
-        """Returns the numbers of tokens and of rows of the vocabulary in a tile that takes half of the memory, because
-        the gradient of the weight exists beside it. `size` is the size of a hidden state.
+        """Returns the numbers of tokens and of vocabulary rows in a tile. It uses half of the memory, because the
+        gradient of the weight exists at the same time. `size` is the size of a hidden state.
 
         Raises:
-            ConfigError: `memory` is not enough for one of each.
+            ConfigError: `memory` is not enough for one token and one row.
         """
         memory, needed = self.available(device), 2 * _ROW * size + _TILE
         if memory < needed:
             raise ConfigError(
                 f"head_memory={memory:,} bytes is not enough for one row of a vocabulary matrix with {size} columns, "
-                f"which needs {needed:,}. The default is larger"
+                f"which needs {needed:,}. Increase it, or omit it to use the default"
             )
         side, row = max(memory // 2, needed) / _TILE, _ROW * size / _TILE
         square = int(math.sqrt(row**2 + side) - row)
@@ -173,7 +173,7 @@ def _product(left: Tensor, right: Tensor) -> Tensor:
         return torch.mm(left, right, out_dtype=torch.float32)
     settings = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     before, settings.fp32_precision = settings.fp32_precision, "bf16"
-    try:  # a CPU that multiplies bfloat16 faster does so, and returns float32
+    try:  # CPUs with fast bfloat16 products can return float32
         return left.float() @ right.float()
     finally:
         settings.fp32_precision = before
@@ -189,14 +189,14 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 @dataclass(frozen=True, eq=False)
 class HeadGradient:
-    """The gradients of the weight and the bias of a head, in one backward.
+    """Computes the gradients of a head's weight and bias in one backward.
 
     Attributes:
         hidden: [tokens, size].  weight: [vocabulary, size].  bias: [vocabulary].  targets: int64 [tokens].
-        log_sums: log-sum-exp of the logits of each token, float32 [tokens].
-        grad, of_targets: derivatives of the loss with respect to each log-sum-exp, and to minus the logit of each
-            label: float32 [tokens].
-        dtype: of products.
+        log_sums: log-sum-exp of each token's logits, float32 [tokens].
+        grad, of_targets: derivatives of the loss with respect to each log-sum-exp, and with respect to minus the logit
+            of each label, float32 [tokens].
+        dtype: dtype of products.
     """
 
     hidden: Tensor
@@ -238,8 +238,8 @@ class HeadGradient:
         return grad
 
     def _tiles(self, start: int, count: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields, for some tokens after others, their hidden states [tokens, size] and the gradient of their products
-        with `count` rows of the weight from `start` on, float32 [tokens, rows].
+        """Yields, for consecutive blocks of tokens, the hidden states [tokens, size] and the gradient of their products
+        with `count` weight rows from `start` on, float32 [tokens, rows].
         """
         rows, step, total = slice(start, start + count), self._tile[0], len(self.weight)
         weight = plain(self.weight[rows]).to(self.dtype)

@@ -1,8 +1,8 @@
 """Lazy logits, for losses and metrics of trainers that read a matrix of logits.
 
-A `LazyHead` in place of a model's output embedding returns `Logits`: a tensor with hidden states and a weight instead
-of elements. Scales, caps, casts and selections of rows are recorded. Losses are computed by `lowmem.layers.head`, and
-reductions over the vocabulary for some rows at a time. Every other operation computes the matrix.
+A `LazyHead` replaces a model's output embedding and returns `Logits`: a tensor that stores hidden states and a weight
+instead of elements. It records scales, caps, casts and selections of rows. Losses are computed by `lowmem.layers.head`,
+and reductions over the vocabulary for some rows at a time. Every other operation computes the matrix.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,14 +23,14 @@ from lowmem.layers.head_tiles import Head
 
 @dataclass(eq=False, repr=False)
 class Source:
-    """The tensors from which logits are computed, with a method for each function of torch that works without a matrix.
+    """The tensors that logits are computed from, with a method for each torch function that does not need the matrix.
 
     Attributes:
         hidden: [..., size].
-        weight, bias: [vocabulary, size] and [vocabulary], complete inside `gather_weight()`.
-        dtype: of the logits.
-        normalized: the logits are log-probabilities.
-        attached: the weight and the bias get gradients. Detaching them before they are gathered would lose them.
+        weight, bias: [vocabulary, size] and [vocabulary], gathered inside `gather_weight()`.
+        dtype: dtype of the logits.
+        normalized: whether the logits are log-probabilities.
+        attached: whether the weight and the bias get gradients. (Detached tensors could not be gathered later.)
         log_sum: log-sum-exp, [..., 1], once it is known.
     """
 
@@ -56,7 +56,7 @@ class Source:
         return self.weight.detach(), None if self.bias is None else self.bias.detach()
 
     def matrix(self, hidden: Tensor) -> Tensor:
-        """Computes the logits of some hidden states, [..., size] → [..., vocabulary], as an ordinary tensor."""
+        """Computes the logits of hidden states as an ordinary tensor, [..., size] → [..., vocabulary]."""
         with self.gather_weight():
             weight, bias = self.parameters()
             bias = None if bias is None else bias.to(hidden.dtype)
@@ -68,7 +68,7 @@ class Source:
     def losses(
         self, targets: Tensor, metrics: Sequence[str] = (), label_smoothing: Any = 0.0, keeps: bool = False
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Computes losses, log-sum-exps and `METRICS` of the shape of `targets`; see `token_losses`."""
+        """Computes losses, log-sum-exps and `METRICS` with the shape of `targets`; see `token_losses`."""
         head, shape = replace(self.head, label_smoothing=label_smoothing), self.hidden.shape[:-1]
         hidden, gather = self.hidden.flatten(0, -2), self.gather_weight
         with gather():
@@ -81,18 +81,18 @@ class Source:
         return dim in (-1, self.hidden.ndim - 1)
 
     def but(self, **changes: Any) -> "Logits":
-        """Returns logits with some attributes changed."""
+        """Returns logits with these attributes replaced."""
         return Logits.of(replace(self, **changes))
 
     def rows(self, change: Callable[[Tensor], Any]) -> Any:
-        """Returns the logits of other rows, or a tuple of such: `change` keeps the last dimension of a tensor."""
+        """Applies a function that does not change the last dimension, and returns `Logits` or a tuple of `Logits`."""
         hidden, log_sum = change(self.hidden), None if self.log_sum is None else change(self.log_sum)
         if isinstance(hidden, Tensor):
             return self.but(hidden=hidden, log_sum=log_sum)
         log_sums = [None] * len(hidden) if log_sum is None else log_sum
         return tuple(self.but(hidden=h, log_sum=s) for h, s in zip(hidden, log_sums, strict=True))
 
-    # -- functions of torch; NotImplemented: computed from the matrix --------------------------------------------------
+    # -- torch functions; NotImplemented: computed from the matrix -----------------------------------------------------
 
     def _cast(self, func: Any, *args: Any, **options: Any) -> Any:
         before = torch.zeros((), dtype=self.dtype, device=self.hidden.device)
@@ -105,7 +105,7 @@ class Source:
     def _scale(self, func: Any, factor: Any, **options: Any) -> Any:
         if options or not isinstance(factor, int | float) or factor <= 0 or self.normalized:
             return NotImplemented
-        if func.__name__ == "div_" and factor != 1:  # it would also have to change logits that share these rows
+        if func.__name__ == "div_" and factor != 1:  # would also have to modify other logits that share these rows
             return NotImplemented
         head, factor = self.head, 1 / factor if "div" in func.__name__ else factor
         if head.softcap is None:
@@ -131,7 +131,7 @@ class Source:
     view = reshape = flatten = contiguous = _reshape
 
     def _select(self, func: Any, *args: Any, **options: Any) -> Any:
-        at = int(func.__name__ in ("split", "chunk"))  # where the dimension is among the arguments
+        at = int(func.__name__ in ("split", "chunk"))  # the position of `dim` among the arguments
         dim = options.get("dim", args[at] if len(args) > at else 0)
         return NotImplemented if self.over_vocabulary(dim) else self.rows(lambda t: func(t, *args, **options))
 
@@ -194,7 +194,7 @@ class Source:
 
 
 class Logits(Tensor):
-    """Logits as a tensor. To autograd it is the product of its tensors, and any operation may compute its matrix."""
+    """Lazy logits as a tensor. For autograd it is the product of its tensors. Any operation may compute its matrix."""
 
     source: Source
     _node: Any
@@ -208,7 +208,7 @@ class Logits(Tensor):
 
     @property
     def pending(self) -> bool:
-        """Returns whether `source` still describes it. A changed tensor, or a function's result, has another node."""
+        """Whether `source` still describes the tensor. After in-place changes it has another autograd node."""
         return self._matrix is None and self._node is self.grad_fn
 
     @classmethod
@@ -227,7 +227,7 @@ class Logits(Tensor):
         return func(*args, **kwargs)
 
     def matrix(self) -> Tensor:
-        """Returns the elements, which are stored from now on because they may be changed in place."""
+        """Computes the elements and stores them from then on, because they may be modified in-place."""
         if self._matrix is None:
             with torch.no_grad():
                 self._matrix = self.source.matrix(self.source.hidden)
@@ -253,11 +253,11 @@ class _Product(torch.autograd.Function):
 
 
 class LazyHead(nn.Module):
-    """Stands in for a linear layer, the output embedding of a model, and has all its attributes.
+    """Replaces a linear layer, the output embedding of a model, and has all of its attributes.
 
     Args:
-        gather: returns a context in which the given weight and bias are complete.
-        options: of `Head`.
+        gather: returns a context in which the given weight and bias are gathered.
+        options: options of `Head`.
     """
 
     def __init__(self, linear: Any, gather: Callable[..., Any], **options: Any) -> None:
@@ -270,7 +270,7 @@ class LazyHead(nn.Module):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, hidden: Tensor) -> Tensor:
         weight, bias = self.linear.weight, self.linear.bias
-        if hasattr(weight, "device_mesh"):  # FSDP2 shards the layer by itself, and gathers it only in `linear(hidden)`
+        if hasattr(weight, "device_mesh"):  # FSDP2 shards this layer separately, and gathers it only in its forward
             if weight.requires_grad:
                 return self.linear(hidden)  # type: ignore[no-any-return]
             weight, bias = (None if param is None else placements.full_tensor(param) for param in (weight, bias))

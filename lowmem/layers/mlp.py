@@ -1,7 +1,7 @@
-"""Tiled MLPs: an MLP computes some tokens at a time, so the activations of the full sequence are never materialized.
+"""Tiled MLPs: an MLP processes some tokens at a time, so the activations of the full sequence are never materialized.
 
 [tokens, hidden]      tile → MLP → tile      forward saves only the input
-                      tile → MLP → tile      backward computes each tile again, and sums the gradients of weights
+                      tile → MLP → tile      backward recomputes each tile, and sums the gradients of weights
                       ...                    in float32
 """
 
@@ -21,22 +21,22 @@ from lowmem.errors import StepError, UnsupportedError
 from lowmem.layers.autocast import autocast, autocast_dtype
 from lowmem.rules import require
 
-# Random state of the host; indices of devices and the random state of each.
+# The random state of the host, the indices of devices, and the random state of each device.
 _RandomState = tuple[Tensor, tuple[list[int], list[Tensor]]]
 
 
 def tile_mlps(model: nn.Module, tokens: int, names: Collection[str] = ("mlp", "feed_forward")) -> list[str]:
-    """Makes the MLPs of a model compute `tokens` tokens at a time.
+    """Makes the MLPs of a model process `tokens` tokens at a time.
 
-    An MLP is a module with one of these names that is called with one tensor of shape `[..., tokens, hidden]`, returns
-    one of the same shape, and computes each token independently. Its first forward checks this. Results and gradients
-    are the same as without tiles, up to the order of sums. Autograd rounds the gradients of 16-bit weights once per
-    tile, and they are summed in float32. Dropout draws its random numbers per tile. While backward computes an MLP, the
-    gradients of all its weights exist at once, in float32 or wider. A second call changes the number of tokens.
+    An MLP is a module with one of these names that takes one tensor of shape `[..., tokens, hidden]`, returns a tensor
+    of the same shape, and processes each token independently. Its first forward checks this. Results and gradients are
+    the same as without tiles, up to the order of sums. Autograd rounds the gradients of 16-bit weights once per tile,
+    and they are summed in float32. Dropout draws random numbers per tile. While backward computes an MLP, the gradients
+    of all its weights exist at once, in float32 or wider. A second call changes the number of tokens.
 
     Args:
-        model: changed in place. Under DeepSpeed ZeRO-3, call this before `deepspeed.initialize`.
-        tokens: tokens per tile, counted over the whole batch.
+        model: modified in-place. Under DeepSpeed ZeRO-3, call this before `deepspeed.initialize`.
+        tokens: number of tokens per tile, counted over the full batch.
         names: last components of module names. Modules with stacks of experts are not tiled.
 
     Returns:
@@ -44,7 +44,7 @@ def tile_mlps(model: nn.Module, tokens: int, names: Collection[str] = ("mlp", "f
 
     Raises:
         ConfigError: `tokens` is less than 1.
-        UnsupportedError: the model has no such MLP, or DeepSpeed has initialized the model.
+        UnsupportedError: the model does not have such an MLP, or DeepSpeed has already initialized the model.
     """
     require.number(">= 1", whole=True)("mlp_tile", tokens)
     mlps: dict[str, Any] = {}
@@ -72,17 +72,17 @@ def tile_mlps(model: nn.Module, tokens: int, names: Collection[str] = ("mlp", "f
     for module in mlps.values():
         module._tile_tokens = tokens
         if not hasattr(module, "_untiled_forward"):
-            # bound methods, which deepcopy binds to the copy
+            # bound methods, because deepcopy binds them to the copy
             module._untiled_forward = module.forward
             module._tile_checked = False
             module.forward = MethodType(_forward, module)
-            # DeepSpeed 0.19, utils/z3_leaf_module.py: ZeRO-3 gathers the weights of the module together, for all tiles
+            # DeepSpeed 0.19, utils/z3_leaf_module.py: ZeRO-3 gathers the module's weights together, once for all tiles
             module._z3_leaf = True
     return list(mlps)
 
 
 def _forward(self: Any, *args: Tensor, **kwargs: Tensor) -> Tensor:
-    """The forward of a tiled module, whose only argument may be passed by name."""
+    """Forward of a tiled module. Its only argument may be passed by name."""
     (hidden,) = (*args, *kwargs.values())
     if hidden.shape[:-1].numel() <= self._tile_tokens:
         return self._untiled_forward(hidden)  # type: ignore[no-any-return]
@@ -98,8 +98,8 @@ def _forward(self: Any, *args: Tensor, **kwargs: Tensor) -> Tensor:
 
 
 class _SavedInput(torch.autograd.Function):
-    """Saves the input before any tile is computed. Activation checkpointing stops its recomputation where the last
-    tensor was saved, so it does not compute the tiles once more.
+    """Saves the input before any tile is computed. Activation checkpointing stops recomputing after the last saved
+    tensor, so it does not recompute the tiles.
     """
 
     @staticmethod
@@ -149,10 +149,10 @@ class _Tiled(torch.autograd.Function):
             )
         leaves = {f"mlp.{name}": params[name].detach().requires_grad_() for name in ctx.names}
         sums: dict[str, Tensor] = {}
-        # a hook must not refer to its leaf: garbage collection does not find that cycle, which would hold the weight
+        # a hook must not reference its leaf: garbage collection cannot find this cycle, which keeps the weight alive
         for name, leaf in leaves.items():
             leaf.register_post_accumulate_grad_hook(functools.partial(_add, sums, name))
-        body = nn.Module()  # without the hooks of the MLP, which expect its full input and output
+        body = nn.Module()  # without the hooks of the MLP, which expect the full input and output
         body.mlp, body.forward = ctx.module, ctx.module._untiled_forward
         needed = ctx.needs_input_grad[2]
         grad_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format) if needed else None
@@ -166,13 +166,13 @@ class _Tiled(torch.autograd.Function):
                 del part
                 if grad_hidden is not None and tile.grad is not None:
                     _flat(grad_hidden)[..., rows, :] = tile.grad
-        # None for a weight that was not used. Each sum is freed when it is rounded
+        # None for unused weights. Each sum is freed after rounding
         rounded = (sums.pop(name).to(leaf.dtype) if name in sums else None for name, leaf in leaves.items())
         return None, None, grad_hidden, *rounded
 
 
 def _check_tokens(module: Any, hidden: Tensor, random: _RandomState) -> None:
-    """Raises `UnsupportedError` if the result of a token depends on the next token."""
+    """Raises `UnsupportedError` if the result for a token depends on the next token."""
     both = _flat(hidden)[..., :2, :]
     alone = both.clone()
     alone[..., 1:, :] = 0
@@ -189,11 +189,11 @@ _FAULT = "{} has the name of an MLP, but {}. Omit mlp_tile"
 
 
 def _add(sums: dict[str, Tensor], name: str, leaf: Tensor) -> None:
-    """A hook that adds the gradient of a leaf to its sum, in float32 or wider, and frees it."""
+    """A hook that adds the gradient of a leaf to its sum, in float32 or wider, and frees the gradient."""
     assert leaf.grad is not None
     if name in sums:
         sums[name].add_(leaf.grad)
-    else:  # a copy, because a gradient may share the memory of another
+    else:  # a copy, because gradients may share memory
         sums[name] = leaf.grad.to(torch.promote_types(leaf.dtype, torch.float32), copy=True)
     leaf.grad = None
 
@@ -204,7 +204,7 @@ def _flat(tensor: Tensor) -> Tensor:
 
 
 def _tiles(hidden: Tensor, tokens: int) -> Iterator[tuple[slice, Tensor]]:
-    """Yields each tile with its place among all tokens."""
+    """Yields each tile with the slice of its tokens."""
     flat = _flat(hidden)
     for start in range(0, flat.shape[-2], tokens):
         rows = slice(start, start + tokens)
@@ -213,7 +213,7 @@ def _tiles(hidden: Tensor, tokens: int) -> Iterator[tuple[slice, Tensor]]:
 
 @contextmanager
 def _random_state(state: _RandomState, device_type: str) -> Iterator[None]:
-    """A context that draws random numbers from a saved state, and restores the present state afterwards."""
+    """A context that draws random numbers from a saved state, and restores the current state afterwards."""
     host, (devices, states) = state
     with torch.random.fork_rng(devices, device_type=device_type):
         torch.set_rng_state(host)

@@ -22,25 +22,25 @@ logger = logging.getLogger(__name__)
 def quantize_(
     model: nn.Module, weight_format: str, *, group: int = 64, skip: Sequence[str] = (), device: Any = None
 ) -> nn.Module:
-    """Quantizes the weights of linear layers, embeddings and stacks of experts in place, one after the other.
+    """Quantizes the weights of linear layers, embeddings and stacks of experts in-place, one after the other.
 
-    Autograd still sees each of them as a parameter of its former dtype and shape. A `FusedOptimizer`, which is created
-    afterwards, updates the quantized values. Weights of fewer than 4,096 elements and all other parameters stay as they
-    are. Tied weights stay tied.
+    For autograd, each weight is still a parameter with its original dtype and shape. Create the `FusedOptimizer`
+    afterwards: it updates the quantized values. Weights with fewer than 4,096 elements and all other parameters do not
+    change. Tied weights stay tied.
 
     Args:
-        model: its weights are float32, bfloat16 or float16.
-        weight_format: "int8", "int10" or "int12": integers of 8, 10 or 12 bits, with one bfloat16 scale per group.
-        group: consecutive elements of a row that share a scale: a power of two from 8 to 1,024.
-        skip: names of modules that stay as they are, with the modules inside; `*` matches any characters.
-        device: where each weight is moved when it is quantized; by default it stays where it is.
+        model: a model with float32, bfloat16 or float16 weights.
+        weight_format: "int8", "int10" or "int12": integers with 8, 10 or 12 bits, and one bfloat16 scale per group.
+        group: number of consecutive elements of a row that share a scale, a power of two from 8 to 1,024.
+        skip: names of modules that are not quantized, including their submodules; `*` matches any characters.
+        device: device to which each weight is moved when it is quantized. By default weights are not moved.
 
     Returns:
         The model.
 
     Raises:
-        ConfigError: `weight_format` is unknown, `group` does not divide a weight's rows, or `skip` names no module.
-        UnsupportedError: the model is sharded (call `fully_shard` afterwards), or a weight has Inf or NaN.
+        ConfigError: `weight_format` is unknown, `group` does not divide a weight's rows, or `skip` matches no module.
+        UnsupportedError: the model is sharded (call `fully_shard` afterwards), or a weight contains Inf or NaN.
     """
     require_known("weight_format", weight_format, [*WEIGHT_FORMATS])
     if group < 8 or group > LARGEST_GROUP or LARGEST_GROUP % group:
@@ -55,7 +55,7 @@ def quantize_(
     chosen = [names for weight, names in _shared(model, _is_matrix) if _is_chosen(weight, names, group, skipped)]
     if chosen and weight_format == "int8":
         logger.warning(
-            "int8 weights learn about four fifths as much as float32 weights in a long run near the optimum, int12 "
+            "in a long run near the optimum, int8 weights learn about 80% as much as float32 weights, and int12 "
             "weights almost as much (docs/how-to/fewer_bits.md)"
         )
     for names in chosen:
@@ -87,9 +87,9 @@ def _is_chosen(weight: Tensor, names: list[str], group: int, skipped: list[str])
 
 @torch.inference_mode(False)
 def dequantize_(model: nn.Module) -> nn.Module:
-    """Makes all quantized weights ordinary matrices of their dtype again, in place, one after the other.
+    """Converts all quantized weights back to ordinary matrices of their dtype, in-place, one after the other.
 
-    `save_pretrained`, merging and `model.to(dtype)` need this. An optimizer of the model cannot be used afterwards.
+    `save_pretrained`, merging and `model.to(dtype)` need this. Existing optimizers of the model become invalid.
 
     Returns:
         The model.
@@ -106,7 +106,7 @@ def dequantize_(model: nn.Module) -> nn.Module:
 
 
 def _shared(model: nn.Module, matches: Callable[[nn.Module, Tensor], bool]) -> list[tuple[Tensor, list[str]]]:
-    """Returns the parameters that match in one of their modules, each with all its names."""
+    """Returns the parameters that match in at least one module, each with all its names."""
     names: dict[Tensor, list[str]] = {}
     matching: set[Tensor] = set()
     for name, param in model.named_parameters(remove_duplicate=False):
@@ -117,7 +117,7 @@ def _shared(model: nn.Module, matches: Callable[[nn.Module, Tensor], bool]) -> l
 
 
 def _replace(model: nn.Module, names: list[str], change: Callable[[Tensor], Tensor], device: Any = None) -> None:
-    """Replaces a parameter in all its places, so that it is freed."""
+    """Replaces a parameter in all modules that use it, so that it is freed."""
     param = model.get_parameter(names[0])
     new = nn.Parameter(change(param.detach()).to(device or param.device), param.requires_grad)
     for name in names:
@@ -128,6 +128,6 @@ def _replace(model: nn.Module, names: list[str], change: Callable[[Tensor], Tens
 def _is_matrix(module: nn.Module, param: Tensor) -> bool:
     """Returns whether a parameter is the weight of a linear layer or an embedding, or a stack of experts."""
     if param.ndim == 3:
-        return len(param) == getattr(module, "num_experts", None)  # the name in modules of transformers
-    linear = isinstance(module, nn.Linear | nn.Embedding) or hasattr(module, "nf")  # Conv1D of transformers
+        return len(param) == getattr(module, "num_experts", None)  # the attribute of transformers' modules
+    linear = isinstance(module, nn.Linear | nn.Embedding) or hasattr(module, "nf")  # transformers' Conv1D
     return linear and param.ndim < 3 and param is getattr(module, "weight", None)

@@ -1,7 +1,7 @@
 """One gradient for a weight that an output head and an embedding share.
 
-Autograd sums the gradients of a weight before its hooks run: the head's waits until the embedding's is there. A tied
-embedding adds its rows to the gradient that waits, in place, and returns none.
+Autograd sums the gradients of a weight before its hooks run, so the gradient of the head waits for the gradient of the
+embedding. A tied embedding adds its rows to the waiting gradient in-place, and returns None.
 """
 
 import functools
@@ -12,19 +12,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-# The graph task of a backward, the weight of a head, and its gradient, which only autograd holds.
+# The graph task of a backward, the weight of a head, and a weak reference to its gradient, which autograd owns.
 _waiting: tuple[int, "weakref.ref[Tensor]", "weakref.ref[Tensor]"] | None = None
 
 
 def hold(weight: Tensor, grad: Tensor) -> None:
-    """Called in the backward of a head. Remembers the gradient that it is about to return, unless one waits already."""
+    """Called in the backward of a head. Records the gradient that it will return, unless one is already waiting."""
     global _waiting
     if weight.is_leaf and waiting(weight) is None:
         _waiting = torch._C._current_graph_task_id(), weakref.ref(weight), weakref.ref(grad)
 
 
 def waiting(weight: Tensor) -> Tensor | None:
-    """Returns the gradient of a head that waits for the other uses of its weight in the running backward, or None."""
+    """Returns the head gradient that waits for other uses of the weight in the current backward, or None."""
     if _waiting is None or torch.is_grad_enabled():
         return None
     task, of_weight, grad = _waiting
@@ -32,9 +32,9 @@ def waiting(weight: Tensor) -> Tensor | None:
 
 
 class TiedEmbedding(nn.Embedding):
-    """An `nn.Embedding` that adds its gradient to the one of a head with the same weight.
+    """An `nn.Embedding` that adds its gradient to the gradient of a head with the same weight.
 
-    `share_gradient` gives this class, or a subclass of it and of the module's class, to existing modules.
+    `share_gradient` changes existing modules to this class, or to a subclass of it and of the module's class.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -45,12 +45,12 @@ class TiedEmbedding(nn.Embedding):
 
 
 def share_gradient(module: nn.Module) -> bool:
-    """Changes an embedding in place so that it adds its gradient to the one that `linear_cross_entropy` has computed
-    for the same weight. One gradient then exists instead of two.
+    """Modifies an embedding so that it adds its gradient to the gradient that `linear_cross_entropy` has computed
+    for the same weight. Then one gradient exists instead of two.
 
     Returns:
-        Whether the module was changed. A module that is not an `nn.Embedding`, or one with `max_norm`,
-        `scale_grad_by_freq` or `sparse`, stays as it is.
+        Whether the module was modified. A module that is not an `nn.Embedding`, or that uses `max_norm`,
+        `scale_grad_by_freq` or `sparse`, is left unchanged.
     """
     if not isinstance(module, nn.Embedding) or module.max_norm is not None:
         return False
@@ -63,9 +63,9 @@ def share_gradient(module: nn.Module) -> bool:
 
 @functools.cache
 def _tied(cls: type[nn.Embedding]) -> type[TiedEmbedding]:
-    """Returns a subclass of `cls`, whose forward may scale the result of super().forward(), and `TiedEmbedding`.
+    """Returns a subclass of `cls` (whose forward may scale the result of super().forward()) and `TiedEmbedding`.
 
-    It has the name of `cls`, by which pickle would not find it, so its instances are pickled as instances of `cls`.
+    It has the name of `cls`. Pickle would not find it by this name, so instances are pickled as instances of `cls`.
     """
     if cls is nn.Embedding:
         return TiedEmbedding
@@ -82,8 +82,8 @@ class _Embedding(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, indices: Tensor, weight: Tensor, padding: int | None) -> Tensor:
         ctx.save_for_backward(indices)
-        ctx.weight = weight  # not saved: its values are not needed, and may change until backward, as in nn.Embedding
-        ctx.rows, ctx.padding = len(weight), -1 if padding is None else padding  # no index is -1
+        ctx.weight = weight  # not saved: as in nn.Embedding, its values are not needed and may change before backward
+        ctx.rows, ctx.padding = len(weight), -1 if padding is None else padding  # -1 is not a valid index
         return F.embedding(indices, weight, padding)
 
     @staticmethod
@@ -99,12 +99,12 @@ class _Embedding(torch.autograd.Function):
 
 
 def _distinct(indices: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the distinct indices, padded with -1 to [tokens], and for each token the number of its index among them,
+    """Returns the distinct indices, padded with -1 to [tokens], and the position of each token's index among them,
     without a device sync.
 
     [5, 3, 5] → [3, 5, -1], [1, 0, 1]
     """
     ordered, order = indices.sort(stable=True)
-    numbers = (ordered[1:] != ordered[:-1]).cumsum(0)  # of the index at each place of `ordered` except the first
+    numbers = (ordered[1:] != ordered[:-1]).cumsum(0)  # position of each index in `ordered` except the first
     groups = torch.zeros_like(indices).scatter_(0, order[1:], numbers)
     return torch.full_like(indices, -1).scatter_(0, groups, indices), groups

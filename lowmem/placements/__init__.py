@@ -1,4 +1,4 @@
-"""Where parameters are, and how their gradients get there. `find` determines the placement of a model."""
+"""Where parameters are stored, and how their gradients are reduced. `find` determines the placement of a model."""
 
 import math
 from collections.abc import Iterable
@@ -32,17 +32,17 @@ Choice = Literal["auto", "local", "replicated", "zero3", "fsdp2", "streamed"]
 
 
 def find(placement: Choice, params: Iterable[Any]) -> Placement:
-    """Returns the requested placement, or with `auto` the present placement of the parameters.
+    """Returns the requested placement, or with `auto` the current placement of the parameters.
 
-    In a process group of several ranks, parameters that are not sharded are replicated; with `auto`, adopting them
-    raises an error unless all ranks have equal parameters.
+    In a process group with several ranks, parameters that are not sharded are replicated. With `auto`, adopting them
+    raises an error unless they are equal on all ranks.
 
     Args:
-        params: parameters, or pairs of name and parameter.
+        params: parameters, or (name, parameter) pairs.
 
     Raises:
         ConfigError: the parameters are in a different placement.
-        UnsupportedError: some parameters are sharded and others are not, or in a different way.
+        UnsupportedError: the parameters are not all sharded in the same way.
     """
     given = [item[1] if isinstance(item, tuple) else item for item in params]
     kinds = set(map(_kind, given))
@@ -53,7 +53,7 @@ def find(placement: Choice, params: Iterable[Any]) -> Placement:
     if kind is None and placement in ("zero3", "fsdp2"):
         raise ConfigError(f"placement={placement!r}, but the parameters are not sharded; shard the model first")
     if kind is None and placement == "streamed":
-        raise ConfigError("placement='streamed', but the parameters are not: call lowmem.stream(model, device) first")
+        raise ConfigError("placement='streamed', but they are not streamed; call lowmem.stream(model, device) first")
     if kind is not None and placement not in ("auto", kind):
         now = kind if kind == "streamed" else f"sharded by {kind}"
         raise ConfigError(f"placement={placement!r}, but the parameters are {now}")
@@ -61,7 +61,7 @@ def find(placement: Choice, params: Iterable[Any]) -> Placement:
         raise ConfigError("placement='replicated' needs a process group: call torch.distributed.init_process_group()")
     if kind is not None:
         sharded = _sharded(kind)
-        sharded.shard.ranks_of(given[0])  # so that it can agree from now on
+        sharded.shard.ranks_of(given[0])  # records the process groups, which `agree` needs
         return sharded
     several = in_group() and dist.get_world_size() > 1
     if placement == "replicated" or (placement == "auto" and several):
@@ -70,29 +70,29 @@ def find(placement: Choice, params: Iterable[Any]) -> Placement:
 
 
 def shape_of(tensor: Tensor) -> tuple[int, ...]:
-    """Returns the full shape of a parameter or buffer, sharded or not."""
+    """Returns the full shape of a parameter or buffer, which may be sharded."""
     return _shard_of(tensor).span(tensor).shape
 
 
 def nbytes(tensor: Tensor) -> int:
-    """Returns the bytes of a full parameter or buffer, sharded or not."""
+    """Returns the size in bytes of a full parameter or buffer, which may be sharded."""
     quantized = _shard_of(tensor).quantized(tensor)
     each = tensor.element_size() if quantized is None else quantized.format.bytes_per_element
     return round(math.prod(shape_of(tensor)) * each)
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """Returns a full parameter or buffer. Every rank that has a shard of it calls it."""
+    """Returns a full parameter or buffer. Every rank with a shard of it must call this function."""
     return _shard_of(tensor).full_tensor(tensor)
 
 
 def fill(tensor: Tensor, full: Tensor) -> None:
-    """Copies a full tensor into a parameter or buffer. Each rank takes its shard."""
+    """Copies a full tensor into a parameter or buffer. Each rank copies its shard."""
     _shard_of(tensor).fill(tensor, full)
 
 
 def stored(tensor: Tensor) -> Tensor:
-    """Returns the tensor that holds this rank's shard of a parameter or buffer between its uses."""
+    """Returns the tensor that stores this rank's shard of a parameter or buffer between uses."""
     return _shard_of(tensor).stored(tensor)
 
 

@@ -14,19 +14,19 @@ from lowmem.placements.base import Placed
 from lowmem.tiles.quantized import tensors_of
 from lowmem.tiles.stored import flat
 
-# Elements that a checksum converts to 64-bit integers at a time.
+# Number of elements that a checksum converts to 64-bit integers at a time.
 _CHUNK = 1 << 20
 
-# Elements per parameter that are compared while a model is trained.
+# Number of elements per parameter that are compared during training.
 _SAMPLE = 1 << 10
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def refuse_different(records: Collection[Placed]) -> None:
-    """Raises `UnsupportedError` on every rank unless all ranks have equal parameters, by name, shape, dtype and value.
+    """Raises `UnsupportedError` on every rank unless the parameters are equal in name, shape, dtype and value.
 
-    Every rank of the default process group calls it. Ranks exchange hashes.
+    Every rank of the default process group calls it. The ranks exchange hashes.
     """
     kinds = [(record.name, tuple(record.param.shape), str(record.param.dtype)) for record in records]
     sums = [_checksum(each).cpu() for record in records for each in tensors_of(record.param.detach())]
@@ -46,14 +46,14 @@ def refuse_different(records: Collection[Placed]) -> None:
 
 
 def refuse_other_settings(settings: Mapping[str, Any]) -> None:
-    """Raises `ConfigError` on every rank of the default group unless all have equal settings. Every rank calls it."""
+    """Raises `ConfigError` on every rank of the default group if their settings differ. Every rank calls it."""
     if (difference := other_settings(settings)) is not None:
         raise ConfigError(difference)
 
 
 def other_settings(settings: Mapping[str, Any], group: dist.ProcessGroup | None = None) -> str | None:
-    """Returns the message of an error if settings differ between the ranks of a group. Every rank calls it."""
-    # the address of an object differs
+    """Returns an error message if settings differ between the ranks of a group, else None. Every rank calls it."""
+    # addresses of objects differ between ranks
     shown = {name: re.sub(" at 0x[0-9a-f]+", "", repr(value)) for name, value in settings.items()}
     if not (found := differences(shown, group)):
         return None
@@ -65,14 +65,14 @@ def other_settings(settings: Mapping[str, Any], group: dist.ProcessGroup | None 
 
 
 def first_failure(failure: str | None, group: dist.ProcessGroup | None = None) -> str | None:
-    """Returns the failure of the first rank of a group that has one. Every rank calls it."""
+    """Returns the failure of the first rank in a group that failed, or None. Every rank calls it."""
     return next((each for each in _gathered(failure, group) if each is not None), None)
 
 
 def drifted(records: Collection[Placed], step: int) -> list[str]:
-    """Returns the names of parameters that are not equal on all ranks of the default group. Every rank calls it.
+    """Returns the names of parameters that differ between ranks of the default group. Every rank calls it.
 
-    In one collective it compares `_SAMPLE` elements of each parameter, different ones in each step.
+    One collective compares `_SAMPLE` elements of each parameter, and different elements in each step.
     """
 
     def checksum(param: Tensor) -> Tensor:
@@ -92,7 +92,7 @@ def differences(own: Mapping[str, Any], group: dist.ProcessGroup | None = None) 
     """Compares values, by name, between the first rank of a group and the others. Every rank calls it.
 
     Returns:
-        For the first rank that differs: (name, rank, value on the first rank, value on that rank) of each difference.
+        (name, rank, value on the first rank, value on `rank`) for each difference of the first rank that differs.
     """
     everyones = _gathered(dict(own), group)
     first = everyones[0]
@@ -104,7 +104,7 @@ def differences(own: Mapping[str, Any], group: dist.ProcessGroup | None = None) 
 
 
 def _gathered(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    """Returns the value of each rank of a group."""
+    """Returns the values from all ranks of a group."""
     everyones: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyones, value, group=group)
     return everyones
@@ -115,7 +115,7 @@ def _digest(values: object) -> str:
 
 
 def _checksum(param: Tensor) -> Tensor:
-    """Returns a checksum of a parameter, int64 scalar: the bits of each element times an odd number, modulo 2**64."""
+    """Returns a checksum of a parameter, int64 scalar: sum of element bits times odd numbers, modulo 2**64."""
     bits = param.reshape(-1).view(_BITS[param.element_size()])
     odd = 2 * torch.arange(min(_CHUNK, bits.numel()), device=bits.device) + 1
     total = torch.zeros((), dtype=torch.int64, device=bits.device)

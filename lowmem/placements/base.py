@@ -1,6 +1,6 @@
-"""Placements: where the shard of each parameter is on this rank, and how gradients are reduced to it.
+"""Placements: where this rank stores its shard of each parameter, and how gradients are reduced to that shard.
 
-The classes here are the placement on one device, and the base classes of the others.
+The classes in this file implement the placement on one device, and are the base classes of the others.
 """
 
 import sys
@@ -19,7 +19,7 @@ from lowmem.placements.ranks import Ranks, in_group, on_rank
 from lowmem.tiles.layout import Layout, Span, View
 from lowmem.tiles.quantized import QuantizedWeight, plain, tensors_of
 
-# References to a storage if it has one tensor. The expression that counts them holds the second one.
+# Reference count of a storage with one tensor. The expression that counts adds the second reference.
 _ONE_TENSOR = 2
 
 
@@ -29,8 +29,8 @@ class Placed:
 
     Attributes:
         name, param: the parameter.
-        span: its elements on this rank.
-        claimed: its optimizer has decided how to update it, and is the only one that does.
+        span: the elements on this rank.
+        claimed: whether the optimizer has determined how to update it, and is the only optimizer that does.
     """
 
     name: str
@@ -40,20 +40,20 @@ class Placed:
 
     @property
     def trained(self) -> bool:
-        """Returns whether a gradient would update the parameter: it is claimed and not frozen."""
+        """Whether a gradient would update the parameter: it is claimed and not frozen."""
         return self.claimed and self.param.requires_grad
 
     @property
     def reached(self) -> bool:
-        """Returns whether the graph of the running backward reaches the parameter. A parameter that reentrant
-        checkpointing or `fully_shard` hides from the graph is not reached.
+        """Whether the graph of the running backward reaches the parameter. It is False if reentrant checkpointing or
+        `fully_shard` hides the parameter from the graph.
         """
         if not self.trained:
             return False
-        # torch 2.13, autograd/graph.py, register_multi_grad_hook asks for the gradients of a backward in this way
+        # as in torch 2.13, autograd/graph.py, register_multi_grad_hook
         try:
             return torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(self.param).node)
-        except RuntimeError:  # torch.autograd.grad returns the gradient to its caller
+        except RuntimeError:  # in torch.autograd.grad, which returns gradients to its caller
             return False
 
 
@@ -61,58 +61,58 @@ Reduced = Iterator[tuple[Placed, Tensor]]
 
 
 class Shard:
-    """Reads and writes this rank's shard of a parameter. Here, the shard is the full parameter.
+    """Reads and writes this rank's shard of a parameter. In this class, the shard is the full parameter.
 
     Attributes:
-        sharded: ranks have different elements of a parameter.
-        moves: weights and states leave the device between two uses, so that gradients cannot wait there.
+        sharded: whether ranks have different elements of a parameter.
+        moves: whether weights and states leave the device between uses. If so, gradients cannot wait there.
     """
 
     sharded: ClassVar[bool] = False
     moves: ClassVar[bool] = False
 
     def ranks_of(self, param: Tensor) -> Ranks | None:
-        """Returns the ranks that hold a shard of a parameter; None if this rank has the full parameter."""
+        """Returns the ranks that a parameter is sharded over, or None if this rank has the full parameter."""
         return None
 
     def admit(self, name: str, param: Tensor) -> None:
-        """Raises `UnsupportedError` for a parameter that cannot be updated in its placement."""
+        """Raises `UnsupportedError` if a parameter cannot be updated in its placement."""
 
     def span(self, param: Tensor) -> Span:
-        """Returns the range of a parameter's elements that is on this rank."""
+        """Returns the range of a parameter's elements on this rank."""
         return Span(tuple(param.shape), 0, param.numel(), param.numel())
 
     def form(self, param: Tensor) -> tuple[Any, ...]:
-        """Returns the properties that decide its update, and that `model.to(...)` or `param.data = ...` may change."""
+        """Returns the properties that its update depends on and that `model.to` or `param.data = ...` may change."""
         return param.dtype, param.device, param.shape, param.stride()
 
     def version(self, param: Tensor) -> tuple[Any, ...]:
-        """Returns a value that changes when the weight is edited in place or replaced, except in place by `.data`."""
+        """Returns a value that changes when the weight is modified or replaced, except in-place through `.data`."""
         return param._version, param.untyped_storage()._cdata
 
     def quantized(self, param: Tensor) -> QuantizedWeight | None:
-        """Returns the shard of a quantized parameter; None if it is not quantized."""
+        """Returns the shard of a quantized parameter, or None if the parameter is not quantized."""
         return param if isinstance(param, QuantizedWeight) else None
 
     def stored(self, param: Tensor) -> Tensor:
-        """Returns the tensor that holds the shard between two uses of the parameter."""
+        """Returns the tensor that stores the shard between uses of the parameter."""
         return param
 
     def read(self, param: Tensor) -> Tensor:
-        """Returns the shard on the device that computes, sharing the parameter's memory if possible."""
+        """Returns the shard on the compute device, sharing the parameter's memory if possible."""
         return param.detach()
 
     def write(self, param: Tensor, shard: Tensor) -> None:
-        """Writes the shard back, which `read` returned and the caller has changed."""
-        if isinstance(param, QuantizedWeight):  # autograd does not see that its parts have changed
+        """Writes back a shard that `read` returned and the caller modified."""
+        if isinstance(param, QuantizedWeight):  # autograd does not see that its parts were modified
             torch.autograd.graph.increment_version(param)
 
     def keep(self, param: Tensor, states: dict[Any, Any]) -> dict[Any, Any]:
-        """Returns the states of a parameter, with their tensors where they are between two uses."""
+        """Returns the states of a parameter, with tensors moved to where they are stored between uses."""
         return states
 
     def lend(self, param: Tensor, states: dict[Any, Any]) -> AbstractContextManager[dict[Any, Any]]:
-        """Returns a context in which states are on the device that computes, and may be changed or added."""
+        """Returns a context in which states are on the compute device, and may be modified or added."""
         return nullcontext(states)
 
     def gather(self, param: Tensor, shard: Tensor, span: Span) -> Tensor:
@@ -129,14 +129,14 @@ class Shard:
 
     @torch.no_grad()
     def fill(self, param: Tensor, full: Tensor) -> None:
-        """Copies a full tensor into a parameter. Each rank takes its shard."""
+        """Copies a full tensor into a parameter. Each rank copies its shard."""
         param.copy_(full)
 
     def release(self, param: Tensor) -> None:
         """Frees the gathered copy of a parameter, if there is one."""
 
     def layout(self, record: Placed, view: View) -> Layout:
-        """Returns the rectangles of the shard. Raises `UnsupportedError` if the parameter has no view of that kind."""
+        """Returns the rectangles of the shard. Raises `UnsupportedError` if the parameter cannot be viewed this way."""
         layout, param = Layout.of(record.span.shape, view), record.param
         try:
             layout.views(tensors_of(self.stored(param))[0])
@@ -150,13 +150,13 @@ class Shard:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One backward of a step. Its gradients are added to the sums over the micro-batches of the step.
+    """One backward of a step. Its gradients are accumulated over the micro-batches of the step.
 
     Attributes:
-        add: adds a gradient to the sum of its parameter. Returns the sum in the last micro-batch, None before it.
-        last: the step ends with this one.
-        earlier: parameter name → reads the sum of the earlier micro-batches; empty before the last one.
-        wide: sums are float32 or wider.
+        add: accumulates the gradient of a parameter. Returns the sum in the last micro-batch, and None before.
+        last: whether this is the last micro-batch of the step.
+        earlier: parameter name → function that reads the sum of the earlier micro-batches; empty before the last one.
+        wide: whether sums are float32 or wider.
     """
 
     add: Callable[[Placed, Tensor], Tensor | None]
@@ -166,18 +166,18 @@ class MicroBatch:
 
 
 class Reducer:
-    """Sums the gradients of micro-batches, and brings each one to the shard that it updates, in an order that suits its
-    placement. Here there is nothing to reduce.
+    """Accumulates gradients over micro-batches and reduces them to the shards that they update, in an order that suits
+    the placement. In this class, there is nothing to reduce.
     """
 
     def take(self, param: Tensor) -> Tensor:
-        """Removes the gradient from a parameter. Nothing else uses its elements, which the caller may change."""
+        """Removes the gradient from a parameter. Its memory is not shared, so the caller may modify it."""
         grad = param.grad
         assert grad is not None
         param.grad = None
         if grad.layout != torch.strided:
             return grad.to_dense()
-        # torch hands two views of one tensor to a.view(-1) + b.view(-1); gradients are changed in place
+        # the gradients of a and b in a.view(-1) + b.view(-1) are views of one tensor; gradients are modified in place
         shared = torch._C._storage_Use_Count(grad.untyped_storage()._cdata) > _ONE_TENSOR
         return grad.clone() if shared else grad
 
@@ -186,8 +186,8 @@ class Reducer:
         self._micro_batch = micro_batch
 
     def reduce(self, record: Placed, grad: Tensor) -> Reduced:
-        """Takes a gradient. Yields gradients that are ready, this one or others: summed over micro-batches, averaged
-        over ranks, and cut to this rank's shard.
+        """Takes a gradient, and yields gradients that are ready (this one or others): summed over micro-batches,
+        averaged over ranks, and cut to this rank's shard.
         """
         total = self._micro_batch.add(record, grad)
         del grad
@@ -195,7 +195,7 @@ class Reducer:
             yield record, total
 
     def skip(self, record: Placed) -> Reduced:
-        """Called if the backward reaches a parameter without producing a gradient. Yields gradients that are ready."""
+        """Called if backward reaches a parameter without producing a gradient. Yields gradients that are ready."""
         yield from ()
 
     def flush(self) -> Reduced:
@@ -203,15 +203,15 @@ class Reducer:
         yield from ()
 
     def drop(self) -> None:
-        """Forgets the gradients in flight, after their backward has failed."""
+        """Discards the gradients in flight after a failed backward."""
 
 
 class Placement:
-    """Where parameters are, and how their gradients get there.
+    """Determines where parameters are stored and how their gradients are reduced.
 
     Attributes:
         name: the value of the option `placement`.
-        several: several ranks train one model.
+        several: whether several ranks train one model.
     """
 
     name: ClassVar[str]
@@ -224,7 +224,7 @@ class Placement:
         """Called when an optimizer is created for these parameters, with the model if the user passed it.
 
         Raises:
-            UnsupportedError: something else would update them, too, or the model is needed and was not passed.
+            UnsupportedError: the parameters have another optimizer, or the model is required and was not passed.
         """
         if in_group():
             refuse_wrapped(records)
@@ -241,7 +241,7 @@ class Placement:
             )
 
     def confirm(self, records: Collection[Placed], settings: Mapping[str, Any]) -> None:
-        """Called before the first backward, and before the first one with a new param group. Every rank calls it.
+        """Called before the first backward, and before the first backward with a new param group, by every rank.
 
         Raises:
             ConfigError: ranks that train one model have different settings.
@@ -251,12 +251,12 @@ class Placement:
             refuse_wrapped(records)
 
     def agree(self, failure: str | None) -> str | None:
-        """Returns the failure of this rank; of ranks that train one model, the first one. Every rank calls it."""
+        """Returns the failure of this rank, or the first failure of all ranks that train one model, on every rank."""
         return failure
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """If the block raises on one rank, raises on all of them: `RankError` on the others. Every rank enters it."""
+        """If the block raises on one rank, the other ranks raise `RankError`. Every rank enters this context."""
         error: Exception | None = None
         try:
             yield
@@ -269,22 +269,22 @@ class Placement:
             raise RankError(failure)
 
     def drifted(self, records: Collection[Placed], step: int) -> list[str]:
-        """Returns names of parameters that ranks should have alike and do not, judging by a sample of their elements.
+        """Returns the names of parameters that should be equal on all ranks but differ in a sample of their elements.
         Every rank calls it.
         """
         return []
 
     def settle(self) -> None:
-        """Waits until weights and states are where they are between two uses."""
+        """Waits until weights and states are back where they are stored between uses."""
 
     def free_copies(self, records: Collection[Placed], *, updated: bool) -> None:
-        """Called after each micro-batch, with `updated` after the updates of a step. Frees copies of weights, or renews
-        those that are outdated. Every rank calls it.
+        """Called by every rank after each micro-batch, with `updated` after the updates of a step. Frees gathered
+        copies of weights, or refreshes outdated copies.
         """
 
 
 class Local(Placement):
-    """Full parameters on one device, or on several devices, each parameter on one of them."""
+    """Full parameters. Each parameter is on one device; different parameters may be on different devices."""
 
     name = "local"
 
@@ -321,7 +321,7 @@ _DDP: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 
 
 def _note(module: nn.Module, name: str, submodule: Any) -> None:
-    """Called when a module gets a submodule. DistributedDataParallel leaves no other trace before its first use."""
+    """Called when a module gets a submodule. Before its first use, DistributedDataParallel leaves no other trace."""
     if isinstance(module, nn.parallel.DistributedDataParallel):
         _DDP.add(module)
 

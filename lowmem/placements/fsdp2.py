@@ -1,4 +1,4 @@
-"""PyTorch FSDP2: `fully_shard` shards each parameter by blocks of rows (its first dimension) and reduces gradients."""
+"""PyTorch FSDP2: `fully_shard` shards each parameter along its first dimension (rows) and reduces gradients."""
 
 from collections.abc import Collection
 from typing import Any, cast
@@ -19,7 +19,7 @@ from lowmem.tiles.quantized import QuantizedWeight
 
 
 class _Rows(FlatShard):
-    """This rank's rows of a DTensor. Each rank has ceil(rows / world size) of them, the last ones fewer or none."""
+    """This rank's rows of a DTensor: ceil(rows / world size) rows, or fewer or none on the last ranks."""
 
     def admit(self, name: str, param: Tensor) -> None:
         kinds = [kind for kind in cast(DTensor, param).placements if type(kind) is not Replicate]
@@ -38,7 +38,7 @@ class _Rows(FlatShard):
 
     def group_of(self, param: Any) -> tuple[dist.ProcessGroup, torch.device]:
         mesh, kinds = param.device_mesh, param.placements
-        sharded = min(range(len(kinds)), key=lambda dim: type(kinds[dim]) is Replicate)  # the first that is not
+        sharded = min(range(len(kinds)), key=lambda dim: type(kinds[dim]) is Replicate)  # the first dim that is not
         return mesh.get_group(sharded), torch.device(mesh.device_type)
 
     def replicas_of(self, param: Any) -> list[dist.ProcessGroup]:
@@ -65,7 +65,7 @@ class _Rows(FlatShard):
 
 
 class _Reduced(Reducer):
-    """A reducer for gradients that FSDP2 has averaged and cut before their hook runs. modules: of FSDP2."""
+    """A reducer for gradients that FSDP2 has averaged and cut before their hooks run. modules: the FSDP2 modules."""
 
     def __init__(self, modules: list[Any]) -> None:
         self._modules = modules
@@ -73,7 +73,7 @@ class _Reduced(Reducer):
     def begin(self, records: Collection[Placed], micro_batch: MicroBatch) -> None:
         super().begin(records, micro_batch)
         states = [module._get_fsdp_state() for module in self._modules]
-        # torch 2.13, distributed/fsdp/_fully_shard/_fsdp_state.py. Before, a module had one group or None
+        # torch 2.13, distributed/fsdp/_fully_shard/_fsdp_state.py. In earlier versions a module has one group or None
         groups = [g for s in states for g in getattr(s, "_fsdp_param_groups", [getattr(s, "_fsdp_param_group", None)])]
         reduces = [group.reduce_grads for group in groups if group is not None]
         if reduces and not any(reduces):
@@ -87,13 +87,13 @@ class _Reduced(Reducer):
         param.grad = None
         shard = grad.to_local()
         if shard.device.type != grad.device_mesh.device_type:
-            # before torch 2.13, FSDP2 calls hooks while it copies (_fully_shard/_fsdp_collectives.py, foreach_reduce)
+            # before torch 2.13, FSDP2 calls hooks during the copy (_fully_shard/_fsdp_collectives.py, foreach_reduce)
             torch.accelerator.current_stream().synchronize()
         return shard.view(-1)
 
 
 class FSDP2(Sharded):
-    """Parameters of `fully_shard` modules, sharded over one dimension of a mesh. Other dimensions may replicate them.
+    """Parameters of `fully_shard` modules, sharded over one mesh dimension and possibly replicated over others.
 
     Modules that are still gathered at the end of a step (`set_reshard_after_backward(False)`) have the weights from
     before the step, so they are resharded. This is why the model is required.
@@ -108,8 +108,8 @@ class FSDP2(Sharded):
     def adopt(self, records: Collection[Placed], model: nn.Module | None) -> None:
         if model is None:
             raise UnsupportedError(
-                "parameters of fully_shard modules: pass the model too, FusedOptimizer(model.named_parameters(), "
-                "model=model, ...), because its modules are resharded after each step"
+                "the parameters are sharded by fully_shard, whose modules are resharded after each step. Pass the "
+                "model: FusedOptimizer(model.named_parameters(), model=model, ...)"
             )
         earlier, self._modules[:] = [*self._modules], (each for each in model.modules() if isinstance(each, FSDPModule))
         for module in self._modules:
@@ -130,16 +130,16 @@ class FSDP2(Sharded):
 
 
 def _start_anew(module: Any, args: Any) -> None:
-    """Called before each forward. Resets FSDP2 after a failed backward: it would ignore all later gradients."""
+    """Called before each forward. Resets FSDP2 after a failed backward, because it would ignore later gradients."""
     if torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1:
         return
-    # torch 2.13, distributed/fsdp/_fully_shard/_fsdp_state.py: a flag that is set while a backward runs
+    # torch 2.13, distributed/fsdp/_fully_shard/_fsdp_state.py: this flag is set while a backward runs
     state = module._get_fsdp_state()
     if not state._is_root or not state._state_ctx.post_backward_final_callback_queued:
         return
     if not hasattr(module, "reset_iter_state"):
         raise StepError(
-            "a backward has failed, after which FSDP2 of this version of torch ignores gradients. Resume from a "
+            "a backward has failed, and FSDP2 in this version of torch then ignores gradients. Resume from a "
             "checkpoint in a new process, or install torch 2.13 or newer"
         )
     module.reset_iter_state()

@@ -1,4 +1,4 @@
-"""Homes of streamed tensors: host memory, or files that are mapped into memory."""
+"""Homes, where streamed tensors are stored: host memory, or memory-mapped files."""
 
 import ctypes
 import mmap
@@ -13,15 +13,15 @@ from torch import Tensor
 
 from lowmem.errors import ConfigError, UnsupportedError
 
-# Devices that compute on the host.
+# Devices that compute in host memory.
 WITHOUT_STREAMS = ("cpu", "meta")
 
-# Tensors up to this number of elements stay on the device: such weights are updated in stacks, after their unit left.
+# Tensors up to this size stay on the device, because small weights are updated in stacks after their unit is evicted.
 RESIDENT = 1 << 14
 
 
 class Home:
-    """Host memory. For a GPU it is pinned; on a CPU, tensors are used where they are."""
+    """Host memory. For a GPU it is pinned. A CPU uses the tensors in place."""
 
     def __init__(self, device: torch.device) -> None:
         self._pins = device.type not in WITHOUT_STREAMS
@@ -30,32 +30,32 @@ class Home:
         return "host memory"
 
     def keep(self, tensor: Tensor) -> Tensor:
-        """Returns a tensor of the home with the same elements."""
+        """Copies a tensor into the home."""
         if not self._pins and tensor.device.type == "cpu":
             return tensor.detach()
         return torch.empty_like(tensor, device="cpu", pin_memory=self._pins).copy_(tensor)
 
     def expect(self) -> None:
-        """Called before a device that computes on the host uses the tensors."""
+        """Called before a device that computes in host memory uses the tensors."""
 
     def leave(self) -> None:
-        """Called after a device that computes on the host has used the tensors."""
+        """Called after a device that computes in host memory has used the tensors."""
 
 
 class FileHome(Home):
-    """A file in a folder, in which each tensor begins a page. A CPU uses the tensors where they are.
+    """A file in a folder, in which each tensor starts a page. A CPU uses the tensors in place.
 
-    The file has no name, so that nothing else uses it, and ends with the process.
+    The file does not have a name, so that nothing else uses it and it is deleted when the process ends.
 
     Raises:
-        ConfigError: there is no room for the file.
+        ConfigError: the disk does not have enough space.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._end = folder, 0
         self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 (is open as long as the home)
         self._maps: list[mmap.mmap] = []
-        # glibc keeps the memory of freed tensors until it is asked to return it
+        # glibc returns the memory of freed tensors only on request
         self._trim = getattr(ctypes.CDLL(None), "malloc_trim", lambda _: 0)
 
     def __str__(self) -> str:
@@ -80,20 +80,20 @@ class FileHome(Home):
 
     def leave(self) -> None:
         for mapped in self._maps:
-            mapped.madvise(mmap.MADV_DONTNEED)  # changed pages are still written to the file
+            mapped.madvise(mmap.MADV_DONTNEED)  # modified pages are still written to the file
         self._trim(0)
 
 
 def make_home(place: str | Path, device: torch.device) -> Home:
-    """Returns a home in host memory ("host"), or in a folder."""
+    """Returns a home in host memory (place = "host") or in a folder."""
     return Home(device) if place == "host" else FileHome(Path(place))
 
 
 def require_room(folder: Path, nbytes: int) -> None:
-    """Creates a folder for files of `nbytes`.
+    """Creates a folder for `nbytes` bytes of files.
 
     Raises:
-        ConfigError: its disk has less left.
+        ConfigError: its disk does not have enough space.
         UnsupportedError: the operating system is not Linux.
     """
     if sys.platform != "linux":
@@ -101,10 +101,10 @@ def require_room(folder: Path, nbytes: int) -> None:
     import resource
 
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each tensor keeps its file open
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # the file of each tensor stays open
     folder.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(folder).free
     if free < nbytes:
         raise ConfigError(
-            f"home={str(folder)!r}: the disk has {free:,} bytes left, but the weights of the layers take {nbytes:,}"
+            f"home={str(folder)!r}: the disk has {free:,} bytes left, but the weights of the layers need {nbytes:,}"
         )

@@ -1,4 +1,4 @@
-"""The ranks over which parameters are sharded, and their collectives."""
+"""The ranks that parameters are sharded over, and their collectives."""
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# torch 2.13 renamed these collectives, and warns about the old names
+# torch 2.13 renamed these collectives and warns about the old names
 _NEW_NAMES = hasattr(dist, "all_gather_single")
 
 
@@ -17,24 +17,24 @@ def in_group() -> bool:
 
 
 def on_rank() -> str:
-    """Returns " on rank 1" with the number of this rank, or an empty string outside of a process group."""
+    """Returns " on rank 1" (with this rank's number), or an empty string outside of a process group."""
     return f" on rank {dist.get_rank()}" if in_group() else ""
 
 
 def set_timeout(timeout: timedelta, group: dist.ProcessGroup | None = None) -> None:
-    """Sets the timeout of collectives of a process group, by default the default group."""
+    """Sets the timeout for collectives of a process group (default: the default group)."""
     dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 
 class Ranks:
-    """A process group over which parameters are sharded. Its methods are collectives: every rank calls them.
+    """A process group that parameters are sharded over. Its methods are collectives, which every rank must call.
 
     Args:
-        group: the process group. Rank i of it has shard i.
-        device: the device of its collectives. Other tensors are moved there and back.
+        group: the process group. Group rank i has shard i.
+        device: the device for collectives. Other tensors are moved there and back.
 
     Attributes:
-        world_size, rank: of the group.
+        world_size, rank: the size of the group, and this process's rank in it.
         members: global ranks of the group.
     """
 
@@ -42,27 +42,27 @@ class Ranks:
         self.group, self._device = group, device
         self.world_size = dist.get_world_size(group)
         self.members = dist.get_process_group_ranks(group)
-        self._scatters_by_reducing = dist.get_backend(group) == "gloo"  # which does not support reduce-scatter
+        self._scatters_by_reducing = dist.get_backend(group) == "gloo"  # gloo does not support reduce-scatter
         self.rank = dist.get_rank(group)
 
     def all_reduce(self, tensors: Sequence[Tensor], *, largest: bool = False) -> list[Tensor]:
-        """Sums tensors of one dtype over the ranks, or takes their elementwise maximum, in one collective."""
+        """Returns the sums, or the elementwise maxima, of tensors of one dtype over the ranks, in one collective."""
         packed = torch.cat([tensor.reshape(-1) for tensor in tensors]).to(self._device)
         dist.all_reduce(packed, op=dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=self.group)
         split = packed.to(tensors[0].device).split([tensor.numel() for tensor in tensors])
         return [part.view(tensor.shape) for part, tensor in zip(split, tensors, strict=True)]
 
     def reduce_scatter_mean(self, full: Tensor, size: int) -> Callable[[], Tensor]:
-        """Launches a reduce-scatter of the mean over ranks. It overwrites `full`.
+        """Launches a reduce-scatter of the mean over ranks, which overwrites `full`.
 
         Args:
-            full: flat. Rank i gets its elements from i * size to (i + 1) * size; there may be fewer, or none.
+            full: a flat tensor. Rank i gets elements i * size to (i + 1) * size, or as many of them as exist.
 
         Returns:
             A function that waits for this rank's elements and returns them. On a GPU, only the stream waits.
         """
         numel, start = full.numel(), self.rank * size
-        full.div_(self.world_size)  # before it is summed: float16 would overflow
+        full.div_(self.world_size)  # before the sum, which might overflow in float16
         if self._scatters_by_reducing:
             shard = full[start : start + size]
             work = dist.all_reduce(full, group=self.group, async_op=True)

@@ -1,13 +1,13 @@
 """Data parallelism without a wrapper: every rank has the full parameters, and gradients are averaged in the hooks.
 
-Each rank may have gradients of other parameters. In a backward, all ranks launch the same collectives in one order:
+Ranks may have gradients for different parameters. In a backward, all ranks launch the same collectives in one order:
 
     expected    one number per parameter: may its gradient arrive on any rank?     at the first gradient
-    averages    one all-reduce per parameter for which that is so                  as gradients arrive
+    averages    one all-reduce per parameter whose gradient may arrive             as gradients arrive
     arrived     one number per parameter: has its gradient arrived on any rank?    at the end
 
-The averages are in the order in which gradients arrived in the last backward, on one rank after the other. A rank knows
-from the graph which gradients it will get. For others it sends zeros in their turn, so that no rank waits for them.
+The order of the averages is the order in which gradients arrived in the last backward on one rank (each rank in turn).
+A rank knows from the graph which gradients it will get. For the others it sends zeros, so that no rank waits for them.
 """
 
 import functools
@@ -28,11 +28,11 @@ from lowmem.tiles.stored import flat
 from lowmem.tiles.transfers import Readback, to_device
 
 # States of a gradient in a backward on one rank. Ranks exchange the maximum.
-_ABSENT = 0  # it does not arrive
-_USED = 1  # no gradient on this rank, and the other ranks' average has been applied
-_POSSIBLE = 2  # it may arrive
-_EXPECTED = 3  # it will arrive, judging by the graph and by earlier backwards
-_ARRIVED = 4  # the nth gradient to arrive has _ARRIVED + n
+_ABSENT = 0  # will not arrive
+_USED = 1  # absent on this rank, and the average of the other ranks has been applied
+_POSSIBLE = 2  # may arrive
+_EXPECTED = 3  # will arrive, according to the graph and earlier backwards
+_ARRIVED = 4  # the state of the nth gradient to arrive is _ARRIVED + n
 
 
 @dataclass(eq=False)
@@ -40,10 +40,10 @@ class _Turn:
     """One parameter in the order of the averages, and its gradient in the running backward on this rank.
 
     Attributes:
-        silent: a backward has reached the parameter without producing a gradient.
-        reached: this backward reaches the parameter.
-        state: of the gradient.
-        tensor: the gradient after it has arrived, then the average until it is applied.
+        silent: whether a backward has reached the parameter without producing a gradient.
+        reached: whether the current backward reaches the parameter.
+        state: the state of the gradient.
+        tensor: the gradient once it has arrived, then the average until it is applied.
     """
 
     record: Placed
@@ -54,36 +54,36 @@ class _Turn:
 
     @property
     def open(self) -> bool:
-        """True if the gradient may still arrive."""
+        """Whether the gradient may still arrive."""
         return self.state in (_POSSIBLE, _EXPECTED)
 
     def apply(self) -> tuple[Placed, Tensor]:
-        """Hands over the average."""
+        """Returns the average and marks it as applied."""
         assert self.tensor is not None
         average, self.tensor = self.tensor, None
         return self.record, average
 
 
 class AllReduce(Reducer):
-    """Averages the sum over micro-batches of each gradient over the default process group.
+    """Averages accumulated gradients over the default process group.
 
-    An all-reduce is launched when its gradient is complete, and waited for when the next one is, so that it overlaps
-    with the backward: two gradients exist at a time. A parameter that gets a gradient on some ranks only counts as zero
-    on the others. One that gets none on any rank is not updated, as on one device.
+    An all-reduce is launched when its gradient is complete, and waited for when the next gradient is complete. So it
+    overlaps with backward, and two gradients exist at a time. If a parameter gets a gradient on some ranks only, the
+    other ranks contribute zeros. If no rank has a gradient, the parameter is not updated, as on one device.
 
-    Gradients wait for one another in the first backward, which has no order yet, and under reentrant activation
+    Gradients wait for one another in the first backward, before an order is known, and under reentrant activation
     checkpointing, where the graph does not show which gradients will arrive.
     """
 
     def __init__(self) -> None:
         self._turns: dict[Placed, _Turn] = {}  # in the order of the averages
-        self._backwards = 0  # of these parameters
-        self._hides = False  # a gradient has arrived that the graph did not show
-        self._arrived: _Maxima | None = None  # in the last backward
+        self._backwards = 0  # number of backwards of these parameters
+        self._hides = False  # whether a gradient has arrived that the graph did not show
+        self._arrived: _Maxima | None = None  # states at the end of the last backward
         self.drop()
 
     def drop(self) -> None:
-        self._averages: Iterator[tuple[Placed, Tensor] | None] = iter(())  # of this backward
+        self._averages: Iterator[tuple[Placed, Tensor] | None] = iter(())  # the averages of this backward
         self._arrivals = itertools.count(_ARRIVED + 1)
         for turn in self._turns.values():
             turn.tensor = None
@@ -137,11 +137,11 @@ class AllReduce(Reducer):
         yield from self._proceed()
 
     def _proceed(self) -> Reduced:
-        """Begins or continues the averages of this backward until one waits for its gradient."""
+        """Starts or continues the averages of this backward, until one must wait for its gradient."""
         return iter(lambda: next(self._averages, None), None)
 
     def _average(self) -> Iterator[tuple[Placed, Tensor] | None]:
-        """Launches the collectives of a backward. Yields averages, and None when the next gradient may still arrive."""
+        """Launches the collectives of a backward. Yields averages, or None while the next gradient may still arrive."""
         for turn in self._turns.values():
             turn.reached = turn.record.reached
             unsure = not self._backwards or (turn.silent if turn.reached else self._hides)
@@ -155,11 +155,11 @@ class AllReduce(Reducer):
             if turn.tensor is None:
                 if expected()[record] == _ABSENT:
                     continue
-                yield from in_flight  # a gradient may be waiting behind this one
+                yield from in_flight  # another gradient may be waiting for this one
                 turn.tensor = self._stand_in(turn)
             if self._micro_batch.wide:
                 turn.tensor = turn.tensor.to(torch.promote_types(turn.tensor.dtype, torch.float32))
-            turn.tensor.div_(dist.get_world_size())  # before the sum: float16 would overflow
+            turn.tensor.div_(dist.get_world_size())  # before the sum, which might overflow in float16
             work = dist.all_reduce(flat(turn.tensor), async_op=True)
             before, in_flight = in_flight, self._wait(turn, work, expected)
             del work
@@ -176,7 +176,7 @@ class AllReduce(Reducer):
         return read_sum()
 
     def _wait(self, turn: _Turn, work: dist.Work, expected: "_Maxima") -> Reduced:
-        """Waits for an all-reduce. Yields its average if it is certain that a gradient arrives on some rank."""
+        """Waits for an all-reduce, and yields its average if a gradient is certain to arrive on some rank."""
         work.wait()
         del work
         if turn.state == _ABSENT and not turn.reached and expected()[turn.record] == _EXPECTED:
@@ -185,8 +185,8 @@ class AllReduce(Reducer):
             yield turn.apply()
 
     def _end(self) -> Reduced:
-        """Tells the other ranks which gradients arrived on this one. Yields averages that nobody was certain of."""
-        learned = self._backwards % dist.get_world_size() == dist.get_rank()  # the order, from one rank after the other
+        """Exchanges which gradients arrived on which rank, and yields the averages that were uncertain until now."""
+        learned = self._backwards % dist.get_world_size() == dist.get_rank()  # each rank's order in turn
         self._backwards += 1
         states = {r: turn.state if learned else min(turn.state, _ARRIVED) for r, turn in self._turns.items()}
         self._arrived = _maxima(states)
@@ -209,7 +209,7 @@ _Maxima = Callable[[], Mapping[Placed, float]]
 
 def _maxima(states: Mapping[Placed, int]) -> _Maxima:
     """Launches an all-reduce of the maximum of each state. Returns a function that waits for the maxima and returns
-    them. In a dry run, every gradient is possible.
+    them. In a dry run, the state of every gradient is `_POSSIBLE`.
     """
     numbers = to_device([*states.values()], torch.int32, next(iter(states)).param.device)
     dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
@@ -218,7 +218,7 @@ def _maxima(states: Mapping[Placed, int]) -> _Maxima:
 
 
 def _by_arrival(states: Mapping[Placed, float], order: Sequence[Placed]) -> list[Placed]:
-    """Sorts parameters by arrival. One whose gradient did not arrive stays behind the one that it was behind."""
+    """Sorts parameters by arrival. A parameter without a gradient keeps its place after its predecessor."""
     places, place = dict[Placed, float](), 0.0
     for each in order:
         if states[each] > _ARRIVED:
@@ -233,7 +233,7 @@ class Replicated(Placement):
     Buffers are not synchronized, as on a single device.
 
     Args:
-        broadcasts: broadcast the weights of rank 0 first. Otherwise `adopt` raises `UnsupportedError` if they differ.
+        broadcasts: broadcast the weights of rank 0. If False, `adopt` raises `UnsupportedError` if weights differ.
     """
 
     name = "replicated"
@@ -265,6 +265,6 @@ class Replicated(Placement):
         return drifted(trained, step) if trained else []
 
     def free_copies(self, records: Collection[Placed], *, updated: bool) -> None:
-        """Raises `UnsupportedError` if a wrapper, which the model got after the first step, has written to `.grad`."""
+        """Raises `UnsupportedError` if the model was wrapped after the first step and the wrapper wrote to `.grad`."""
         if any(record.param.grad is not None for record in records if record.trained):
             raise UnsupportedError(WRAPPED)

@@ -1,6 +1,6 @@
 """Base classes of the sharded placements: each rank has a range of every parameter's elements.
 
-The elements of rank 1 of 3, of a parameter [5, 4]:
+The elements (#) on rank 1 of 3, for a parameter of shape [5, 4]:
 
     ZeRO-3: slices of 7 elements    FSDP2: blocks of 2 rows
     . . . .                         . . . .
@@ -30,7 +30,7 @@ class FlatShard(Shard):
     """A shard that is a range of a parameter's elements in row-major order, read as a flat tensor.
 
     Attributes:
-        groups: process groups that together connect the ranks that train one model, in the same order on every rank.
+        groups: process groups that together connect all ranks that train one model, in the same order on every rank.
     """
 
     sharded = True
@@ -43,7 +43,7 @@ class FlatShard(Shard):
         ranks = self.ranks_of(param)
         if ranks.members != next(iter(self._ranks.values())).members:
             raise UnsupportedError(
-                f"parameter {name!r} is sharded over other ranks than earlier ones. Create one optimizer for each set"
+                f"parameter {name!r} is sharded over other ranks than earlier parameters. Create one optimizer per set"
             )
 
     def form(self, param: Tensor) -> tuple[Any, ...]:
@@ -54,7 +54,7 @@ class FlatShard(Shard):
         """Returns the process group over which a parameter is sharded, and the device of its collectives."""
 
     def replicas_of(self, param: Any) -> list[dist.ProcessGroup]:
-        """Returns groups of ranks that have the same shard of a parameter as this one."""
+        """Returns groups of ranks that have the same shard of a parameter as this rank."""
         return []
 
     def ranks_of(self, param: Tensor) -> Ranks:
@@ -85,13 +85,13 @@ class FlatShard(Shard):
 
 
 class Sharded(Placement):
-    """A sharded placement."""
+    """Base class of the sharded placements."""
 
     several = True
     shard: FlatShard
 
     def confirm(self, records: Collection[Placed], settings: Mapping[str, Any]) -> None:
-        differences = [other_settings(settings, group) for group in self.shard.groups]  # on every rank
+        differences = [other_settings(settings, group) for group in self.shard.groups]  # collectives on every rank
         if (difference := self.agree(next(filter(None, differences), None))) is not None:
             raise ConfigError(difference)
 
@@ -102,6 +102,6 @@ class Sharded(Placement):
 
 
 def span_of_rank(rank: int, shape: tuple[int, ...], size: int) -> Span:
-    """Returns the range of a rank. All ranks have `size` elements, the last ones fewer or none."""
+    """Returns the range of a rank. Each rank has `size` elements, except that the last ranks may have fewer or none."""
     numel = torch.Size(shape).numel()
     return Span(shape, min(rank * size, numel), min((rank + 1) * size, numel), size)

@@ -1,4 +1,4 @@
-"""Weights that have their home in host memory or in files, and are on the device only while their layer computes."""
+"""Weights that are stored in host memory or in files, and are on the device only while their layer computes."""
 
 import itertools
 from collections.abc import Callable, Collection, Iterator
@@ -29,40 +29,40 @@ def stream(
     device_memory: int | None = None,
     load: Callable[[Tensor], object] = lambda tensor: None,
 ) -> Streaming:
-    """Moves the repeated layers of a model to a home, and everything else to a device. From now on, the weights of a
+    """Moves the repeated layers of a model to a home, and everything else to a device. Afterwards, the weights of a
     layer are on the device only while it computes.
 
-    Call it before the optimizer is created. Checkpoint activations: without it, the weights are streamed as well, but
-    the activations of all layers are on the device.
+    Call it before creating the optimizer. Use activation checkpointing: without it, the activations of all layers are
+    on the device, although the weights are streamed.
 
         lowmem.stream(model, "cuda")
         opt = lowmem.FusedOptimizer(model.named_parameters(), model=model)
 
     Args:
-        model: on the host.
-        device: it computes.
-        home: "host": pinned memory, or on a CPU the weights where they are. Otherwise a folder, in which each layer has
-            files without names, which change in every step and end with the process.
-        device_memory: bytes for weights on the device. As many layers as fit, the last ones, stay there. None: none.
-        load: called with each parameter and buffer before it is moved. It may read its elements, with
+        model: a model on the host.
+        device: the compute device.
+        home: "host" for pinned memory (a CPU uses the weights in place), or a folder for unnamed files, which are
+            written in every step and deleted when the process ends.
+        device_memory: bytes for weights on the device. As many of the last layers as fit stay there. None: none stay.
+        load: called with each parameter and buffer before it is moved. It may load the elements, with
             `torch.utils.swap_tensors`.
 
     Returns:
-        It counts what is copied. A model that is already streamed returns the same object.
+        An object that counts the copied bytes. For a model that is already streamed, the same object.
 
     Raises:
-        ConfigError: two layers and everything else take more than `device_memory`, or there is no room in `home`.
-        UnsupportedError: there are several ranks or no repeated layers, or a parameter is sharded or of a subclass.
+        ConfigError: two layers and everything else exceed `device_memory`, or `home` does not have enough space.
+        UnsupportedError: there are several ranks, no repeated layers, or a parameter that is sharded or a subclass.
     """
     if (already := streaming_of(model)) is not None:
         return already
     if in_group() and dist.get_world_size() > 1:
-        raise UnsupportedError("lowmem.stream supports one process. With several, shard by ZeRO-3 or FSDP2")
-    device = torch.empty(0, device=device).device  # with its index
+        raise UnsupportedError("lowmem.stream supports one process. For several, use ZeRO-3 or FSDP2")
+    device = torch.empty(0, device=device).device  # includes the index
     units = find_units(model)
     units = units[: _number_that_streams(model, units, device_memory)]
     streamed: set[Tensor] = {param for unit in units for param in unit.homes}
-    if any(map(is_fake, model.parameters())):  # of a plan
+    if any(map(is_fake, model.parameters())):  # in a plan
         home = "host"
     if home != "host":
         require_room(Path(home), sum(unit.nbytes for unit in units))
@@ -81,12 +81,12 @@ def stream(
 
 
 def streaming_of(model: nn.Module) -> Streaming | None:
-    """Returns what streams a model, or None."""
+    """Returns the `Streaming` object of a model, or None."""
     return next((param.streaming for param in model.parameters() if hasattr(param, "streaming")), None)
 
 
 def _number_that_streams(model: nn.Module, units: list[Unit], device_memory: int | None) -> int:
-    """Returns how many units have to be streamed, so that the weights on the device take at most `device_memory`."""
+    """Returns the number of units to stream so that the weights on the device need at most `device_memory` bytes."""
     if device_memory is None:
         return len(units)
     tensors = {each for tensor in (*model.parameters(), *model.buffers()) for each in tensors_of(tensor)}
@@ -97,7 +97,7 @@ def _number_that_streams(model: nn.Module, units: list[Unit], device_memory: int
             return count
     largest = max(units, key=lambda unit: unit.nbytes)
     raise ConfigError(
-        f"device_memory is {device_memory:,} bytes, but two layers and the weights that stay on the device take "
+        f"device_memory is {device_memory:,} bytes, but two layers and the weights that stay on the device need "
         f"{needed:,}. The largest layer is {largest} with {largest.nbytes:,}"
     )
 
@@ -110,7 +110,7 @@ def _move_others(
         for param in module.parameters(recurse=False):
             if param not in streamed:
                 load(param)
-                # a view of a mapped file would keep all of the file in memory
+                # a view of a mapped file would keep the entire file in memory
                 param.data = param.data.to(device, copy=device.type == "cpu")
         for name, buffer in module.named_buffers(recurse=False):
             load(buffer)
@@ -118,7 +118,7 @@ def _move_others(
 
 
 def _move_home(unit: Unit, param: Tensor, device: torch.device) -> None:
-    """Moves a weight to its home. On the device it has no elements, unless its home is used where it is."""
+    """Moves a weight to its home. On the device it has no elements, unless the home is used in place."""
     if type(param) not in (nn.Parameter, QuantizedWeight) and not is_fake(param):
         raise UnsupportedError(f"lowmem.stream does not support parameters of class {type(param).__name__}")
     home = unit.homes[param] = _map(unit.home.keep, param.detach())
@@ -131,15 +131,15 @@ def _move_home(unit: Unit, param: Tensor, device: torch.device) -> None:
 
 
 def _map(change: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
-    """Changes a tensor, or each part of a quantized weight."""
+    """Applies a function to a tensor, or to each part of a quantized weight."""
     return tensor.by_group(lambda part, _: change(part)) if isinstance(tensor, QuantizedWeight) else change(tensor)
 
 
 def find_units(model: nn.Module) -> list[Unit]:
-    """Finds the repeated layers of a model, with the parameters that nothing else uses.
+    """Finds the repeated layers of a model, and their parameters that no other module uses.
 
-    Layers are of a class in `_no_split_modules` of the model or of a part of it. Without such a list, they are the
-    children of the module list with the most elements.
+    The classes of layers are listed in `_no_split_modules` of the model or of a submodule. Without such a list, the
+    layers are the children of the module list with the most elements.
 
     Raises:
         UnsupportedError: there are no repeated layers.
@@ -179,7 +179,7 @@ def find_units(model: nn.Module) -> list[Unit]:
 
 
 def _hook(streaming: Streaming, unit: Unit) -> None:
-    """Fetches a unit from now on when its module computes."""
+    """Registers hooks that fetch a unit when its module runs."""
     unit.module.register_forward_pre_hook(partial(_before_forward, streaming, unit), prepend=True)
     unit.module.register_forward_hook(partial(_after_forward, streaming, unit), with_kwargs=True)
     unit.module.register_state_dict_post_hook(partial(_replace_saved, streaming, unit))
@@ -188,7 +188,7 @@ def _hook(streaming: Streaming, unit: Unit) -> None:
 
 
 def _before_forward(streaming: Streaming, unit: Unit, module: nn.Module, args: Any) -> None:
-    # reentrant checkpointing runs forwards inside of a backward
+    # reentrant checkpointing runs forwards inside backward
     in_backward = torch._C._current_graph_task_id() != -1
     streaming.demand(unit, "backward" if in_backward else "train" if torch.is_grad_enabled() else "other")
     streaming.lend(unit)
@@ -199,9 +199,9 @@ def _after_forward(
 ) -> None:
     """Makes the backward of each output fetch the unit first.
 
-    transformers 5.23, modeling_layers.py: checkpointing surrounds `forward`, so it does not run the hooks of modules.
+    transformers 5.23, modeling_layers.py: checkpointing wraps `forward`, so recomputation does not run module hooks.
     """
-    passed_on = set(map(id, tree_leaves((args, kwargs))))  # T5's blocks return the position bias of the first one
+    passed_on = set(map(id, tree_leaves((args, kwargs))))  # T5's blocks return the position bias of the first block
     for tensor in tree_leaves(output):
         if isinstance(tensor, Tensor) and tensor.requires_grad and id(tensor) not in passed_on:
             tensor.register_hook(partial(_before_backward, streaming, unit))
@@ -224,7 +224,7 @@ def _replace_saved(
     streaming: Streaming, unit: Unit, module: nn.Module, saved: dict[str, Any], prefix: str, metadata: Any
 ) -> None:
     for name, param in _names(unit, module, prefix):
-        if name in saved and saved[name] is not param:  # with keep_vars, it is
+        if name in saved and saved[name] is not param:  # with keep_vars, it is the parameter
             saved[name] = streaming.home(unit, param)
 
 
@@ -247,7 +247,7 @@ def _after_load(streaming: Streaming, unit: Unit, module: nn.Module, keys: Any) 
 
 
 class _Home(Shard):
-    """A full parameter with a home, or one that stays on the device."""
+    """Accesses a full parameter that has a home or stays on the device."""
 
     moves = True
 
@@ -276,7 +276,7 @@ class _Home(Shard):
         return param if unit is None else streaming.home(unit, param)
 
     def version(self, param: Tensor) -> tuple[Any, ...]:
-        return (param._version,)  # each fetch puts it elsewhere
+        return (param._version,)  # not the address: each fetch allocates new memory
 
     def quantized(self, param: Tensor) -> QuantizedWeight | None:
         if not isinstance(param, QuantizedWeight):
@@ -293,7 +293,7 @@ class _Home(Shard):
         self._changed(param).copy_(full)
 
     def _changed(self, param: Tensor) -> Tensor:
-        """Returns the home of a parameter, which may be changed: the next use fetches it."""
+        """Returns the home of a parameter for modification. The next use fetches it again."""
         streaming, unit = _where(param)
         if unit is not None:
             streaming.evict(unit)
@@ -301,7 +301,7 @@ class _Home(Shard):
 
 
 class _Reducer(Reducer):
-    """A reducer that notices the end of each backward."""
+    """A reducer that notifies the streaming objects at the end of each backward."""
 
     streaming: Streaming
 
@@ -314,7 +314,7 @@ class _Reducer(Reducer):
 
 
 class Streamed(Placement):
-    """Parameters of a model that `stream` streams."""
+    """Parameters of a model that is streamed by `stream`."""
 
     name = "streamed"
 
@@ -332,5 +332,5 @@ class Streamed(Placement):
 
 
 def _where(param: Any) -> tuple[Streaming, Unit | None]:
-    """Returns what streams a parameter, and its unit; None if it stays on the device."""
+    """Returns the `Streaming` object of a parameter, and its unit (None if it stays on the device)."""
     return param.streaming, param.streaming.owners.get(param)

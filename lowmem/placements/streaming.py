@@ -1,10 +1,10 @@
-"""Units of a model, and their way past the device: which are there, and the copies of them and of their states.
+"""Streams the units of a model through the device: residency, and copies of weights and states.
 
-At most two units are on the device: the one that computes, and the one that is expected next.
+At most two units are on the device: the current unit, and the unit that is expected next.
 
     layer         0    1    2    3    3    2    1    0      forward, then backward with its updates
     fetched       .    2    3    .    .    1    0    .      while the layer computes; 0 and 1 are still there
-    written back                      3    2    1    0      each parameter as soon as it is updated
+    written back                      3    2    1    0      each parameter, as soon as it is updated
 """
 
 import time
@@ -28,12 +28,12 @@ class Unit:
     """A module whose parameters are fetched together.
 
     Attributes:
-        index: its position among the units of the model.
-        homes: parameter → its elements in `home`; of a quantized weight, its parts.
-        home, states: make the homes of weights and of optimizer states.
-        present: the parameters are on the device, or are arriving.
-        arrived: the end of the last copy to the device.
-        left: parameter → the end of the last copy of it and its states to their homes.
+        index: the position among the units of the model.
+        homes: parameter → the tensor that stores its elements in `home` (for a quantized weight, its parts).
+        home, states: the homes of weights and of optimizer states.
+        present: whether the parameters are on the device or are being copied there.
+        arrived: event at the end of the last copy to the device.
+        left: parameter → event at the end of the last copy of the parameter and its states to their homes.
     """
 
     index: int
@@ -47,11 +47,11 @@ class Unit:
 
     @property
     def nbytes(self) -> int:
-        """The bytes that the unit takes on the device."""
+        """Size of the unit on the device, in bytes."""
         return sum(home.nbytes for _, home in self.tensors())
 
     def tensors(self, param: Tensor | None = None) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields pairs of a tensor on the device and the one in its home: of one parameter, or of all."""
+        """Yields (tensor on the device, tensor in its home) pairs for one parameter, or for all parameters."""
         for each in self.homes if param is None else (param,):
             yield from zip(tensors_of(each), tensors_of(self.homes[each]), strict=True)
 
@@ -59,7 +59,7 @@ class Unit:
         return f"layer {self.index} ({type(self.module).__name__})"
 
 
-# Functions that do not read the elements of a tensor.
+# Functions that do not access the elements of a tensor.
 _OF_METADATA = {
     "__delete__", "__get__", "__hash__", "__set__", "_has_compatible_shallow_copy_type", "as_strided",
     "backward", "data_ptr", "detach", "dim",
@@ -71,9 +71,9 @@ _OF_METADATA = {
 
 
 class _Guarded:
-    """The class of a streamed parameter while its layer does not compute.
+    """The class of a streamed parameter while its layer is not running.
 
-    To read the memory of one that is not on the device would end the process, and a change would be lost.
+    Reading a parameter that is not on the device would crash the process, and writing to it would have no effect.
     """
 
     @classmethod
@@ -88,7 +88,7 @@ class _Guarded:
         raise self.idle_error("copy.deepcopy")
 
     def idle_error(self: Any, use: str) -> StepError:
-        """Returns an error about a use of the parameter."""
+        """Returns the error for a use of the parameter while its layer is not running."""
         unit = self.streaming.owners[self]
         name = next(name for name, each in unit.module.named_parameters() if each is self)
         return StepError(
@@ -111,7 +111,7 @@ _LENT = {idle: lent for lent, idle in _IDLE.items()}
 
 def _change_class(params: Iterable[Any], classes: dict[type, type]) -> None:
     for param in params:
-        param.__class__ = classes.get(type(param), type(param))  # parameters of plans are fake
+        param.__class__ = classes.get(type(param), type(param))  # plans have fake parameters
 
 
 def _is_there(param: Tensor, *args: Any, **kwargs: Any) -> bool:
@@ -121,46 +121,46 @@ def _is_there(param: Tensor, *args: Any, **kwargs: Any) -> bool:
     return there and dtype in (None, param.dtype)
 
 
-# The position in a step: the unit before, the present one, and the kind of pass.
+# The position in a step: the previous unit, the current unit, and the kind of pass.
 _Place = tuple[int, int, str]
 
 
 class Streaming:
-    """Streams the units of one model past a device. It lives as long as its model, with any number of optimizers.
+    """Streams the units of one model through a device. It lives as long as its model, with any number of optimizers.
 
-    Copies to the device run on one stream, and copies to the host on another one. The memory of units is allocated,
-    freed and allocated again on the first one, which waits for everything that uses a unit before it frees it.
+    Copies to the device run on one stream, and copies to the host on another. The memory of units is allocated and
+    freed on the first stream, which waits for all uses of a unit before it frees the unit.
 
     Attributes:
-        units: in the order of the model.
+        units: the units, in the order of the model.
         owners: parameter → its unit.
-        fetched, written: bytes that were copied to the device and back.
-        peak: the maximum number of bytes of units on the device.
+        fetched, written: number of bytes copied to the device and back.
+        peak: maximum number of bytes of units on the device.
     """
 
     def __init__(self, units: Iterable[Unit], device: torch.device) -> None:
         self.units, self.device = list(units), device
         self.owners = {param: unit for unit in self.units for param in unit.homes}
         self.fetched = self.written = self.peak = 0
-        self._in_backward = False  # a backward has a unit in use
-        self._current, self._places = -1, list[_Place]()  # the present unit, and where it was in use
+        self._in_backward = False  # whether a backward is using a unit
+        self._current, self._places = -1, list[_Place]()  # the current unit, and the positions where it is in use
         self._following: dict[_Place, int] = {}  # the unit that came next in earlier passes
-        self._in_place = device.type == "cpu"  # which computes with the homes
+        self._in_place = device.type == "cpu"  # a CPU uses the homes without copies
         self._module: Any = None if device.type in WITHOUT_STREAMS else torch.get_device_module(device)
         self._incoming: Any = self._module and self._module.Stream(device)
         self._outgoing: Any = self._module and self._module.Stream(device)
         self._borrowed: deque[tuple[Any, Any]] = deque()  # states on the device, and the end of their last copy
         self._waited, self._waits = 0.0, deque[tuple[Any, Any]]()  # seconds, and the events around later waits
-        self._lent: Unit | None = None  # whose module may use its parameters
+        self._lent: Unit | None = None  # the unit whose module may use its parameters
         _change_class(self.owners, _IDLE)
 
     # -- which units are on the device -----------------------------------------------------------------------------
 
     def demand(self, unit: Unit, kind: str) -> None:
-        """Makes a unit present, and starts to fetch the unit that is expected after it. All others leave.
+        """Makes a unit present, starts fetching the unit that is expected next, and evicts all others.
 
         Args:
-            kind: of the pass: "backward", "train" (a forward that is followed by a backward), or "other".
+            kind: the kind of pass: "backward", "train" (a forward that is followed by a backward), or "other".
         """
         self._in_backward = kind == "backward"
         before = self._places[0][0] if self._places else -1
@@ -179,38 +179,38 @@ class Streaming:
         self._await(unit.arrived)
 
     def _neighbor(self, index: int, kind: str) -> int:
-        """Returns the unit that comes next in a model that runs its units in order, unless it has run otherwise."""
+        """Returns the next unit for a model that runs its units in order, unless earlier passes used another order."""
         last = len(self.units) - 1
         back = index == last if kind == "train" else kind == "backward" and index > 0
         return index - 1 if back else (index + 1) % len(self.units)
 
     def read(self, unit: Unit, params: Iterable[Tensor]) -> None:
-        """Makes a unit present, so that some of its parameters can be changed."""
+        """Makes a unit present, so that some of its parameters can be modified."""
         if self._in_backward:  # another unit may be in use
             self.fetch(unit)
             self._await(unit.arrived)
         else:
             self.demand(unit, "other")
         for param in params:
-            if unit.left.get(param) is not None:  # written in the step before, and still on the device
+            if unit.left.get(param) is not None:  # written in the previous step, and still on the device
                 self._module.current_stream(self.device).wait_event(unit.left[param])
 
     def lend(self, unit: Unit | None) -> None:
-        """Lets a layer use its parameters, and no other one."""
+        """Lets only this layer use its parameters."""
         if unit is not self._lent:
             before, self._lent = self._lent, unit
             _change_class(before.homes if before else (), _IDLE)
             _change_class(unit.homes if unit else (), _LENT)
 
     def end_backward(self) -> None:
-        """Called when no unit is in use."""
+        """Called when a backward has ended, so that no unit is in use."""
         self._in_backward = False
         self.lend(None)
 
     # -- copies of weights -----------------------------------------------------------------------------------------
 
     def fetch(self, unit: Unit) -> None:
-        """Starts to copy a unit to the device."""
+        """Starts copying a unit to the device."""
         if unit.present:
             return
         unit.present, start = True, time.perf_counter()
@@ -228,7 +228,7 @@ class Streaming:
         self.peak = max(self.peak, sum(each.nbytes for each in self.units if each.present))
 
     def evict(self, unit: Unit) -> None:
-        """Frees a unit on the device, whose copies and uses are ordered before the memory is used again."""
+        """Frees a unit on the device. Its memory is reused only after all copies and uses of the unit."""
         if not unit.present:
             return
         unit.present = False
@@ -247,13 +247,13 @@ class Streaming:
                     there.untyped_storage().resize_(0)
 
     def write(self, unit: Unit, param: Tensor) -> None:
-        """Starts to copy a parameter to its home, after its update."""
+        """Starts copying a parameter to its home after its update."""
         pairs = [(home, there.detach()) for there, home in unit.tensors(param)]
         unit.left[param] = self._copy_out(() if self._in_place else pairs)
         self.written += sum(home.nbytes for home, _ in pairs)
 
     def _copy_out(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> Any:
-        """Starts copies to homes. Returns the event at their end; None if this device has none."""
+        """Starts copies to homes. Returns the event at their end, or None if the device does not have events."""
         if self._outgoing is not None:
             self._outgoing.wait_stream(self._module.current_stream(self.device))
         with self._on(self._outgoing):
@@ -262,8 +262,8 @@ class Streaming:
         return self._mark(self._outgoing)
 
     def home(self, unit: Unit, param: Tensor) -> Tensor:
-        """Returns a parameter in its home, after the copies that change it or are made of it."""
-        unit.present |= self._in_place  # the parts of a file that are read stay in memory until the unit leaves
+        """Returns a parameter in its home, after waiting for copies to and from it."""
+        unit.present |= self._in_place  # pages that are read from a file stay in memory until the unit is evicted
         for copied in (unit.left.get(param), unit.arrived):
             if copied is not None:
                 copied.synchronize()
@@ -272,14 +272,14 @@ class Streaming:
     # -- copies of states ------------------------------------------------------------------------------------------
 
     def keep(self, unit: Unit, states: dict[Any, Any]) -> dict[Any, Any]:
-        """Returns the states of a parameter, those that move in their homes."""
+        """Returns the states of a parameter, with streamed states in their homes."""
         return {name: unit.states.keep(value) if moves(value) else value for name, value in states.items()}
 
     @contextmanager
     def states(self, unit: Unit, param: Tensor, states: dict[Any, Any]) -> Iterator[dict[Any, Any]]:
-        """A context in which states are on the device. Those that it changes or adds have a home at its end.
+        """A context in which states are on the device. On exit, modified and new states are copied to their homes.
 
-        Small states stay on the device. Others are there for at most two parameters at a time.
+        Small states stay on the device. Others are on the device for at most two parameters at a time.
         """
         there = states | self._bring(unit, param, {n: home for n, home in states.items() if moves(home)})
         yield there
@@ -294,11 +294,11 @@ class Streaming:
         self.written += sum(home.nbytes for home in states.values() if moves(home))
 
     def _bring(self, unit: Unit, param: Tensor, homes: dict[Any, Tensor]) -> dict[Any, Tensor]:
-        """Copies states to a device that has a memory of its own."""
+        """Copies states to a device with separate memory."""
         self.fetched += sum(home.nbytes for home in homes.values())
         while len(self._borrowed) > 1:
             borrowed, left = self._borrowed.popleft()
-            if left is not None:  # the next tensors on either stream may have the same memory
+            if left is not None:  # the next tensors on either stream may reuse the memory
                 self._incoming.wait_event(left)
                 self._module.current_stream(self.device).wait_event(left)
             del borrowed
@@ -314,13 +314,13 @@ class Streaming:
     # -- waiting ---------------------------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """Waits until everything is in its home."""
+        """Waits until all tensors are in their homes."""
         if self._outgoing is not None:
             self._outgoing.synchronize()
 
     @property
     def waited(self) -> float:
-        """Seconds for which the device waited for copies. A CPU waits for files as it uses them, which is not known."""
+        """Seconds that the device waited for copies. Time that a CPU waits for files is not included."""
         while self._waits and self._waits[0][1].query():
             start, end = self._waits.popleft()
             self._waited += start.elapsed_time(end) / 1000
@@ -330,7 +330,7 @@ class Streaming:
         """Makes the device wait for a copy."""
         if copied is None:
             return
-        _ = self.waited  # takes the events that are past
+        _ = self.waited  # removes completed events
         start, end = (self._module.Event(enable_timing=True) for _ in range(2))
         current = self._module.current_stream(self.device)
         start.record(current)
@@ -346,11 +346,11 @@ class Streaming:
 
 
 def _untracked(tensor: Tensor) -> Tensor:
-    """Returns a tensor with the same memory, of whose changes autograd does not know."""
+    """Returns a tensor with the same memory whose modifications autograd does not track."""
     with torch._C.DisableTorchFunctionSubclass():
         return tensor.data
 
 
 def moves(value: Any) -> bool:
-    """Returns whether a state leaves the device between its uses."""
+    """Returns whether a state leaves the device between uses."""
     return isinstance(value, Tensor) and value.numel() > RESIDENT

@@ -1,6 +1,6 @@
-"""DeepSpeed ZeRO-3: parameters are sharded, and DeepSpeed gathers each one while its module computes.
+"""DeepSpeed ZeRO-3: parameters are sharded, and DeepSpeed gathers each parameter while its module computes.
 
-The engine has no optimizer. Its module hooks gather and release parameters, and gradients are reduced here.
+The engine does not have an optimizer. Its module hooks gather and release parameters, and lowmem reduces gradients.
 """
 
 from collections import Counter
@@ -18,17 +18,17 @@ from lowmem.placements.base import Placed, Reduced, Reducer
 from lowmem.placements.sharded import FlatShard, Sharded, span_of_rank
 from lowmem.tiles.layout import Span
 
-# Elements, over all ranks, that are gathered together.
+# Number of elements, over all ranks, that are gathered in one collective.
 _BLOCK = 1 << 22
 
 
 @dataclass(frozen=True)
 class _AfterWrites:
-    """Replaces DeepSpeed's function that gathers parameters, on a separate stream with `overlap_comm`: the stream first
-    waits until the last slice has been written.
+    """Replaces DeepSpeed's function that gathers parameters. With `overlap_comm` that function uses a separate stream,
+    which must first wait until the last slice has been written.
 
     Attributes:
-        ends: events of the last write, by device.
+        ends: device → event of the last write.
     """
 
     ends: ClassVar[dict[torch.device, Any]] = {}
@@ -81,7 +81,7 @@ class _Partition(FlatShard):
         if param.device.type != "cpu":
             writing = torch.get_device_module(param.device).current_stream(param.device)
             _AfterWrites.ends[param.device] = writing.record_event()
-        param.ds_secondary_tensor = None  # the copy for hpZ is outdated; the next gather makes a new one
+        param.ds_secondary_tensor = None  # the copy for hpZ is outdated; the next gather creates a new one
 
     def full_tensor(self, param: Any) -> Tensor:
         full = super().full_tensor(param)
@@ -101,10 +101,10 @@ class _Partition(FlatShard):
 
 
 class _ReduceScatter(Reducer):
-    """Reduce-scatters the gradient of each micro-batch, and sums the shards.
+    """Reduce-scatters the gradients of each micro-batch, and accumulates the shards.
 
-    A reduce-scatter is launched when its gradient is complete, and waited for when the next one is, so that it overlaps
-    with the backward: two gradients exist at a time.
+    A reduce-scatter is launched when its gradient is complete, and waited for when the next gradient is complete. So it
+    overlaps with backward, and two gradients exist at a time.
     """
 
     def __init__(self, shard: FlatShard) -> None:
@@ -125,18 +125,18 @@ class _ReduceScatter(Reducer):
         return self._in_flight
 
     def _wait(self, record: Placed, launched: Callable[[], Tensor]) -> Reduced:
-        """Waits for a reduce-scatter. Yields the sum over micro-batches, after the last one."""
+        """Waits for a reduce-scatter. In the last micro-batch, yields the sum over micro-batches."""
         summed = super().reduce(record, launched())
-        del launched  # it holds the full gradient
+        del launched  # it references the full gradient
         yield from summed
 
 
 class Zero3(Sharded):
     """Parameters created under `deepspeed.zero.Init`, or converted by `deepspeed.initialize`.
 
-    This rank's slice is updated on the device that computes, even if DeepSpeed stores it on the host or in a file.
-    Parameters that are still gathered at the end of a step have the weights from before the step. They are released.
-    Those that DeepSpeed keeps gathered (`stage3_param_persistence_threshold`) are gathered again, many per collective.
+    This rank's slice is updated on the compute device, even if DeepSpeed stores it on the host or in a file.
+    Parameters that are still gathered at the end of a step have outdated weights and are released. Parameters that
+    DeepSpeed keeps gathered (`stage3_param_persistence_threshold`) are gathered again, many per collective.
     """
 
     name = "zero3"
@@ -164,7 +164,7 @@ class Zero3(Sharded):
                     f"DeepSpeed was still gathering a parameter of shape {list(param.ds_shape)} when the step ended, "
                     "and would continue with the weights from before the step. Set stage3_prefetch_bucket_size to 0"
                 )
-            param.ds_active_sub_modules.clear()  # those whose hooks have not run: the backward is over
+            param.ds_active_sub_modules.clear()  # backward has ended, so hooks of these modules will not run
             if not param.ds_persist:
                 self.shard.release(param)
         if updated:
@@ -172,7 +172,7 @@ class Zero3(Sharded):
                 self._renew(some)
 
     def _renew(self, params: list[Any]) -> None:
-        """Gathers parameters of one dtype into the full tensors that DeepSpeed keeps, in one collective."""
+        """Gathers parameters of one dtype into DeepSpeed's full tensors, in one collective."""
         from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
         shards, sizes, ranks = [], [], self.shard.ranks_of(params[0])
@@ -189,7 +189,7 @@ class Zero3(Sharded):
 
 
 def _packed(params: Iterable[Any]) -> Iterable[list[Any]]:
-    """Returns the parameters that DeepSpeed keeps gathered, in lists of one dtype and about `_BLOCK` elements."""
+    """Packs the parameters that DeepSpeed keeps gathered into lists of one dtype and about `_BLOCK` elements."""
     packs: dict[tuple[torch.dtype, int], list[Any]] = {}
     sizes = Counter[torch.dtype]()
     for param in params:
@@ -206,7 +206,7 @@ def _in_file(param: Any) -> bool:
 
 
 def _free_buffer(param: Any) -> None:
-    """Frees the buffer into which this rank's slice was loaded from a file. There are few of them."""
+    """Frees the buffer with this rank's slice from a file, because the number of buffers is limited."""
     if _in_file(param):
         param.nvme_swapper.remove_partition_and_release_buffers([param])
 
@@ -222,7 +222,7 @@ def _swap_in(param: Any) -> None:
 
 
 def gathered(*params: Tensor | None) -> AbstractContextManager[Any]:
-    """Returns a context in which these parameters are complete, even if DeepSpeed has partitioned them."""
+    """Returns a context in which these parameters are gathered, even if DeepSpeed has partitioned them."""
     partitioned = [param for param in params if param is not None and not param.numel()]
     if not partitioned:
         return nullcontext()

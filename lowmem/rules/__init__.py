@@ -1,4 +1,4 @@
-"""The table of rules, `lowmem.rules.table()`; `@lowmem.rules.register("name")` adds a rule to it."""
+"""The table of rules, returned by `lowmem.rules.table()`. `@lowmem.rules.register("name")` adds a rule to it."""
 
 import contextlib
 
@@ -26,11 +26,11 @@ from lowmem.rules.scaled_adam import ScaledAdam as ScaledAdam
 
 
 def resolve(rule: str | UpdateRule | type | None) -> UpdateRule:
-    """A rule from its name, an instance or class of `UpdateRule`, a `torch.optim.Optimizer` class, or an import path.
+    """Returns a rule, given a name, an `UpdateRule` instance or class, an import path or a `torch.optim.Optimizer`.
 
     Raises:
-        ConfigError: there is no such rule.
-        UnsupportedError: the optimizer cannot run fused.
+        ConfigError: the rule does not exist.
+        UnsupportedError: the optimizer cannot run inside backward.
     """
     if isinstance(rule, UpdateRule):
         return rule
@@ -54,7 +54,7 @@ def resolve(rule: str | UpdateRule | type | None) -> UpdateRule:
 
 
 def table() -> list[UpdateRule]:
-    """The rules of this package and those registered from outside, by name, except for those that need arguments."""
+    """Returns all registered rules, sorted by name, except rules that need arguments."""
     rules = []
     for name in sorted(TABLE):
         with contextlib.suppress(ConfigError):

@@ -1,4 +1,4 @@
-"""Adafactor as T5X has it: factored along dimensions that are chosen by parameter name (its `adafactor.py`)."""
+"""T5X's Adafactor: factored along dimensions that are selected by parameter name (its `adafactor.py`)."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -18,7 +18,7 @@ from lowmem.tiles.tile import Tile
 
 
 def moved(t: Tile) -> dict[str, Tensor]:
-    """As `factored.moved`. Where there is a number `skip_nan`, elements that would become NaN stay as they are."""
+    """Like `factored.moved`. With the number `skip_nan`, elements that would become NaN do not change."""
     new = factored.moved(t, t.stored if "as_stored" in t.scalar else exactly)
     if "skip_nan" not in t.scalar:
         return new
@@ -37,22 +37,22 @@ class Adafactor(UpdateRule):
     parameter's name applies. `logical_factor_rules` ("standard", or axis name → role) selects by the axes in
     `param_logical_axes` (parameter name → axis names), and has precedence over `factor_map`. A rule is None
     (unfactored), "HEURISTIC", or the role of each dimension. ROW and COLUMN dimensions are factored. Slices of BATCH
-    and of NONE dimensions are updated as separate parameters, but slices of NONE dimensions share scale and clipping.
+    and NONE dimensions are updated as separate parameters, but slices of NONE dimensions share scale and clipping.
     As in the source, vectors and matrices follow the heuristic unless their rule has BATCH: a matrix is factored if
     both dimensions are at least `min_dim_size_to_factor`. A 3-D parameter without a rule is a stack of matrices
-    (experts), each of which follows the heuristic. More dimensions need a rule.
+    (experts), each of which follows the heuristic. A parameter with more dimensions needs a rule.
 
-    States: `v_row` with the BATCH, NONE and ROW dimensions, in this order, and `v_col` likewise; or `v`; with `beta1`
-    (also 0.0) `m`, in `dtype_momentum`, or if that is None, in `state_storage`.
+    States: `v_row` with the BATCH, NONE and ROW dimensions, in this order, and `v_col` likewise; or `v` if unfactored.
+    If `beta1` is set (even to 0.0), also `m`, in `dtype_momentum`, or if that is None, in `state_storage`.
 
-    As in the source, weight decay is not multiplied by lr, unless `weight_decay_rate_lr_exponent` is set: then it is
+    As in the source, weight decay is not multiplied by lr. With `weight_decay_rate_lr_exponent`, it is
     (weight_decay_rate or 1)·lr^exponent. With `skip_nan_updates`, elements that would become NaN do not change, and
     only a dynamic loss scale skips the step. With `global_norm_clip_threshold`, a NaN makes all gradients NaN, and an
-    Inf makes them 0. 16-bit momentum is multiplied by beta1 rounded to 16 bits. `variant`: "jit" rounds final results,
-    "op_by_op" each operation on a 16-bit weight or momentum, as the source does when not compiled.
+    Inf makes them 0. 16-bit momentum is multiplied by beta1 rounded to 16 bits. `variant`: "jit" rounds the results;
+    "op_by_op" rounds each operation on a 16-bit weight or momentum, as the source does if it is not compiled.
 
     Options: `multiply_by_parameter_scale`: True, False, or a list of (regular expression, bool). `epsilon1` (ε₁) and
-    `epsilon2` (ε₂, the smallest scale). `global_norm_clip_threshold`: clips by the norm of all gradients.
+    `epsilon2` (ε₂, the minimum scale). `global_norm_clip_threshold`: clips by the norm of all gradients.
     """
 
     source = "Shazeer and Stern 2018, arXiv:1804.04235; T5X"
@@ -92,8 +92,8 @@ class Adafactor(UpdateRule):
     def scalars(self, hyper: Hyper, step: int) -> dict[str, float]:
         if step <= hyper["step_offset"]:
             raise ConfigError(
-                f"step_offset={hyper['step_offset']}, but this is step {step}. It is the step at which fine-tuning "
-                "begins in a run that resumes from a checkpoint. Omit it in a new run"
+                f"step_offset={hyper['step_offset']}, but this is step {step}. step_offset is the step at which "
+                "fine-tuning starts in a run that resumes from a checkpoint. Omit it in a new run"
             )
         lr, wd = hyper["lr"], hyper["weight_decay_rate"]
         if hyper["weight_decay_rate_lr_exponent"]:
@@ -112,7 +112,7 @@ class Adafactor(UpdateRule):
         return hyper["param_logical_axes"] or ()
 
     def without_decay(self) -> dict[str, Any]:
-        return {"weight_decay_rate": None, "weight_decay_rate_lr_exponent": None}  # with an exponent 0.0 is 1.0
+        return {"weight_decay_rate": None, "weight_decay_rate_lr_exponent": None}  # an exponent replaces 0.0 by 1.0
 
     def takes_nonfinite(self, hyper: Hyper) -> bool:
         return bool(hyper["skip_nan_updates"])
@@ -134,7 +134,7 @@ class Adafactor(UpdateRule):
             states = {"v": StateSpec("full", signed=False), **momentum}
             return FactoredSpec(View(batch, (), none), states, scaled=scaled)
         alike, row, col = View(none).sizes(shape)[0], "v_row", "v_col"
-        # the rows of the view are those dimensions that lie further apart in memory
+        # the rows of the view are the dimensions with larger strides
         if swapped := max(rows, default=-1) > max(cols, default=-1):
             rows, cols, row, col = cols, rows, col, row
         states = {row: StateSpec("row"), col: StateSpec("col"), **momentum}

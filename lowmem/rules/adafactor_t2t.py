@@ -1,4 +1,4 @@
-"""Adafactor of Tensor2Tensor: schedules, unbiased bfloat16, simulated quantization (its `adafactor.py`)."""
+"""Tensor2Tensor's Adafactor: schedules, unbiased bfloat16 rounding, simulated quantization (its `adafactor.py`)."""
 
 import functools
 import math
@@ -18,27 +18,27 @@ from lowmem.tiles.tile import Sums, Tile
 
 
 def largest(t: Tile) -> Sums:
-    """The largest magnitude of each row of the new weight."""
+    """Returns the largest magnitude in each row of the new weight."""
     return Sums(row_max={"size": moved(t)["param"].abs()})
 
 
 def quantized(t: Tile) -> dict[str, Tensor]:
-    """The new weight in whole multiples of `quantum`, rounded down after the noise is added."""
+    """Like `moved`, with the new weight rounded down to multiples of `quantum` after the noise is added."""
     new = moved(t)
     return {**new, "param": (new["param"] / t.row.quantum + t.scalar.noise).floor() * t.row.quantum}
 
 
 def moved_past(t: Tile) -> dict[str, Tensor]:
-    """As `moved`; the new weight is rounded to bfloat16 by the noise of the step."""
+    """Like `moved`, with the new weight rounded to bfloat16 using the noise of the step."""
     new = moved(t)
     return {**new, "param": rounded_past(new["param"], t.scalar.noise)}
 
 
 def rounded_past(value: Tensor, threshold: Tensor) -> Tensor:
     """Rounds a float32 tile to bfloat16: to the nearest number, or to the other neighbour if the distance from the
-    nearest exceeds `threshold`, as a fraction of the spacing.
+    nearest, as a fraction of the spacing, exceeds `threshold`.
 
-    The mean over thresholds spread evenly over [0, 1) is the value, as in Tensor2Tensor's `adafactor.py`.
+    The mean over thresholds spaced evenly in [0, 1) equals the value, as in Tensor2Tensor's `adafactor.py`.
     """
     size = value.abs() + 1e-30
     gap = spacing(size, torch.bfloat16)
@@ -52,7 +52,7 @@ def rounded_past(value: Tensor, threshold: Tensor) -> Tensor:
 
 @functools.lru_cache(maxsize=1)
 def golden_ratio_noise(step: int) -> float:
-    """(step times the golden ratio) mod 1 in float32, bit by bit of `step`, to the bits of Tensor2Tensor's."""
+    """Returns (step · golden ratio) mod 1 in float32, summed over the bits of `step` exactly as Tensor2Tensor does."""
     phi, noise = (5**0.5 - 1) / 2, 0.0
     for i in range(30):
         part = nearest_number((phi * 2**i) % 1.0, torch.float32)
@@ -62,7 +62,7 @@ def golden_ratio_noise(step: int) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizedSpec(FactoredSpec):
-    """quantized: the weight is rounded to `simulated_quantize_bits`."""
+    """quantized: whether the weight is rounded to `simulated_quantize_bits`."""
 
     quantized: bool
 
@@ -72,20 +72,20 @@ class AdafactorT2T(UpdateRule):
     """v ← β₂v + (1-β₂)(g² + 1e-30), factored for matrices; u = g/√v, divided by max(1, rms(u)/clipping_threshold);
     w ← w - s·u with s = lr·max(rms(w), 1e-3), or lr, or with `beta1` the running mean of s·u instead.
 
-    β₂: with `decay_type` "pow" 1 - t^-memory_exponent, with "adam" β(1-β^(t-1))/(1-β^t) for β = `beta2`, or the number
-    `decay_rate`. t counts steps from 1. The default `lr` is min(1/√t, 0.01), times 0.05 if steps are not relative.
+    β₂ is `decay_rate` if set, else 1 - t^-memory_exponent with `decay_type` "pow" and β(1-β^(t-1))/(1-β^t) for β =
+    `beta2` with "adam", at step t ≥ 1. The default `lr` is min(1/√t, 0.01), times 0.05 if steps are not relative.
 
-    bfloat16 weights, with rounding "auto", are rounded as in the source: up or down in magnitude by one threshold per
+    With rounding "auto", bfloat16 weights are rounded as in the source: up or down in magnitude by one threshold per
     step, (step · golden ratio) mod 1, see `rounded_past`. `simulated_quantize_bits` rounds rows of float32 weights
     (last dimension, more than one element) down to multiples of q = largest magnitude / (2^(bits-1) - 1), after adding
     threshold · q.
 
     `factor_stacks`: a 3-D parameter is a stack of matrices (experts), each factored, scaled and clipped as a separate
-    parameter. With False it is not factored, as in the source, which factors only matrices. Momentum is stored in
-    `dtype_momentum`, or in the weight's dtype, as in the source.
+    parameter. With False it is not factored, as in the source. Momentum is stored in `dtype_momentum`, or in the
+    weight's dtype, as in the source.
 
-    Difference from the source: the term mean(g²)·1e-30, which is there to confuse a compiler, is omitted. It matters
-    only for gradients above 1e11.
+    Difference from the source: it adds mean(g²)·1e-30 to prevent a compiler optimization, which matters only for
+    gradients above 1e11. That term is omitted.
     """
 
     source = "Shazeer and Stern 2018, arXiv:1804.04235; Tensor2Tensor"
@@ -112,7 +112,7 @@ class AdafactorT2T(UpdateRule):
         super().admit(name, param, hyper)
         if hyper["simulated_quantize_bits"] is not None and param.dtype != torch.float32:
             raise UnsupportedError(
-                f"is {param.dtype}, but simulated_quantize_bits rounds float32 weights. Convert the parameter, or omit "
+                f"is {param.dtype}, but simulated_quantize_bits needs float32 weights. Convert the parameter, or omit "
                 "simulated_quantize_bits."
             )
 
@@ -139,7 +139,7 @@ class AdafactorT2T(UpdateRule):
         beta1, bits = hyper["beta1"], hyper["simulated_quantize_bits"]
         scalars = moment_scalars(1.0 - decay(step, hyper), 1e-30, 1e-3) | numbers(hyper, threshold="clipping_threshold")
         scalars |= {"lr": learning_rate(step, hyper), "keep": 1.0, "beta1": beta1, "gain1": 1.0 - beta1}
-        # squares in the weight's dtype, as in the source
+        # as in the source, squares are computed in the weight's dtype
         scalars |= {"noise": golden_ratio_noise(step), "as_stored": 1.0}
         if bits is not None:
             scalars["levels"] = 2 ** (bits - 1) - 1
@@ -159,7 +159,7 @@ class AdafactorT2T(UpdateRule):
 
 
 def decay(step: int, hyper: Hyper) -> float:
-    """β₂ of a step."""
+    """Returns β₂ for a step."""
     if hyper["decay_rate"] is not None:
         return float(hyper["decay_rate"])
     if hyper["decay_type"] == "adam":
@@ -169,7 +169,7 @@ def decay(step: int, hyper: Hyper) -> float:
 
 
 def learning_rate(step: int, hyper: Hyper) -> float:
-    """The learning rate of a step: `lr`, or the rule's own schedule."""
+    """Returns the learning rate of a step: `lr`, or the rule's default schedule."""
     if hyper["lr"] is not None:
         return float(hyper["lr"])
     return min(1.0 / math.sqrt(step), 0.01) * (1.0 if hyper["multiply_by_parameter_scale"] else 0.05)

@@ -1,4 +1,4 @@
-"""AdaLomo: a factored second moment and a step relative to the weight's size (arXiv:2310.10195, algorithm 1)."""
+"""AdaLomo: factored second moment, steps relative to the rms of the weight (arXiv:2310.10195, algorithm 1)."""
 
 from lowmem.rules import require
 from lowmem.rules.factored import FactoredSpec, moment_scalars, moved, precondition
@@ -12,15 +12,15 @@ class AdaLomo(UpdateRule):
     """v ← β₂v + (1-β₂)(g² + ε₁) as the outer product of its row and column means, β₂ = 1 - step^decay_rate;
     u = g/√v, divided by max(1, rms(u)/clip_threshold); w ← (1 - α·weight_decay)w - αu with α = lr·max(ε₂, rms(w)).
 
-    Matrices have states `exp_avg_sq_row` [rows] and `exp_avg_sq_col` [cols] in float32, 0-D and 1-D parameters
+    Matrices have the states `exp_avg_sq_row` [rows] and `exp_avg_sq_col` [cols] in float32. 0-D and 1-D parameters have
     `exp_avg_sq` in their own shape. A 3-D parameter is a stack of matrices (experts), each factored and normalized like
-    a separate parameter. With more dimensions it is a convolution, viewed as the matrix [out, in * kernel].
+    a separate parameter. A parameter with more dimensions (a convolution) is viewed as the matrix [out, in * kernel].
 
     Differences from the source, which fails in these cases: the clip coefficient of an earlier step is never reused,
-    and parameters of 0, 3 and more dimensions work. As in the source, `clip_norm` measures gradients before
+    and parameters with 0, 3 or more dimensions work. As in the source, `clip_norm` measures gradients before
     `clip_value` clamps them.
 
-    Options: `eps`: ε₁, added to g², and ε₂, the smallest scale of a step. `weight_decay`: decoupled, multiplied by α.
+    Options: `eps`: ε₁, added to g², and ε₂, the minimum scale of a step. `weight_decay`: decoupled, multiplied by α.
     """
 
     source = "Lv et al. 2023, arXiv:2310.10195"

@@ -26,9 +26,9 @@ def moved(t: Tile) -> dict[str, Tensor]:
 @register("adamw")
 class AdamW(UpdateRule):
     """m ← β₁m + (1-β₁)g, v ← β₂v + (1-β₂)g²; w ← (1 - lr·weight_decay)·w - lr·m̂ / (√v̂ + eps), with m̂ = m/(1-β₁^t) and
-    v̂ = v/(1-β₂^t), t counting the parameter's own updates.
+    v̂ = v/(1-β₂^t), where t is the number of updates of the parameter.
 
-    In float32 this is `torch.optim.AdamW(foreach=False)`, bit for bit on the CPU where the sweep is not compiled.
+    In float32 it equals `torch.optim.AdamW(foreach=False)`, bit for bit on the CPU if the sweep is not compiled.
     """
 
     source = "Loshchilov and Hutter 2019, arXiv:1711.05101"
@@ -60,10 +60,10 @@ class AdamW(UpdateRule):
 def of_torch(
     groups: Sequence[Mapping[str, Any]], states: Mapping[Any, Mapping[str, Tensor]], own: Sequence[Mapping[str, Any]]
 ) -> tuple[list[dict[str, Any]], dict[Any, dict[str, Tensor]]]:
-    """Converts groups and states of a saved `torch.optim.AdamW` for rule "adamw". own: the groups that load them.
+    """Converts the groups and states of a saved `torch.optim.AdamW` for rule "adamw". own: the groups to load into.
 
     Raises:
-        CheckpointError: it was trained with an option that the rule does not support, or with other parameter names.
+        CheckpointError: the optimizer used an option that the rule does not support, or different parameter names.
     """
     converted, loaded = [], dict[Any, dict[str, Tensor]]()
     for n, (group, ours) in enumerate(zip(groups, own, strict=True)):
@@ -75,7 +75,7 @@ def of_torch(
             raise CheckpointError(f"group {n} of the saved torch optimizer has other parameters or a different order")
         hyper = {key: group[key] for key in ours.keys() & group.keys()}
         own_states = {key: states[key] for key in group["params"] if key in states}
-        # a weight of 16 bits has states of 16 bits there
+        # torch.optim.AdamW stores 16-bit states for 16-bit weights
         dtypes = {value.dtype for state in own_states.values() for name, value in state.items() if name != "step"}
         kept = ours["state_storage"] == "auto" and len(dtypes) == 1 and dtypes <= {*STORED_DTYPES}
         dtype = dtypes.pop() if kept else torch.float32

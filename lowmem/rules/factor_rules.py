@@ -1,4 +1,4 @@
-"""Factored dimensions of a parameter, by its name: regular expressions, logical axes and T5X's heuristic."""
+"""Selects the factored dimensions of a parameter by regular expressions, logical axes and T5X's heuristic."""
 
 import re
 import warnings
@@ -23,7 +23,7 @@ STANDARD_LOGICAL_FACTOR_RULES = {
 
 
 class Dimensions(NamedTuple):
-    """The dimensions of a parameter by their roles. Without ROW and COLUMN it is unfactored."""
+    """The dimensions of a parameter by role. Without ROW and COLUMN, the parameter is unfactored."""
 
     batch: tuple[int, ...] = ()
     none: tuple[int, ...] = ()
@@ -32,7 +32,7 @@ class Dimensions(NamedTuple):
 
 
 def dimensions(name: str, shape: tuple[int, ...], hyper: Hyper) -> Dimensions:
-    """The roles of a parameter's dimensions by `factored`, `factor_map`, `logical_factor_rules` and the heuristic.
+    """Returns the dimensions by role, from `factored`, `factor_map`, `logical_factor_rules` and the heuristic.
 
     Raises:
         ConfigError: the options do not cover the parameter, or are incomplete for it.
@@ -43,13 +43,13 @@ def dimensions(name: str, shape: tuple[int, ...], hyper: Hyper) -> Dimensions:
         rule = _logical_rule(name, where, hyper["logical_factor_rules"], hyper["param_logical_axes"])
     elif hyper["factor_map"] is not None:
         rule = roles_of("factor_map", first_match("factor_map", hyper["factor_map"], name, where))
-    if rule is None or not hyper["factored"]:  # without `factored` there are no rules
+    if rule is None or not hyper["factored"]:
         return Dimensions(none=every)
     if rule == HEURISTIC:
         if len(shape) > 3:
             raise ConfigError(
-                f"{where}: rule HEURISTIC does not say how more than three dimensions are factored; set a rule for it "
-                "in factor_map, such as [BATCH, ROW, COLUMN, COLUMN], or None"
+                f"{where}: rule HEURISTIC supports at most three dimensions; set a rule for it in factor_map, "
+                "such as [BATCH, ROW, COLUMN, COLUMN], or None"
             )
         return _heuristic(shape, hyper["min_dim_size_to_factor"])
     if len(rule) != len(shape):
@@ -65,7 +65,7 @@ def dimensions(name: str, shape: tuple[int, ...], hyper: Hyper) -> Dimensions:
 
 
 def check_factor_rules(hyper: Hyper) -> None:
-    """Raises `ConfigError` for rules that no parameter could follow."""
+    """Raises `ConfigError` for factor rules that are invalid for every parameter."""
     factor_map, rules, axes = (hyper[key] for key in ("factor_map", "logical_factor_rules", "param_logical_axes"))
     for option, value in (("factor_map", factor_map), ("logical_factor_rules", rules)):
         require.that(value is None or hyper["factored"], option, value, "None where factored=False")
@@ -86,7 +86,7 @@ def check_factor_rules(hyper: Hyper) -> None:
 
 
 def _heuristic(shape: tuple[int, ...], least: int) -> Dimensions:
-    """The smaller dimension of a matrix is ROW and the larger COLUMN; the first of three dimensions is a stack."""
+    """Assigns ROW to the smaller and COLUMN to the larger dimension; the first of three dimensions is a stack."""
     stack = (0,) if len(shape) == 3 else ()
     dims = tuple(range(len(stack), len(shape)))
     if len(dims) < 2 or min(shape[d] for d in dims) < least:
@@ -110,13 +110,13 @@ def _logical_rule(
     if {"ROW", "COLUMN", "NONE"} <= set(roles):
         reason = f"incomplete factor rule {list(roles)} for the axes {list(axes)}"
         raise ConfigError(f"{where}: {reason}: with ROW and COLUMN no other dimension may be NONE")
-    if not {"ROW", "COLUMN"} <= set(roles):  # half of it factors nothing
+    if not {"ROW", "COLUMN"} <= set(roles):  # factoring needs both
         return tuple("BATCH" if role == "BATCH" else "NONE" for role in roles)
     return roles
 
 
 def roles_of(option: str, rule: Any) -> FactorRule:
-    """The roles of dimensions in a rule as the user writes it."""
+    """Converts a factor rule, as users write it, to the roles of dimensions."""
     if rule is None or rule == "HEURISTIC":
         return None if rule is None else HEURISTIC
     allowed = f"None, 'HEURISTIC', or for each dimension one of {', '.join(ROLES)}"
@@ -127,7 +127,7 @@ def roles_of(option: str, rule: Any) -> FactorRule:
 
 
 def pairs_of(option: str, value: Any) -> list[tuple[str, Any]]:
-    """A map from regular expressions, as a list of pairs or a dict, in its order."""
+    """Returns the (regular expression, value) pairs of a list or dict, in order."""
     pairs = list(value.items()) if isinstance(value, dict) else value
     require.that(isinstance(pairs, tuple | list), option, value, "a list of (regular expression, value)")
     for pair in pairs:
@@ -140,13 +140,13 @@ def pairs_of(option: str, value: Any) -> list[tuple[str, Any]]:
 
 
 def flag_by_name(option: str, value: Any) -> None:
-    """A check that allows True, False, and a map from regular expressions to them."""
+    """Allows True, False, and a map from regular expressions to them."""
     for _, each in [(None, value)] if isinstance(value, bool) else pairs_of(option, value):
         require.flag(option, each)
 
 
 def first_match(option: str, pairs: Any, name: str, where: str) -> Any:
-    """The value of the first regular expression found in `name`; messages call the parameter `where`."""
+    """Returns the value of the first regular expression found in `name`. where: the parameter, for messages."""
     for pattern, value in pairs_of(option, pairs):
         if re.search(pattern, name):
             return value

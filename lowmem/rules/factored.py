@@ -1,4 +1,4 @@
-"""A second moment as row and column means, and clipping of the update: Shazeer and Stern 2018, arXiv:1804.04235.
+"""Factored second moment and update clipping (Adafactor: Shazeer and Stern 2018, arXiv:1804.04235).
 
 Tile functions read the inverse root of the second moment as `row.r` and `col.c`, or the unfactored state `full.v`.
 """
@@ -16,46 +16,46 @@ from lowmem.tiles.tile import Sums, Tile
 
 
 def exactly(value: Tensor, like: str = "param") -> Tensor:
-    """Replaces `Tile.stored` or `Sweep.stored` for arithmetic in float32."""
+    """Returns `value` unchanged: replaces `Tile.stored` or `Sweep.stored` for arithmetic in float32."""
     return value
 
 
 def param_square(t: Tile) -> Tensor:
-    """w², in the weight's dtype if the rule has a number `as_stored`."""
+    """Returns w², computed in the weight's dtype if the rule has a number `as_stored`."""
     square = t.param.square()
     return t.stored(square) if "as_stored" in t.scalar else square
 
 
 def moments(t: Tile) -> Sums:
-    """Sums of g² by row and column, and of w²."""
+    """Returns the row sums and column sums of g², and the sum of w²."""
     return Sums(row={"square": t.grad_square}, col={"square": t.grad_square}, scalar={"param": param_square(t)})
 
 
 def second_moment(t: Tile) -> Tensor:
-    """The unfactored v ← β₂v + (1-β₂)(g² + ε)."""
+    """Returns the unfactored v ← β₂v + (1-β₂)(g² + ε)."""
     return t.full.v * t.scalar.beta2 + (t.grad_square + t.scalar.eps) * t.scalar.gain
 
 
 def change(t: Tile) -> Tensor:
-    """g / √v."""
+    """Returns g / √v."""
     if "v" in t.full:
         return second_moment(t).rsqrt() * t.grad
     return t.grad * t.row.r * t.col.c
 
 
 def change_square(t: Tile) -> Sums:
-    """Sum of `change` squared."""
+    """Returns the sum of squares of `change`."""
     return Sums(scalar={"change": change(t).square()})
 
 
 def squares(t: Tile) -> Sums:
-    """Sums of `change` squared and of w²."""
+    """Returns the sums of squares of `change` and of w."""
     return Sums(scalar={**change_square(t).scalar, "param": param_square(t)})
 
 
 def moved(t: Tile, rounded: Callable[..., Tensor] = exactly) -> dict[str, Tensor]:
-    """w ← keep·w - step·change, or minus the running mean of step·change if there is momentum `m`; and v if it is
-    unfactored. rounded: applied to products with a stored tensor, see `Tile.stored`.
+    """Returns w ← keep·w - step·change, where with momentum `m` a running mean replaces step·change, and v if it is
+    unfactored. rounded: a function applied to products with a stored tensor, see `Tile.stored`.
     """
     step, new = change(t) * t.scalar.step, {}
     if "m" in t.full:
@@ -67,10 +67,10 @@ def moved(t: Tile, rounded: Callable[..., Tensor] = exactly) -> dict[str, Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class FactoredSpec(ParamSpec):
-    """Its states are v, or the row and the column means of v, and momentum `m` if the rule uses momentum.
+    """Spec with the state v or its row and column means, and the state `m` if the rule uses momentum.
 
-    normalized: the factor that is divided by its mean.  scaled: steps are relative to the size of the weight. Slices
-    that are `alike` share scale and clipping.
+    normalized: the factor that is divided by its mean.  scaled: whether steps are relative to the rms of the weight.
+    Slices that are `alike` share scale and clipping.
     """
 
     normalized: Literal["row", "col"] = "row"
@@ -78,11 +78,11 @@ class FactoredSpec(ParamSpec):
 
 
 class Change(NamedTuple):
-    """A gradient divided by the root of its second moment, which each pass of the sweep computes again.
+    """A gradient divided by the root of its second moment. Each pass of the sweep computes it again.
 
     vectors: arguments of the sweep for tile functions that use `change`.  size: the root mean square of the weight,
-    float32 [B], at least the number `least`.  divisor: of the change, which limits its root mean square to the number
-    `threshold`, float32 [B]; 1 without such a number.
+    float32 [B], at least the number `least`.  divisor: float32 [B]. Dividing the change by it limits the root mean
+    square of the change to the number `threshold`. It is 1 without such a number.
     """
 
     vectors: dict[str, Any]
@@ -91,16 +91,16 @@ class Change(NamedTuple):
 
 
 def moment_scalars(gain: float, eps: float, least: float) -> dict[str, float]:
-    """Returns the numbers for `precondition`. gain: 1-β₂ of the step.  eps: added to g².  least: scale of a step."""
+    """Returns the numbers for `precondition`. gain: 1-β₂.  eps: added to g².  least: the minimum scale of a step."""
     return {"gain": gain, "beta2": 1.0 - gain, "eps": eps, "least": least}
 
 
 def precondition(sweep: Sweep, spec: FactoredSpec, state: State) -> Change:
-    """Updates the second moment and measures the change that results: one pass unfactored, two factored.
+    """Updates the second moment and measures the resulting change, in one pass (unfactored) or two (factored).
 
-    It reads `moment_scalars`, and these optional numbers: `threshold`, see `Change`; `most`, the largest scale of a
-    step; `as_stored`: weights are squared, and their size is computed, in the weight's dtype; `skip_nan`: elements of
-    row and column means that would become NaN are left unchanged.
+    Reads `moment_scalars` and these optional numbers: `threshold`, see `Change`; `most`, the maximum scale of a step;
+    `as_stored`: the squares and the size of the weight are computed in its dtype; `skip_nan`: elements of row and
+    column means that would become NaN do not change.
     """
     (_, rows, cols), number = sweep.shape, sweep.scalar
     names = {each.extent: name for name, each in spec.states.items() if name != "m"}

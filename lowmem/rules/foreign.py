@@ -1,4 +1,4 @@
-"""Any `torch.optim.Optimizer` subclass as a rule. It steps on one parameter at a time, as if it were the only one."""
+"""Any `torch.optim.Optimizer` subclass as a rule. It steps on one parameter at a time, as if there were no others."""
 
 import importlib
 import inspect
@@ -25,14 +25,14 @@ from lowmem.tiles.sweep import Sweep
 
 logger = logging.getLogger(__name__)
 
-# Modules whose distribution has another name.
+# Modules whose distribution has a different name.
 _DISTRIBUTIONS = {"lomo_optim": "lomo-optim", "optimi": "torch-optimi"}
 
-# Keys of our parameter groups that a constructor does not take, unless its signature names them.
+# Keys of our parameter groups that are not passed to a constructor unless its signature names them.
 _NO_ARGUMENTS = GROUP_KEYS | {COUNTS}
 
-# A trial uses parameters with the group's numbers of dimensions, else parameters of the group with at most _TRIED
-# elements. Optimizers with low-bit states use full-precision states for small parameters.
+# A trial uses small tensors with the group's numbers of dimensions, or parameters of the group with at most _TRIED
+# elements. (Optimizers with low-bit states use full-precision states for small parameters.)
 _TRIAL_SHAPES: dict[int, list[tuple[int, ...]]] = {
     0: [(), ()], 1: [(96,), (160,)], 2: [(64, 64), (32, 160)],
     3: [(4, 32, 40), (2, 8, 8)], 4: [(16, 32, 3, 3), (8, 16, 1, 1)],
@@ -42,24 +42,24 @@ _TRIED = 1 << 20
 # For each step, the gradients of all parameters.
 _Grads = list[list[Tensor | None]]
 
-# Number of steps of a trial, the scales of its gradients, and the element at which a shard ends.
+# Number of steps in a trial, scales of its gradients, and the element at which the first shard ends.
 _TRIAL_STEPS, _TRIAL_SIZES, _CUT = 12, (1e-3, 1.0, 1e3), 1500
 
 
 @dataclass(frozen=True, kw_only=True)
 class ForeignSpec(ParamSpec):
-    """The class creates its states itself at the first update. name: of the parameter.  hyper: its group, live."""
+    """Spec without states: the class creates them at the first update. hyper: the parameter's group, not a copy."""
 
     name: str
     hyper: Hyper = field(compare=False, repr=False)
 
 
 class ForeignRule(UpdateRule):
-    """Runs an optimizer class on one parameter at a time, and stores its state for the parameter.
+    """Runs an optimizer class on one parameter at a time, and stores its state for each parameter.
 
-    A state may consist of tensors, numbers, strings, containers of them and objects of the class's own package. Tensor
-    subclasses, such as the low-bit states of torchao, are stored as their inner tensors. A number in the class's
-    parameter group, on the class itself or in its state apart from parameters counts steps; our group stores it.
+    A state may consist of tensors, numbers, strings, containers of them and objects from the class's package. Tensor
+    subclasses, such as the low-bit states of torchao, are stored as their inner tensors. Numbers in the class's
+    parameter group, its attributes or its global state count steps and are stored in our parameter group.
 
     A trial on small tensors compares steps on all of them with steps on one at a time. It raises for classes that
     combine parameters or do not run. Except with rounding `nearest`, the class steps on a float32 copy of a parameter.
@@ -90,22 +90,22 @@ class ForeignRule(UpdateRule):
         if driven or isinstance(getattr(cls, "param_groups", None), property):
             self._refuse("wraps other optimizers, each of which would see all parameters. Use the wrapped optimizer.")
         self._open_ended = any(a.kind is a.VAR_KEYWORD for a in arguments)
-        # an argument without a default is listed too; `check` raises for a group that does not set it
+        # arguments without a default are included; `check` raises for a group that does not set them
         self.defaults = {  # type: ignore[misc]
             a.name: a.default for a in arguments if a.kind not in (a.VAR_KEYWORD, a.VAR_POSITIONAL)
         }
-        self._full: set[str] = set()  # states of the parameter's shape
-        self._on_host: set[str] = set()  # states on the CPU of parameters that are not
-        self._shape: tuple[int, ...] = (64, 64)  # of a parameter for which it can be constructed
+        self._full: set[str] = set()  # names of states with the parameter's shape
+        self._on_host: set[str] = set()  # names of states on the CPU while the parameter is on another device
+        self._shape: tuple[int, ...] = (64, 64)  # a parameter shape that the constructor accepts
         self._counts = False  # whether the class has numbers that change
         self._instances: dict[int, Instance] = {}  # by the id of our group
-        self._dtypes: dict[str, torch.dtype] = {}  # of parameters, when they were first admitted
+        self._dtypes: dict[str, torch.dtype] = {}  # dtypes of parameters when they were first admitted
 
     def equals(self, other: UpdateRule) -> bool:
         return isinstance(other, ForeignRule) and self.cls is other.cls
 
     def takes(self, key: str, of_group: bool) -> bool:
-        return of_group or self._open_ended or key in self.defaults  # a trial raises for unread ones
+        return of_group or self._open_ended or key in self.defaults  # a trial raises for options that are not read
 
     def check(self, hyper: Hyper) -> None:
         for key, value in hyper.items():
@@ -118,8 +118,8 @@ class ForeignRule(UpdateRule):
     # -- the trial -------------------------------------------------------------------------------------------------
 
     def adopt(self, hyper: Hyper, sharded: bool) -> None:
-        """Tries the class on the device of the parameters. Settings that it derives from others are set in `hyper`."""
-        self._instances.pop(id(hyper), None)  # of a group that is gone
+        """Tries the class on the parameters' device. Settings that the class derives from others are set in `hyper`."""
+        self._instances.pop(id(hyper), None)  # left by a deleted group with the same id
         params = [param for param in hyper["params"] if param.requires_grad]
         real = [param for param in params if not (param.is_meta or is_fake(param))]
         kinds = {2} if sharded or not params else {param.ndim for param in params}
@@ -127,7 +127,7 @@ class ForeignRule(UpdateRule):
         small = sorted((param for param in real if 0 < param.numel() <= _TRIED), key=torch.numel)
         ends = [{param.ndim: tuple(param.shape) for param in order} for order in (small, small[::-1])]
         own = [shape for end in ends for shape in end.values()]  # the largest and the smallest
-        rates = [{**hyper, "lr": 1e-2}, hyper] if "lr" in hyper else [hyper]  # a step at a tiny rate hides differences
+        rates = [{**hyper, "lr": 1e-2}, hyper] if "lr" in hyper else [hyper]  # a tiny learning rate hides differences
         device, failure = real[0].device if real else torch.device("cpu"), None
         for settings, shapes, absent in itertools.product(rates, filter(None, (usual, own)), (True, False)):
             try:
@@ -152,7 +152,7 @@ class ForeignRule(UpdateRule):
             logger.warning("lowmem does not call %s.eval(): weights are evaluated and saved as in training", self.name)
 
     def _try(self, hyper: Hyper, starts: Sequence[Tensor], grads: _Grads, sharded: bool) -> None:
-        """Raises if steps on parameters one at a time differ from steps on all of them."""
+        """Raises if steps on one parameter at a time differ from steps on all of them."""
         self._shape = tuple(starts[0].shape)
         params = [start.clone().requires_grad_() for start in starts]
         together = self._made(params, hyper, groups=1 + bool(self._instances))
@@ -178,12 +178,12 @@ class ForeignRule(UpdateRule):
 
     def _try_shards(self, hyper: Hyper, start: Tensor, grads: Sequence[Tensor]) -> None:
         """Raises if steps on two shards of a matrix differ from steps on the matrix."""
-        # SGDP of pytorch_optimizer differs where a gradient is nearly at right angles to the rows
+        # SGDP of pytorch_optimizer differs where a gradient is nearly orthogonal to the rows
         along = (grads[0] * start).sum(-1, keepdim=True) / start.square().sum(-1, keepdim=True) * start
         grads = [grads[0] - along + 0.004 * start * (grads[0].norm() / start.norm()), *grads]
         try:
             (full,), _, (state,) = self._one_at_a_time(hyper, [start], [[grad] for grad in grads])
-            # states of other sizes are not sharded, and those of long vectors may take minutes
+            # states of other sizes are not sharded, and trying long vectors may take minutes
             if all(v.numel() in (1, start.numel()) for v in state.values() if isinstance(v, Tensor)):
                 parts, *cut = (tensor.flatten().tensor_split([_CUT]) for tensor in (start, *grads))
                 shards, *_ = self._one_at_a_time(hyper, parts, [[*each] for each in cut])
@@ -193,7 +193,7 @@ class ForeignRule(UpdateRule):
         except Exception as error:  # a class may raise anything
             reason = f"does not step on them: {error or type(error).__name__}"
         self._refuse(
-            f"needs full matrices, but ranks have flat shards of them ({reason}). It runs with placement 'local' and "
+            f"needs full matrices, but each rank has a flat shard ({reason}). It runs with placement 'local' and "
             "'replicated'. Here, use a rule of lowmem, such as 'adalomo', or an elementwise class, such as "
             "torch.optim.AdamW"
         )
@@ -201,7 +201,7 @@ class ForeignRule(UpdateRule):
     def _one_at_a_time(
         self, hyper: Hyper, starts: Sequence[Tensor], grads: _Grads
     ) -> tuple[list[Tensor], dict[str, Any], list[State]]:
-        """Steps as in training. Returns the weights, the numbers that changed, and the states."""
+        """Steps as in training, and returns the weights, the numbers that changed, and the states."""
         params, states = [start.clone() for start in starts], [State() for _ in starts]
         group, changed = {**hyper}, set[str]()
         instance = self._new(group)
@@ -224,17 +224,17 @@ class ForeignRule(UpdateRule):
     # -- updates ---------------------------------------------------------------------------------------------------
 
     def unspecified_state(self, state: str, hyper: Hyper) -> Literal["full", "device", "host"]:
-        # torch.optim keeps its step counts on the host unless a kernel reads them, and so does NAdam's mu_product
+        # torch.optim stores step counts, and NAdam's mu_product, on the host unless a kernel reads them
         counts = state.rpartition(".")[2] == "step" or state in self._on_host
         if counts and not (hyper.get("capturable") or hyper.get("fused")):
             return "host"
         return "full" if state in self._full else "device"
 
     def rounding(self, hyper: Hyper, dtype: torch.dtype) -> str:
-        return "nearest"  # by the class itself, without a float32 copy
+        return "nearest"  # the class updates the stored weight itself, without a float32 copy
 
     def admit(self, name: str, param: Tensor, hyper: Hyper) -> None:
-        try:  # hooks of the class would stay on the parameter itself
+        try:  # not on the parameter itself, where hooks of the class would stay registered
             self._made([param.detach().requires_grad_()], hyper)
         except Exception as error:  # a class may raise anything
             raise UnsupportedError(f"is not accepted by {self.name}: {error or type(error).__name__}") from error
@@ -248,7 +248,7 @@ class ForeignRule(UpdateRule):
         if instance is None or not instance.serves(self._arguments(hyper)):
             instance = self._instances[id(hyper)] = self._new(hyper)
         instance.begin(hyper)
-        return {}  # numbers are the class's own
+        return {}  # the class has its own numbers
 
     def update(self, sweep: Sweep, spec: ForeignSpec, state: State) -> None:
         with sweep.materialized() as param:
@@ -298,7 +298,7 @@ class ForeignRule(UpdateRule):
 
 
 class Watched(dict[str, Any]):
-    """A parameter group that notes which of its keys are read."""
+    """A parameter group that records which keys are read."""
 
     def __init__(self, items: Mapping[str, Any]) -> None:
         super().__init__(items)
@@ -342,7 +342,7 @@ def _random_states() -> list[Any]:
 
 
 def _trial(shapes: Sequence[tuple[int, ...]], absent: bool, device: torch.device) -> tuple[list[Tensor], _Grads]:
-    """Returns parameters and their gradients for each step, always the same. absent: one gradient is missing."""
+    """Returns reproducible parameters, and their gradients for each step. absent: one gradient is missing."""
     source = torch.Generator().manual_seed(0)
 
     def drawn(shape: tuple[int, ...], size: float = 1.0) -> Tensor:
@@ -359,7 +359,7 @@ def _trial(shapes: Sequence[tuple[int, ...]], absent: bool, device: torch.device
 
 
 def import_optimizer(path: str) -> type[torch.optim.Optimizer | UpdateRule]:
-    """Returns the class of an optimizer or rule from an import path such as `torch.optim.AdamW`.
+    """Imports the class of an optimizer or rule from a path such as `torch.optim.AdamW`.
 
     Raises:
         ConfigError: the module or the class does not exist.

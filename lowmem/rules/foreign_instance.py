@@ -1,4 +1,4 @@
-"""An object of an optimizer class, which steps on one parameter of a group at a time, and the states that it stores.
+"""An instance of an optimizer class that steps on one parameter of a group at a time.
 
 `pack_state` converts the state of a parameter to tensors and JSON.
 """
@@ -16,13 +16,13 @@ from torch._subclasses.fake_tensor import is_fake
 from lowmem.errors import UnsupportedError
 from lowmem.rules.rule import ENGINE_KEYS, Hyper, State
 
-# The key of our parameter group for numbers that a class counts with, other than hyperparameters.
+# The key of our parameter group for a class's step counts and similar numbers that are not hyperparameters.
 COUNTS = "counts"
 
-# Keys of our parameter groups that a class does not expect in its own.
+# Keys of our parameter groups that are not copied into the groups of a class.
 _NOT_IN_GROUP = frozenset(("params", "param_names", COUNTS, *ENGINE_KEYS))
 
-# Types of attributes that count steps. Attributes of other types keep their values between parameters.
+# Types of attributes that may count steps. Attributes of other types are not reset between parameters.
 _PLAIN = (Tensor, int, float, str, bool, type(None))
 
 
@@ -36,21 +36,21 @@ def refuse_combination(name: str, detail: str) -> NoReturn:
 
 
 class Instance:
-    """An optimizer without parameters. For each update it is given a parameter with its state, which it then releases.
+    """An optimizer without parameters. Each update gives it one parameter with its state, and then removes both.
 
-    Values outside of the states of parameters, such as step counts, are its numbers. They are reset to their values at
-    the beginning of the step before each parameter, and the values that changed are written to our parameter group. So
-    they change once per step, as in a step on all parameters.
+    Values outside the states of parameters, such as step counts, are called numbers. Before each parameter, they are
+    reset to their values at the start of the step. Changed numbers are written to our parameter group, so they change
+    once per step, as in a step on all parameters.
 
     Attributes:
-        eager: it creates the states of parameters in its constructor.
-        numbers: of a new object.
+        eager: whether the class creates the states of parameters in its constructor.
+        numbers: the numbers of a new instance.
         changes: numbers that this step has changed; None before its first update.
 
     Args:
-        name: of the class.
-        optimizer: a new object of it.
-        arguments: of its constructor. Settings that it derives from them, such as a limit from a rate, go to `hyper`.
+        name: the name of the class.
+        optimizer: a new instance.
+        arguments: arguments of its constructor. Settings that it derives from them are written to `hyper`.
     """
 
     def __init__(self, name: str, optimizer: torch.optim.Optimizer, arguments: Hyper, hyper: Hyper) -> None:
@@ -65,27 +65,27 @@ class Instance:
         self._release()
 
     def serves(self, arguments: Hyper) -> bool:
-        """Returns whether a new object with these arguments would be the same, except for its parameter group."""
+        """Returns whether a new instance with these arguments would differ only in its parameter group."""
         return self._hidden == self._hidden_of(arguments)
 
     def _hidden_of(self, arguments: Hyper) -> dict[str, Any]:
-        """Returns the arguments that are missing from its parameter group, or None and replaced by a default."""
+        """Returns the arguments that are not in the parameter group, or that are None and replaced by a default."""
         return {key: value for key, value in arguments.items() if key not in self.numbers or value is None}
 
     def begin(self, hyper: Hyper) -> None:
-        """Begins a step with the settings and the counts of our group."""
+        """Starts a step with the settings and counts of our parameter group."""
         self._start, self.changes = {**self.numbers}, None
         for key, value in {**hyper, **hyper.get(COUNTS, {})}.items():
             old = self.numbers.get(key)
-            if isinstance(old, Tensor) and isinstance(value, int | float):  # torchao has its rate as a tensor
+            if isinstance(old, Tensor) and isinstance(value, int | float):  # torchao's learning rate is a tensor
                 self._start[key] = torch.full_like(old, value)
             elif key not in _NOT_IN_GROUP and (value is not None or old is None):
                 self._start[key] = unpack(value)
 
     def step(self, param: Tensor, state: State, hyper: Hyper) -> State:
-        """Steps on a parameter with its packed state, and returns the new one."""
+        """Steps on a parameter with its packed state, and returns the new packed state."""
         optimizer, stored = self.optimizer, param.detach()
-        start = {key: _own(value) for key, value in self._start.items()}  # kept until `now` is compared by id
+        start = {key: _own(value) for key, value in self._start.items()}  # alive until `now` is compared by id
         before = {key: _comparable(value, self._start[key]) for key, value in start.items()}
         restore(optimizer, start)
         optimizer.param_groups[0]["params"] = [param]
@@ -96,7 +96,7 @@ class Instance:
         finally:
             self._release()
         if param.untyped_storage()._cdata != stored.untyped_storage()._cdata:
-            stored.copy_(param.detach())  # it put new memory into param.data
+            stored.copy_(param.detach())  # the class assigned a new tensor to param.data
         changed = [key for key, value in now.items() if key not in before or _comparable(value, value) != before[key]]
         changes = {key: number_of(self._name, key, now[key]) for key in changed}
         if self.changes is None:
@@ -115,7 +115,7 @@ class Instance:
 
 
 def snapshot(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Returns the values in its parameter group, its attributes (with the prefix "self.") and the values in its state
+    """Returns the values in the parameter group, the attributes (with the prefix "self.") and the values in the state
     that do not belong to a parameter (with the prefix "state.").
     """
     return {
@@ -126,7 +126,7 @@ def snapshot(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def restore(optimizer: torch.optim.Optimizer, numbers: dict[str, Any]) -> None:
-    """Sets the values of a snapshot, and deletes attributes that it does not have."""
+    """Restores the values of a snapshot, and deletes attributes that are not in it."""
     own, beside, (group,) = vars(optimizer), cast(dict[Any, Any], optimizer.state), optimizer.param_groups
     for key in [key for key, value in own.items() if type(value) in _PLAIN and f"self.{key}" not in numbers]:
         del own[key]
@@ -140,10 +140,10 @@ def restore(optimizer: torch.optim.Optimizer, numbers: dict[str, Any]) -> None:
 
 
 def number_of(name: str, key: str, value: Any) -> Any:
-    """Returns a number of the class `name` as JSON.
+    """Converts a number of the class `name` to JSON.
 
     Raises:
-        UnsupportedError: it contains a tensor on a device or with several elements, or cannot be saved.
+        UnsupportedError: it contains a tensor on a device or with several elements, or it cannot be saved.
     """
     form = pack_state(name, {key: value})
     number = form.pop(key)
@@ -157,22 +157,22 @@ def number_of(name: str, key: str, value: Any) -> Any:
 
 
 def _own(value: Any) -> Any:
-    """Copies a value that the class or a user may modify."""
+    """Returns a copy of a value that the class or a user may modify."""
     if isinstance(value, Tensor):
         return value.clone() if value.numel() == 1 else value
     return copy.deepcopy(value) if isinstance(value, dict | list | deque) else value
 
 
 def _comparable(value: Any, original: Any) -> Any:
-    """Returns a value that changes if `value`, a copy of `original`, is modified. Tensors are not read."""
+    """Returns a value that differs after `value`, a copy of `original`, is modified. Tensors are not read."""
     return (id(value), value._version) if isinstance(value, Tensor) else original
 
 
 def pack_state(owner: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Converts the state that the class `owner` stores for a parameter to tensors and JSON.
+    """Converts a parameter's state from the class `owner` to tensors and JSON.
 
     Raises:
-        UnsupportedError: a value has parts besides tensors, numbers, strings, containers and objects of its package.
+        UnsupportedError: a value contains more than tensors, numbers, strings, containers and objects of the package.
     """
     state: dict[str, Any] = {}
     try:
@@ -196,7 +196,7 @@ def _package(name: str) -> str:
 
 
 def _pack(value: Any, name: str, tensors: dict[str, Any], package: str) -> Any:
-    """Returns `value` as JSON. Its tensors are added to `tensors`, under names that begin with `name`."""
+    """Converts `value` to JSON, and adds its tensors to `tensors` under names that begin with `name`."""
 
     def pack(key: Any, item: Any) -> Any:
         return _pack(item, f"{name}.{key}", tensors, package)
@@ -229,7 +229,7 @@ def _pack(value: Any, name: str, tensors: dict[str, Any], package: str) -> Any:
 
 
 def unpack(form: Any, tensors: dict[str, Any] | None = None, package: str = "") -> Any:
-    """Undoes `pack_state` for one value. Its tensors are removed from `tensors`."""
+    """Undoes `pack_state` for one value, and removes its tensors from `tensors`."""
     tensors = {} if tensors is None else tensors
 
     def items(pairs: Any) -> dict[Any, Any]:
@@ -255,7 +255,7 @@ def unpack(form: Any, tensors: dict[str, Any] | None = None, package: str = "") 
         case {"dict": pairs}:
             return items(pairs)
         case {"class": [module, name], "parts": parts, "rest": rest}:
-            cls = getattr(sys.modules[module], name)  # its optimizer has imported it
+            cls = getattr(sys.modules[module], name)  # the optimizer has already imported the module
             return cls.__tensor_unflatten__(items(parts), *unpack(rest, tensors, package))
         case {"object": [module, name], "vars": pairs} if _package(module) == package:
             value = object.__new__(getattr(sys.modules[module], name))

@@ -14,18 +14,18 @@ from lowmem.tiles.layout import View
 from lowmem.tiles.sweep import Sweep
 from lowmem.tiles.tile import Sums, Tile
 
-# The squares of gradients below 1e-19 vanish in float32; times this they do not.
+# Squares of gradients below 1e-19 underflow in float32, so gradients are multiplied by this first.
 _MAGNIFIED = 2.0**64
 
 
 def norms(t: Tile) -> Sums:
-    """Sums of squares: of the gradient, of it magnified, of the weight and of the weight in its dtype."""
+    """Returns the sums of squares of the gradient, the magnified gradient, the weight and the stored weight."""
     grads = {"grad": t.grad_square, "magnified": (t.grad * _MAGNIFIED).square()}
     return Sums(scalar={**grads, "weight": t.param.square(), "stored": t.stored(t.param).square()})
 
 
 def step_of(t: Tile) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The new moments of a tile, and the momentum's and the gradient's part of the step, without weight decay."""
+    """Returns the new moments of a tile, and the momentum term and gradient term of the step without weight decay."""
     grad = t.grad * t.scalar.inverse_norm
     grad = grad.clamp(-t.scalar.clip, t.scalar.clip) if "clip" in t.scalar else grad
     mean = t.full.mean * t.scalar.beta1 + grad * t.scalar.gain1
@@ -35,18 +35,18 @@ def step_of(t: Tile) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def first_moved(t: Tile, m: Tensor) -> Tensor:
-    """The weight after the momentum's part of the step."""
+    """Returns the weight after the momentum term of the step."""
     return t.param - (m + t.param * t.scalar.wd) * t.scalar.step_m
 
 
 def both_squares(t: Tile) -> Sums:
-    """Sums of squares of both parts of the step, with the decay of the weight before the step."""
+    """Returns the sums of squares of both terms of the step, with weight decay of the weight before the step."""
     (_, _, m, g), decay = step_of(t), t.param * t.scalar.wd
     return Sums(scalar={"m": (m + decay).square(), "g": (g + decay).square()})
 
 
 def second_square(t: Tile) -> Sums:
-    """Sum of squares of the gradient's part, with the decay of the weight after the momentum's part."""
+    """Returns the sum of squares of the gradient term, with weight decay of the weight after the momentum term."""
     _, _, m, g = step_of(t)
     return Sums(scalar={"g": (g + first_moved(t, m) * t.scalar.wd).square()})
 
@@ -65,7 +65,7 @@ def moved_fused(t: Tile) -> dict[str, Tensor]:
 
 
 def multipliers(option: str, value: Any) -> None:
-    """Allows None, or numbers by the names of parameters."""
+    """Allows None, or a dict from parameter name to number."""
     require.that(isinstance(value or {}, dict), option, value, "parameter name → a number, or None")
     for name, multiplier in (value or {}).items():
         require.number(">= 0")(f"{option}[{name!r}]", multiplier)
@@ -73,7 +73,7 @@ def multipliers(option: str, value: Any) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class LansSpec(ParamSpec):
-    """Multipliers of the learning rate and of the weight decay for this parameter.  master: see `multi_precision`."""
+    """Multipliers of the learning rate and weight decay for this parameter.  master: see `multi_precision`."""
 
     lr_mult: float
     wd_mult: float
@@ -84,16 +84,16 @@ class LansSpec(ParamSpec):
 class Lans(UpdateRule):
     """g ← g·rescale_grad/‖g·rescale_grad‖, clipped to ±clip_gradient; m, v and their bias corrections as in Adam;
     w ← w - lr·β₁·φ/‖p‖·p - lr·(1-β₁)·φ/‖q‖·q, with p = m̂/(√v̂ + ε) + wd·w, q = g/(√v̂ + ε) + wd·w and φ = ‖w‖ within
-    [lower_bound, upper_bound]. A ratio that is 0 or not finite is 1.
+    [lower_bound, upper_bound]. A ratio that is 0 or not finite is replaced by 1.
 
-    `variant`: the two code paths of the source. "fused" computes wd·w of q before the step by p, "step" after it. With
-    a master copy, "fused" uses ‖w‖ of the stored weight, "step" of the copy.
+    `variant` selects one of the source's two code paths. For q, "fused" computes wd·w before the step by p, and "step"
+    after it. With a master copy, "fused" computes ‖w‖ from the stored weight, and "step" from the copy.
 
-    Differences from the source: with an `epsilon`, a gradient of zeros, or one too small for its squares in float32,
-    does not become NaN. An option of 0.0 is 0.0 in both variants. Negative bounds and clips raise.
+    Differences from the source: with an `epsilon`, a gradient that is zero, or whose squares underflow in float32,
+    does not become NaN. An option of 0.0 means 0.0 in both variants. Negative bounds and clips raise an error.
 
     Options: `rescale_grad`: only its sign has an effect. `lr_mult`, `wd_mult`: parameter name → multiplier.
-    `begin_num_update`: first value of a parameter's count of updates. `multi_precision`: a float32 master copy of
+    `begin_num_update`: initial value of a parameter's update count. `multi_precision`: a float32 master copy of
     16-bit weights, as rounding "master". `aggregate_num`: maximum number of small parameters that are updated together.
     """
 
@@ -161,13 +161,13 @@ class Lans(UpdateRule):
 
 
 def inverse_norm(sums: dict[str, Tensor], sign: Tensor) -> Tensor:
-    """The multiplier that makes the gradient a unit vector, times `sign`; 0 for a gradient of zeros."""
+    """Returns `sign` / norm of the gradient, or 0 if the gradient is zero."""
     tiny = sums["magnified"].sqrt() / _MAGNIFIED
     norm = torch.where(sums["magnified"].isfinite(), tiny, sums["grad"].double().sqrt().float())
     return torch.where(norm > 0, sign / norm, 0.0)
 
 
 def trust(size: Tensor, square: Tensor) -> Tensor:
-    """The trust ratio; 1 where it is 0 or not finite."""
+    """Returns the trust ratio, or 1 where it is 0 or not finite."""
     ratio = size / square.sqrt()
     return torch.where((ratio > 0) & ratio.isfinite(), ratio, 1.0)

@@ -1,4 +1,4 @@
-"""Lion: the sign of a momentum one step ahead (Chen et al. 2023, arXiv:2302.06675)."""
+"""Lion: sign of an interpolation of momentum and gradient (Chen et al. 2023, arXiv:2302.06675)."""
 
 from typing import ClassVar
 

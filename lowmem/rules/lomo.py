@@ -15,9 +15,9 @@ def moved(t: Tile) -> dict[str, Tensor]:
 
 @register("lomo")
 class Lomo(UpdateRule):
-    """w ← (1 - lr·weight_decay)·w - lr·g. It has no states.
+    """w ← (1 - lr·weight_decay)·w - lr·g, without optimizer states.
 
-    In float32 without weight decay this is `torch.optim.SGD`, bit for bit on the CPU.
+    In float32 without weight decay it equals `torch.optim.SGD`, bit for bit on the CPU.
     """
 
     source = "Lv et al. 2023, arXiv:2306.09782"

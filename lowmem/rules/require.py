@@ -1,6 +1,6 @@
-"""Defaults and checks of the hyperparameters of a rule.
+"""Defaults and checks of a rule's hyperparameters.
 
-A check raises `ConfigError`, which names the hyperparameter, its value and the allowed values.
+A check raises a `ConfigError` that names the hyperparameter, its value and the allowed values.
 """
 
 import operator
@@ -18,28 +18,28 @@ _COMPARISONS = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": ope
 
 
 def hyperparameters(**options: tuple[Any, Check]) -> tuple[dict[str, Any], dict[str, Check]]:
-    """Returns the `defaults` and `checks` of a rule, from name=(default, check)."""
+    """Returns the `defaults` and `checks` of a rule from name=(default, check) arguments."""
     return {name: pair[0] for name, pair in options.items()}, {name: pair[1] for name, pair in options.items()}
 
 
 def that(condition: bool, option: str, value: object, allowed: str) -> None:
-    """Raises `ConfigError` with the hyperparameter, its value and the allowed values, unless `condition` holds."""
+    """Raises `ConfigError` unless `condition` is True. allowed: a description of the allowed values."""
     if not condition:
         raise ConfigError(f"{option}={value!r} is out of range; allowed: {allowed}")
 
 
 def check(valid: Callable[[Any], bool], allowed: str) -> Check:
-    """Allows values that are `valid`. allowed: a description of these."""
+    """Allows the values for which `valid` returns True. allowed: a description of them."""
     return lambda option, value: that(valid(value), option, value, allowed)
 
 
 def is_number(value: Any) -> bool:
-    """Returns whether it is a finite number."""
+    """Returns whether `value` is a finite number."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def number(*bounds: str, optional: bool = False, whole: bool = False) -> Check:
-    """Allows a finite number within bounds such as ">= 0" and "< 1"; and None if `optional`."""
+    """Allows finite numbers within bounds such as ">= 0" and "< 1", and None if `optional`."""
     limits = [(_COMPARISONS[sign], float(bound)) for sign, bound in map(str.split, bounds)]
     allowed = " ".join(("a whole number" if whole else "a number", " and ".join(bounds))).rstrip()
 
@@ -51,7 +51,7 @@ def number(*bounds: str, optional: bool = False, whole: bool = False) -> Check:
 
 
 def one_of(*names: str, optional: bool = False) -> Check:
-    """Allows these names; and None if `optional`."""
+    """Allows these names, and None if `optional`."""
 
     def known(option: str, value: Any) -> None:
         if value is not None or not optional:
@@ -73,17 +73,17 @@ def pair(allowed: str, first: Check, second: Check) -> Check:
 
 flag = check(lambda value: isinstance(value, bool), "True or False")
 flag_or_auto = check(lambda value: value == "auto" or isinstance(value, bool), "True, False or 'auto'")
-anything = check(lambda value: True, "")  # the rule checks it together with others
+anything = check(lambda value: True, "")  # for hyperparameters that the rule checks itself
 rate = number(">= 0", "< 1")
 betas = pair("two numbers >= 0 and < 1", rate, rate)
 
 
 def dtype_of(value: Any) -> torch.dtype | None:
-    """Returns the dtype of a state, from its name or the dtype itself, or None for any other value."""
+    """Returns the dtype of a state, given a name or a dtype. Returns None for any other value."""
     return value if value in STORED_DTYPES else STATE_DTYPES.get(value)
 
 
 def dtype(*, none: str) -> Check:
-    """Allows "float32", "bfloat16", "float16" and None. none: a description of the meaning of None."""
+    """Allows "float32", "bfloat16", "float16" and None. none: a description of what None means."""
     allowed = f"{', '.join(STATE_DTYPES)}, or None for {none}"
     return check(lambda value: dtype_of(value) is not None or value is None, allowed)

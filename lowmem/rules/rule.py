@@ -27,13 +27,13 @@ GROUP_KEYS = frozenset(("params", "param_names", "name", "initial_lr", "max_lr",
 
 @dataclass(frozen=True)
 class StateSpec:
-    """One state of a parameter. It is zero before the first update.
+    """Specification of one optimizer-state tensor of a parameter. The state is zero before the first update.
 
     extent: `full` has the shape of the parameter. `row`, `col` and `slice` have its batch dimensions, followed by its
     row dimensions, its column dimensions, or nothing.
-    dtype: None uses the user's `state_storage` if the extent is `full`, else float32. A dtype is part of the rule, and
-    values are rounded to nearest; "weight" is the dtype of the weight.
-    extra: additional last dimensions.  signed: whether elements may be negative.
+    dtype: None uses the user's `state_storage` if the extent is `full`, and float32 otherwise. "weight" uses the dtype
+    of the weight. If the rule sets a dtype, values are rounded to nearest.
+    extra: additional trailing dimensions.  signed: whether elements may be negative.
     """
 
     extent: Extent
@@ -43,17 +43,17 @@ class StateSpec:
 
     @property
     def held_as_asked(self) -> bool:
-        """Returns whether it is stored as the user's `state_storage` says."""
+        """Returns whether the user's `state_storage` applies to this state."""
         return self.extent == "full" and self.dtype is None
 
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """The decisions of a rule about a parameter before its first update. A rule may add fields.
+    """Specification of how a rule updates one parameter, fixed before its first update. A rule may add fields.
 
-    view: its dimensions as [batch, rows, cols].  states: by name.
-    together: maximum number of small parameters of equal spec per stack; None: as many as fit.
-    alike: number of consecutive slices of the batch whose sums are added.
+    view: the parameter's dimensions as [batch, rows, cols].  states: by name.
+    together: maximum number of small parameters with equal spec per stack; None means as many as fit.
+    alike: number of consecutive batch slices whose sums are added.
     """
 
     view: View
@@ -64,10 +64,10 @@ class ParamSpec:
 
 @dataclass(frozen=True)
 class GroupNorms:
-    """The gradients of a parameter group before the first update of a step, for a rule that clips by norm itself.
+    """Gradient norms of a parameter group before the first update of a step, for a rule that clips by norm itself.
 
-    norms: 2-norm of each gradient as the rule would read it, float32 [parameters], 0 for a missing gradient.
-    total: the 2-norm over all groups, float32 scalar.  states: of each parameter, empty before its first update.
+    norms: 2-norm of each gradient as the rule would read it, float32 [parameters]; 0 for a missing gradient.
+    total: 2-norm over all groups, float32 scalar.  states: one mapping per parameter, empty before its first update.
     frozen: the states of parameters that are now frozen.  memory: see `UpdateRule.group_memory`.
     """
 
@@ -83,8 +83,8 @@ class GroupNorms:
 class GroupClip:
     """The result of `UpdateRule.clip_by_norm`.
 
-    coef: float32 scalar that gradients of the group are multiplied by.  by_rule: updates read it as
-    `sweep.rule_clip_coef` instead.  memory: the new memory of the group.
+    coef: clip coefficient of the group, float32 scalar.  by_rule: the engine does not multiply gradients by `coef`; the
+    rule reads it as `sweep.rule_clip_coef`.  memory: the new memory of the group.
     """
 
     coef: Tensor
@@ -93,26 +93,26 @@ class GroupClip:
 
 
 class UpdateRule(ABC):
-    """One optimizer, for one parameter, in float32, independent of device, dtype, tile, rank and placement.
+    """One optimizer for one parameter, in float32, independent of device, dtype, tile, rank and placement.
 
-    A subclass names its hyperparameters in `defaults` and is added to the table by `@register`. Small parameters of
-    equal spec may be updated as one stack. The batch of `sweep.shape` then concatenates their batches, and states have
-    an additional first dimension. A rule computes within each slice of the batch, or groups of slices by its spec.
+    A subclass lists its hyperparameters in `defaults` and is added to the table by `@register`. Small parameters with
+    equal spec may be updated as one stack: the batch of `sweep.shape` then concatenates their batches, and states have
+    an additional first dimension. A rule computes within each batch slice, or within the groups of slices in its spec.
 
     Attributes:
-        name, source, keeps, exactness, defaults: for the table of rules.
-        states: by name, for rules that view every parameter as one row. Other rules override `spec`.
+        name, source, keeps, exactness, defaults: columns of the table of rules.
+        states: states by name, for rules that view every parameter as one row. Other rules override `spec`.
         usual_lr: a learning rate for fine-tuning and its source, or empty.
-        relative: for rules whose steps are relative to the size of the weights, the range of (learning rate · rms of
-            the weights / AdamW's learning rate) that trains as AdamW does.
-        checks: of hyperparameters, by name (`lowmem.rules.require`).
-        decay: the name of its weight decay, if any.
+        relative: (min, max) of lr · rms(weights) / AdamW's lr that matches AdamW, for rules whose steps are relative
+            to the size of the weights.
+        checks: checks of hyperparameters, by name (`lowmem.rules.require`).
+        decay: the name of the hyperparameter for weight decay.
         norm_option: the hyperparameter that makes the rule itself clip by norm (`clip_by_norm`), if any.
-        elementwise: its update uses no sums over elements.
-        materializes: it updates by `Sweep.materialized`, one parameter at a time. The device cannot undo such an
-            update, so the host has to know before it whether the step is skipped.
-        every_parameter: a parameter without gradient is updated as if its gradient were zero.
-        norm_before_clip_value: clip_norm measures gradients before clip_value clamps them.
+        elementwise: whether the update uses no sums over elements.
+        materializes: whether the rule updates with `Sweep.materialized`, one parameter at a time. Such an update cannot
+            be undone on the device, so the host must know before it whether the step is skipped.
+        every_parameter: whether a parameter without a gradient is updated as if its gradient were zero.
+        norm_before_clip_value: whether clip_norm measures gradients before clip_value clamps them.
     """
 
     name: ClassVar[str]
@@ -132,11 +132,11 @@ class UpdateRule(ABC):
     norm_before_clip_value: ClassVar[bool] = False
 
     def equals(self, other: "UpdateRule") -> bool:
-        """Returns whether another rule of this name gives the same updates."""
+        """Returns whether another rule with this name gives the same updates."""
         return type(self) is type(other) and vars(self) == vars(other)
 
     def takes(self, key: str, of_group: bool) -> bool:
-        """Returns whether it takes the hyperparameter `key`. of_group: of one group, not of all groups."""
+        """Returns whether the rule has the hyperparameter `key`. of_group: it is set for one group, not for all."""
         return key in self.defaults
 
     def check(self, hyper: Hyper) -> None:
@@ -145,10 +145,10 @@ class UpdateRule(ABC):
             check(option, hyper[option])
 
     def adopt(self, hyper: Hyper, sharded: bool) -> None:  # noqa: B027 (most rules have nothing to try)
-        """Raises `UnsupportedError` if it cannot update a new group of an optimizer, or shards of it if `sharded`."""
+        """Raises `UnsupportedError` if the rule cannot update a new group, or its shards if `sharded`."""
 
     def rounding(self, hyper: Hyper, dtype: torch.dtype) -> str:
-        """Returns the rounding that "auto" stands for, for weights of a 16-bit dtype."""
+        """Returns the rounding that "auto" selects for weights of a 16-bit dtype."""
         return "stochastic"
 
     def rates(self, weights: Iterable[Tensor], adamw: float = 2e-5) -> str:
@@ -168,44 +168,44 @@ class UpdateRule(ABC):
         )
 
     def admit(self, name: str, param: Tensor, hyper: Hyper) -> None:
-        """Raises `UnsupportedError` for a parameter that this rule cannot update."""
+        """Raises `UnsupportedError` if this rule cannot update the parameter."""
         if param.dtype not in STORED_DTYPES:
             raise UnsupportedError(
-                f"is {param.dtype}, but rule {self.name!r} updates float32, bfloat16 and float16. Convert the "
-                "parameter, or use a torch.optim class, which steps in the parameter's own dtype."
+                f"is {param.dtype}, but rule {self.name!r} only updates float32, bfloat16 and float16. Convert the "
+                "parameter, or use a torch.optim class, which computes in the dtype of the parameter."
             )
 
-    def end(self, hyper: Hyper) -> None:  # noqa: B027 (most rules keep nothing of a step)
-        """Is called at the end of a step that was not skipped."""
+    def end(self, hyper: Hyper) -> None:  # noqa: B027 (most rules have nothing to do)
+        """Called at the end of every step that is not skipped."""
 
     def takes_nonfinite(self, hyper: Hyper) -> bool:
-        """Returns whether the rule itself handles Inf and NaN in a gradient, so that nothing is skipped."""
+        """Returns whether the rule handles Inf and NaN in gradients itself, so that no step is skipped."""
         return False
 
     def names(self, hyper: Hyper) -> Iterable[str]:
-        """Returns the names of parameters in the hyperparameters. Each of them has to exist."""
+        """Returns the parameter names that the hyperparameters mention. Each of them must exist."""
         return ()
 
     def needs_norm(self, hyper: Hyper) -> str | None:
-        """Returns the hyperparameter that needs the norm over all gradients before the first update, with its value."""
+        """Returns "option=value" if that option needs the norm over all gradients before the first update, or None."""
         value = hyper.get(self.norm_option)
         return f"{self.norm_option}={value!r}" if value else None
 
     def clip_by_norm(self, group: GroupNorms) -> GroupClip:
-        """Clips a group that `needs_norm`, once per step. The new memory is discarded if the step is skipped."""
-        raise AssertionError(f"{self.name} needs no norm")
+        """Clips a group whose rule `needs_norm`, once per step. The new memory is discarded if the step is skipped."""
+        raise AssertionError(f"{self.name} does not clip by norm")
 
     def group_memory(self, hyper: Hyper) -> dict[str, Tensor]:
-        """Returns the initial float32 tensors that `clip_by_norm` stores for a group."""
+        """Returns the initial values of the float32 tensors that `clip_by_norm` stores for a group."""
         return {}
 
     def without_decay(self) -> dict[str, Any]:
-        """Returns the hyperparameters of a group without weight decay, such as norms and biases."""
+        """Returns the hyperparameters that disable weight decay, for groups such as norms and biases."""
         return {self.decay: 0.0}
 
     def spec(self, name: str, shape: tuple[int, ...], hyper: Hyper) -> ParamSpec:
-        """Returns the spec of the parameter `name` of `shape`, for `update`. Edits of the group that would change it
-        raise an error.
+        """Returns the spec of the parameter `name` with shape `shape`, which is passed to `update`. Editing the group
+        so that the spec would change raises an error.
 
         Raises:
             ConfigError: the hyperparameters do not cover this parameter, or are invalid for it.
@@ -213,32 +213,30 @@ class UpdateRule(ABC):
         return ParamSpec(View.vector(len(shape)), self.states)
 
     def unspecified_state(self, state: str, hyper: Hyper) -> Literal["full", "device", "host"] | None:
-        """Returns the location of a state without a `StateSpec`: sharded like its parameter (`full`), or unsharded on
-        the device or the host. None: the rule has no such state.
+        """Returns where a state without a `StateSpec` is stored: sharded like its parameter (`full`), or unsharded on
+        the device or the host. Returns None if the rule has no such state.
         """
         return None
 
     def scalars(self, hyper: Hyper, step: int) -> dict[str, float]:
-        """Returns the numbers of a step, by the names under which `update` and tile functions read them
-        (`Sweep.scalar`, `Tile.scalar`). It is called once per group and step, before anything is updated. A choice for
-        the whole group is expressed by the presence of a number.
+        """Returns the numbers of a step by name. `update` reads them as `Sweep.scalar`, tile functions as
+        `Tile.scalar`. Called once per group and step, before any update. To make a choice for the whole group, include
+        or omit a number.
 
         Args:
-            hyper: the parameter group, with `lr` as the scheduler left it.
-            step: counts from 1.
+            hyper: the parameter group, with the scheduler's current `lr`.
+            step: the number of the step, from 1.
 
         Raises:
-            ConfigError: the hyperparameters do not fit this step.
+            ConfigError: the hyperparameters are invalid for this step.
         """
         return {}
 
     @abstractmethod
     def update(self, sweep: Sweep, spec: Any, state: State) -> Tensor | None:
-        """Updates a parameter: any number of `sweep.reduce`, then a `sweep.apply`. Compiling traces it once for a kind
-        of parameters and all steps, so it must depend on its arguments alone. It may branch on the presence of numbers.
-
-        Returns:
-            For a rule with `statistics`, the weights of the norms of gradients, float32 [members]; else None.
+        """Updates a parameter with any number of `sweep.reduce` calls and then one `sweep.apply`. Compilation traces it
+        once for a kind of parameters and all steps, so it may depend on its arguments only. It may branch on whether a
+        number is present. Returns the factors of the gradient norms for `statistics`, float32 [members], or None.
         """
 
     def statistics(
@@ -249,8 +247,8 @@ class UpdateRule(ABC):
         Args:
             names: the parameters that were updated.
             squares: squared norms of their unscaled gradients, float64 [parameters].
-            sizes: results of `update` for them, float32 [parameters].
-            groups: hyperparameters and memory of each group.
+            sizes: the values that `update` returned for them, float32 [parameters].
+            groups: the hyperparameters and the memory of each group.
         """
         return {}
 
@@ -273,5 +271,5 @@ def register(name: str) -> Callable[[RuleClass], RuleClass]:
 
 
 def numbers(hyper: Hyper, **options: str) -> dict[str, float]:
-    """Returns the hyperparameters that are not None, from name=option, by these names."""
+    """Returns {name: hyper[option]} for each name=option whose value is not None."""
     return {name: hyper[option] for name, option in options.items() if hyper[option] is not None}

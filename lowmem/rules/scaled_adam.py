@@ -1,4 +1,4 @@
-"""ScaledAdam: Adam relative to the size of the weight, which is learned as well (icefall's `optim.py`)."""
+"""ScaledAdam: Adam with steps relative to the rms of the weight, which is also learned (icefall's `optim.py`)."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,7 @@ _MEMORY = ("steps", "model_norms", "model_norm_threshold", "num_clipped", "perce
 
 
 def size_gradient(t: Tile) -> Sums:
-    """Sums for the gradient with respect to the logarithm of the weight's size, and of w²."""
+    """Returns the sum of g·w, the gradient with respect to the logarithm of the weight's rms, and the sum of w²."""
     return Sums(scalar={"grad": t.param * t.grad, "param": t.param.square()})
 
 
@@ -38,20 +38,20 @@ def moved(t: Tile) -> dict[str, Tensor]:
 @register("scaled_adam")
 class ScaledAdam(UpdateRule):
     """delta ← β₁·delta - (1-β₁)·lr·rms(w)·g/(√v̂ + eps), w ← w + delta. Every `size_update_period` steps,
-    rms(w) is measured, and Adam on log(rms(w)) scales w, at lr·scalar_lr_scale. For a parameter of one element,
-    lr·scalar_lr_scale replaces lr·rms(w). As in the source, a parameter without a gradient is updated as if its
-    gradient were zero, even if it is frozen during training.
+    rms(w) is measured, and Adam on log(rms(w)) with learning rate lr·scalar_lr_scale scales w. For a parameter with one
+    element, lr·scalar_lr_scale replaces lr·rms(w). As in the source, a parameter without a gradient is updated as if
+    its gradient were zero, even if it is frozen during training.
 
-    Options: `param_min_rms`: a weight below it does not shrink any more, and its steps have this size. `param_max_rms`:
-    a weight above it is shrunk. `scalar_max`: a single element is clamped to it before it moves. `clipping_scale` clips
-    the norm of g·rms(w) over the group to clipping_scale times the median of the last `clipping_update_period` norms.
-    `clip_update`: True clips the update, as the source documents; False clips only the gradient of the size, as the
-    source does. `show_dominant_parameters`: statistics name the parameter that contributes most to the norm.
+    Options: `param_min_rms`: a weight with a smaller rms stops shrinking, and its steps use this value as rms(w).
+    `param_max_rms`: a weight with a larger rms is shrunk. `scalar_max`: a single element is clamped to it before its
+    update. `clipping_scale` clips the norm of g·rms(w) over the group to clipping_scale times the median of the last
+    `clipping_update_period` norms. `clip_update`: True clips the update, as the source documents; False clips only the
+    gradient of rms(w), as the source does. `show_dominant_parameters`: logs the parameter that dominates the norm.
 
-    As in the source, the bias of v is corrected while it is more than 1 %, and the bias of delta never. Each group
-    clips by its norms. Nothing is clipped in the first `clipping_update_period` steps, and the "median" is
-    sorted[(period // 4) * 2]. `last_step.statistics` has the model norm and, with clipping, the quartiles of the last
-    norms, the threshold, and the percentage of steps clipped in the last period.
+    As in the source, the bias of v is corrected while it exceeds 1 %, and the bias of delta is not corrected. Each
+    group clips by its norms. Nothing is clipped in the first `clipping_update_period` steps, and the "median" is
+    sorted[(period // 4) * 2]. `last_step.statistics` contains the model norm and, with clipping, the quartiles of the
+    last norms, the threshold, and the percentage of steps clipped in the last period.
     """
 
     source = "Povey et al. (icefall), Yao et al. 2023, arXiv:2310.11230"
@@ -87,10 +87,10 @@ class ScaledAdam(UpdateRule):
         memory, zero = group.memory, torch.zeros_like(group.total)
         if (steps := len(memory["model_norms"])) != period:
             known = f"but the norms of the last {steps} steps are stored"
-            raise ConfigError(f"clipping_update_period={period}, {known}. It cannot change during training")
+            raise ConfigError(f"clipping_update_period={period}, {known}. The period cannot change during training")
         sizes = [state["param_rms"].to(zero.device) if "param_rms" in state else zero + 1.0 for state in group.states]
         norm = torch.linalg.vector_norm(group.norms * torch.stack(sizes))
-        # counts from the first step of any parameter, even if clipping was enabled later or it is frozen now
+        # counts from the first step of any parameter, even if clipping was enabled later or the parameter is now frozen
         counts = [state["step"].to(zero.device) for state in (*group.states, *group.frozen) if state]
         done = torch.stack([memory["steps"], *(count.float() for count in counts)]).max()
 
@@ -101,14 +101,14 @@ class ScaledAdam(UpdateRule):
         clipped = memory["num_clipped"]
         percent = torch.where(due, clipped.nan_to_num(0.0) * (100.0 / period), memory["percent_clipped"])
         coef = (threshold / (norm + 1e-20)).clamp(max=1.0)
-        coef = torch.where(coef.isnan(), 1.0, coef)  # there is no threshold yet
+        coef = torch.where(coef.isnan(), 1.0, coef)  # NaN: no threshold has been computed yet
         clipped = torch.where(due, zero, clipped) + (coef < 1.0)
         new = dict(zip(_MEMORY, (done + 1, norms, threshold, clipped, percent), strict=True))
         return GroupClip(coef, by_rule=not group.hyper["clip_update"], memory=new)
 
     def spec(self, name: str, shape: tuple[int, ...], hyper: Hyper) -> ParamSpec:
         states = moment_states("delta", "exp_avg_sq")
-        if math.prod(shape) != 1:  # the size of a single element is not learned
+        if math.prod(shape) != 1:  # the rms of a single element is not learned
             states["param_rms"] = states["scale_exp_avg_sq"] = StateSpec("slice")
             states["scale_grads"] = StateSpec("slice", extra=(hyper["size_update_period"],))
         return ParamSpec(View.vector(len(shape)), states)
@@ -143,11 +143,11 @@ class ScaledAdam(UpdateRule):
     def _learn_size(
         self, sweep: Sweep, state: State, period: int, count: Tensor, sums: dict[str, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The weight's size before this step and now, and the growth of the weight, each float32 [members]."""
+        """Returns the previous and the new value of the stored rms, and the weight's growth, each float32 [members]."""
         number = sweep.scalar
         if sweep.rule_clip_coef is not None:
             sums["grad"] = sums["grad"] * sweep.rule_clip_coef
-        done = count - 1  # updates before this one
+        done = count - 1  # completed updates
         turn = done % period
         measured, old = (sums["param"] / sweep.count).sqrt(), state["param_rms"].view(-1)
         before = torch.where(done == 0, measured, old)

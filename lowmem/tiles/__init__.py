@@ -1,1 +1,1 @@
-"""Float32 tiles in, stored values out."""
+"""Computes updates on float32 tiles of stored tensors."""

@@ -1,4 +1,4 @@
-"""Blocks: how compiled code sees a tile, and the tiles of a shard that divide into blocks.
+"""Divides shards into tiles, and tiles into blocks, for compiled code.
 
 a tile [b, r, c] of several rows          a single line [b, 1, c]
 ┌───────────────┐ ─┐                      ┌────┬────┬────┬────┐
@@ -22,34 +22,34 @@ from lowmem.tiles.storage import Held
 from lowmem.tiles.tile import DIMS, RawTile, Sums
 from lowmem.tiles.traced import GRAD, Arguments, Key, Kind, Pass, reading_of
 
-# Form of a tile (several batch slices, one row per slice): part of the cache key.
+# Form of a tile: (it has several batch slices, each slice is one row). Part of the cache key.
 Form = tuple[bool, bool]
 
-# Compiled code on a CPU sums columns over this many rows at a time, which the cache holds, and a single line in this
-# many elements at a time.
+# On a CPU, compiled code sums columns over this many rows at a time, which fit into the cache, and sums a single line
+# over this many elements at a time.
 BLOCK_ROWS = 16
 LINE = 1024
 
-# Columns are summed within each block of rows, in vector registers, and then over blocks: so many float32
-# sums at most exist at a time.
+# Columns are summed within each block of rows, in vector registers, and then over blocks. This is the maximum number of
+# float32 sums in memory at a time.
 BLOCK_SUMS = 1 << 20
 
-# (preferred, minimum) rows of a block, and elements of a part of a single line.
+# (preferred, minimum) number of rows in a block, and of elements in a part of a single line.
 ROWS = BLOCK_ROWS, 4
 PART = LINE, 128
 
-# A matrix of up to ONE_BLOCK elements may be one block. Larger ones have at least FEWEST blocks, which threads share.
+# A matrix of up to ONE_BLOCK elements may be one block. Larger ones have at least FEWEST blocks, for several threads.
 ONE_BLOCK = 1 << 17
 FEWEST = 16
 
-# Elements that a kernel counts in int32.
+# Maximum number of elements that a kernel can count in int32.
 LARGEST = 1 << 31
 
 
 @functools.lru_cache(maxsize=1024)
 def blocks(rows: int, cols: int, group: int = 1) -> tuple[int, int, int] | None:
-    """[blocks, rows of a block, cols] of a matrix, or of a single line cut into parts: [parts, 1, elements of a part],
-    each of complete groups of elements. Returns None if no such division exists.
+    """Divides a matrix into [blocks, rows per block, cols], or a single line into [parts, 1, elements per part]. Each
+    part consists of complete groups of elements. Returns None if no such division exists.
 
     [4096, 1000] → (256, 16, 1000): blocks of 16 rows.  [1, 4096] → (4, 1, 1024): parts of 1,024 elements.
     """
@@ -65,10 +65,10 @@ def blocks(rows: int, cols: int, group: int = 1) -> tuple[int, int, int] | None:
 
 
 def _divisor(length: int, preferred: int, minimum: int, may_be_one: bool) -> int | None:
-    """Returns a divisor of a length, as the size of blocks: 96 → 16, 331 (a prime) → 331 if it may be one block.
+    """Returns a divisor of `length` as the block size: 96 → 16, 331 (a prime) → 331 if it may be one block.
 
-    The smallest one that is at least `preferred` and gives FEWEST blocks; otherwise the largest from `preferred` down
-    to `minimum`; otherwise the length itself, if it may be one block.
+    This is the smallest divisor that is at least `preferred` and gives FEWEST blocks, or else the largest from
+    `preferred` down to `minimum`, or else the length itself if it may be one block.
     """
     upwards, downwards = range(preferred, length // FEWEST + 1), range(min(preferred, length), minimum - 1, -1)
     for size in (*upwards, *downwards):
@@ -79,11 +79,11 @@ def _divisor(length: int, preferred: int, minimum: int, may_be_one: bool) -> int
 
 @functools.lru_cache(maxsize=1024)
 def pieces(layout: Layout, group: int) -> list[Place] | None:
-    """Cuts a shard into as few tiles as possible that divide into blocks, or returns None where some part cannot be.
+    """Cuts a shard into as few tiles as possible that divide into blocks. Returns None if a part cannot be divided.
 
     Args:
         layout: the rectangles of the shard.
-        group: the number of elements of a row that are encoded together.
+        group: the number of consecutive elements in a row that are encoded together.
     """
     found: list[Place] = []
     for n, rectangle in enumerate(layout.rectangles):
@@ -92,7 +92,7 @@ def pieces(layout: Layout, group: int) -> list[Place] | None:
         if not batch * rows * cols:
             continue
         if rectangle.index is not None or order != tuple(range(len(order))):
-            return None  # its elements are not contiguous in the order of the view
+            return None  # the elements are not contiguous in the order of the view
         one = next(outer.subdivide(LARGEST - 1)) == outer and blocks(rows, cols, group)
         for rect in (outer,) if one else _regular(outer):
             if blocks(*rect.size[1:], group) is None:
@@ -102,7 +102,7 @@ def pieces(layout: Layout, group: int) -> list[Place] | None:
 
 
 def _regular(outer: Rect) -> Iterator[Rect]:
-    """A rectangle in parts: a multiple of `BLOCK_ROWS` rows, or of `LINE` elements of a single line, and the rest."""
+    """Divides a rectangle into a multiple of `BLOCK_ROWS` rows (`LINE` elements of a single line) and the remainder."""
     _, rows, cols = outer.size
     for rect in outer.subdivide(min(rows * cols, LARGEST - 1)):  # one slice of the batch at a time
         line = rect.size[1] == 1
@@ -114,21 +114,21 @@ def _regular(outer: Rect) -> Iterator[Rect]:
 
 
 def form_of(size: tuple[int, int, int]) -> Form:
-    """The form of a tile [b, r, c]."""
+    """Returns the form of a tile [b, r, c]."""
     return size[0] > 1, size[1] == 1
 
 
 def shape_of(grad: Tensor) -> tuple[Any, Any, Any]:
-    """The shape [b, r, c] of a tile whose gradient is in blocks."""
+    """Returns the shape [b, r, c] of a tile, given its gradient in blocks."""
     batch, count, height, *cols = grad.shape
     width = math.prod(cols)
     return (batch, 1, count * width) if height == 1 else (batch, count * height, width)
 
 
 def run_in_blocks(kind: Kind, reached: Pass, args: Arguments) -> dict[Key, Tensor]:
-    """Calls the function of a pass with a tile in blocks. Returns the sums of the tile by kind and name.
+    """Calls the function of a pass with a tile in blocks, and returns the sums of the tile by kind and name.
 
-    args: also the vectors of the pass: row [b, r], col [b, c], and scalar [b] or [].
+    args: includes the vectors of the pass: row [b, r], col [b, c], and scalar [b] or [].
     """
     storages, held = dict(kind.storages), dict[str, Held]()
     for name in reached.reads:
@@ -139,11 +139,11 @@ def run_in_blocks(kind: Kind, reached: Pass, args: Arguments) -> dict[Key, Tenso
     is_line = height == 1
 
     def broadcast(kind: str, value: Tensor) -> Tensor:
-        """A vector, broadcastable to [b, n, m, c]."""
+        """Reshapes a vector so that it broadcasts to [b, n, m, c]."""
         if kind == "col":
             return value.view((batch, count, 1, width) if is_line else (batch, 1, 1, width))
         value = value.view((batch, 1, 1, 1) if is_line or DIMS[kind] == (0,) else (batch, count, height, 1))
-        if kind == "noise" and is_line:  # the noise of a column is counted from the start of its line
+        if kind == "noise" and is_line:  # noise is counted from the start of the line
             parts = realized(torch.arange(count, dtype=torch.int32, device=value.device) * width)
             value = value + parts.view(1, -1, 1, 1)
         return value
@@ -155,7 +155,7 @@ def run_in_blocks(kind: Kind, reached: Pass, args: Arguments) -> dict[Key, Tenso
 
 
 def _summed(values: Sums, grad: Tensor, is_line: bool) -> Sums:
-    """The sums of a tile in blocks: first of its lines, in parallel vector registers, and in one loop for all."""
+    """Returns the sums of a tile in blocks. Lines are summed first, in vector registers and one loop for all sums."""
 
     first = grad[..., :1, :1]
 
@@ -163,7 +163,7 @@ def _summed(values: Sums, grad: Tensor, is_line: bool) -> Sums:
         return tied(value, first)
 
     row, col = {name: lines(value).sum(-1) for name, value in values.row.items()}, values.col
-    if row and col:  # column sums follow in the same loop over blocks: the block is still in the cache
+    if row and col:  # column sums follow in the same loop over blocks, while the block is in the cache
         of_block = next(iter(row.values())).sum(-1)[..., None, None]
         col = {name: tied(value, of_block) for name, value in col.items()}
 

@@ -1,8 +1,8 @@
-"""Compiled code: a function of tensors that is traced once, with sizes as symbols, and called without guards.
+"""Compiles a function of tensors once, with symbolic sizes, and calls it without guards.
 
-`torch.compile` asks before every call whether its code is valid for the arguments, which takes longer than the update
-of a small parameter. Here the caller knows: it compiles for a kind of arguments, and calls with no others. Inductor
-keeps what it compiled on disk, as it does for `torch.compile`.
+`torch.compile` checks guards before every call, which takes longer than the update of a small parameter. Here the
+caller compiles for one kind of arguments, and calls the code only with those. Inductor caches compiled code on disk,
+as it does for `torch.compile`.
 """
 
 import functools
@@ -23,16 +23,16 @@ from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_modu
 
 logger = logging.getLogger(__name__)
 
-# Keep Inductor from materializing long expressions in tile-sized buffers.
+# Prevents Inductor from materializing long expressions in tile-sized buffers.
 OPTIONS: dict[str, Any] = {f"realize_{kind}_threshold": 1 << 10 for kind in ("reads", "opcount", "acc_reads")}
 
-# Skips Inductor's 9-second probe of instruction sets. A compiler that is too old for the processor fails.
+# Skips Inductor's 9-second probe of instruction sets. If the compiler is too old for the processor, compiling fails.
 OPTIONS["cpp.vec_isa_ok"] = True
 
-# CUDA graphs would copy a gradient of each new size into a separate buffer.
+# CUDA graphs would copy gradients into a separate buffer for each size.
 OPTIONS["triton.cudagraphs"] = False
 
-# On a GPU Inductor would divide approximately, and contract adjacent multiplies and adds.
+# By default, Inductor divides approximately on a GPU, and fuses adjacent multiplies and adds.
 GPU_OPTIONS = OPTIONS | {"eager_numerics.division_rounding": True, "emulate_precision_casts": True}
 
 Size = int | torch.SymInt
@@ -43,14 +43,14 @@ _LOCK = threading.Lock()
 
 
 def known(options: dict[str, Any]) -> dict[str, Any]:
-    """Returns the options that Inductor supports. In torch 2.9 it cannot round divisions."""
+    """Returns the options that the installed Inductor supports. In torch 2.9 it cannot round divisions."""
     names = torch._inductor.list_options()
     return {name: value for name, value in options.items() if name in names}
 
 
 @functools.cache
 def try_compiler(device: str) -> None:
-    """Compiles a tiny function for a type of device. Raises the compiler's error."""
+    """Compiles a tiny function for a device type, and raises the compiler's error if that fails."""
     sizes = Sizes()
     fake = sizes.tensor((sizes.size(64),), torch.float32, torch.device(device))
     compiled(trace(lambda tensor: [tensor + 1], [fake]), sizes, [fake])
@@ -63,10 +63,10 @@ class Sizes:
         from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
         self.mode = FakeTensorMode(shape_env=ShapeEnv())
-        self._examples: list[Tensor] = []  # each is the source of its own symbol as long as it exists
+        self._examples: list[Tensor] = []  # each must exist as long as its symbol is used
 
     def size(self, example: int) -> torch.SymInt:
-        """Returns the symbol of a size that is known when the graph is called, such as `example`."""
+        """Returns the symbol of a size that varies from call to call. example: a possible value."""
         from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
 
         context: Any = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC])
@@ -74,34 +74,34 @@ class Sizes:
         return self.mode.from_tensor(self._examples[-1], symbolic_context=context).shape[0]  # type: ignore[return-value]
 
     def tensor(self, shape: Sequence[Size], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Returns a contiguous fake tensor, as an argument of `trace`."""
+        """Returns a contiguous fake tensor to pass to `trace`."""
         with self.mode:
             return torch.empty(tuple(shape), dtype=dtype, device=device)
 
 
 def trace(fn: Function, args: Sequence[Tensor | Size]) -> fx.GraphModule:
-    """Returns the operations of `fn(*args)`. args: fake tensors and sizes. `fn` returns tensors."""
+    """Traces the operations of `fn(*args)`, which returns tensors. args: fake tensors and sizes."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
     log = logging.getLogger("torch._subclasses.fake_tensor")
     level = log.level
-    log.setLevel(logging.CRITICAL)  # what cannot be traced is not an error: the caller has another way
+    log.setLevel(logging.CRITICAL)  # if tracing fails, the caller runs the function eagerly
     try:
         with torch.no_grad(), _use_lazy_graph_module(True):
             traced = make_fx(fn, fused_operations(), tracing_mode="symbolic")(*args)
     finally:
         log.setLevel(level)
-    return module(traced.graph)  # without the `shape_env` of `traced`, for which there is no cache key
+    return module(traced.graph)  # without the `shape_env` of `traced`, which Inductor cannot hash for its cache key
 
 
 def module(graph: fx.Graph) -> fx.GraphModule:
-    """Returns a graph as a module, without its Python code, which Inductor does not need."""
+    """Returns a graph as a module without Python code, which Inductor does not need."""
     with _use_lazy_graph_module(True):
         return _make_graph_module(torch.nn.Module(), graph)
 
 
 def fused_operations() -> dict[Any, Function]:
-    """Returns `addcmul` and `lerp` with fused multiply-adds, as in their eager kernels. No others are fused."""
+    """Returns decompositions of `addcmul` and `lerp` with fused multiply-adds, as in their eager kernels."""
     from torch._inductor.inductor_prims import fma
 
     def addcmul(value: Tensor, one: Tensor, other: Tensor, **scale: Any) -> Any:
@@ -115,7 +115,7 @@ def fused_operations() -> dict[Any, Function]:
 
 
 def compiled(graph: fx.GraphModule, sizes: Sizes, args: Sequence[Tensor | Size]) -> Function:
-    """Compiles what `trace` has returned for `args`. The result is called with real tensors of such sizes."""
+    """Compiles the result of `trace` for `args`. The returned function takes real tensors with matching sizes."""
     from torch._inductor.compile_fx import compile_fx
 
     on_cpu = all(arg.device.type == "cpu" for arg in args if isinstance(arg, Tensor))
@@ -131,18 +131,18 @@ def _version() -> str:
 
 
 def _own_keys() -> Any:
-    """Adds this file's hash to Inductor's cache key: code on disk may lack the changes below, or have earlier ones."""
+    """Adds this file's hash to Inductor's cache key, since cached code may predate the changes below."""
     config = torch.compiler.config
     return config.patch(cache_key_tag=f"{config.cache_key_tag} {_version()}")  # type: ignore[attr-defined]
 
 
 @contextmanager
 def _vector_code() -> Iterator[None]:
-    """Makes Inductor write vector code for a CPU where it would write slow code, with the same results.
+    """Makes Inductor generate faster vector code for CPUs, with the same results.
 
-    It reinterprets the bits of a float32 in a loop over elements. With mixed 16- and 32-bit tensors it processes half
-    vectors, so each load waits for the previous store. With 8-bit tensors it processes two float32 vectors at a time,
-    and converts them from and to integers element by element.
+    By default, it reinterprets the bits of a float32 in a loop over elements. With mixed 16- and 32-bit tensors it
+    processes half vectors, so each load waits for the previous store. With 8-bit tensors it processes two float32
+    vectors at a time, and converts them to and from integers element by element.
     """
     from torch._inductor.codegen import cpp
 
@@ -152,7 +152,7 @@ def _vector_code() -> Iterator[None]:
     def to_dtype_bitcast(value: Any, dtype: torch.dtype, source: torch.dtype) -> str:
         count = V.kernel._get_num_vectors(source)
         vector = "Vectorized<{}>" if count == 1 else f"VectorizedN<{{}}, {count}>"
-        # not `c10::bit_cast`, which needs C++20 for a type that is not trivially constructible
+        # not `c10::bit_cast`, which needs C++20 for types that are not trivially constructible
         to = f"at::vec::{vector.format(types[dtype])} to"
         return f"[&] {{ const auto from = {value}; {to}; std::memcpy((void*)&to, &from, sizeof(to)); return to; }}()"
 
@@ -170,14 +170,14 @@ def _vector_code() -> Iterator[None]:
 
 
 def realized(value: Tensor) -> Tensor:
-    """Makes compiled code compute a small tensor once, instead of again for each element of a tile that uses it:
-    Inductor writes a tensor to memory before `as_strided`. An int32 arange also stays int32 (torch 2.11: int64).
+    """Forces Inductor to materialize a small tensor (before `as_strided`), so that it is not recomputed for each
+    element of a tile that uses it. An int32 arange also stays int32 (torch 2.11: int64).
     """
     return torch.as_strided(value, value.shape, value.stride())
 
 
 def tied(value: Tensor, to: Tensor) -> Tensor:
-    """Returns `value` unchanged, and makes compiled CPU code read `to` as well. There Inductor fuses two computations
+    """Returns `value` unchanged, and makes compiled CPU code also read `to`. On CPUs, Inductor fuses two computations
     into one loop only if they read the same tensor, or if one depends on the other.
     """
     return torch.where(to > 0, value, value) if value.device.type == "cpu" else value

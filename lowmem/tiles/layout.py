@@ -1,4 +1,4 @@
-"""The view of a parameter as [batch, rows, cols], and the rectangles of it that are in the shard of this rank."""
+"""Views a parameter as [batch, rows, cols], and divides the local shard into rectangles."""
 
 import functools
 import itertools
@@ -13,14 +13,14 @@ from torch._subclasses.fake_tensor import is_fake
 
 Extent = Literal["full", "row", "col", "slice"]
 
-# Tiles do not cross columns whose number is a multiple of this: int32 counts the columns of a tile.
+# Tiles do not cross column numbers that are multiples of this, because the columns of a tile are counted in int32.
 WIDEST = 1 << 30
 
 
 class View(NamedTuple):
-    """The dimensions of a parameter that form its batch, its rows and its columns, in order.
+    """The dimensions of a parameter that form its batch, rows and columns, in order.
 
-    A rule sums and factors within each slice of the batch.
+    A rule sums and factors within each batch slice.
     """
 
     batch: tuple[int, ...] = ()
@@ -29,12 +29,12 @@ class View(NamedTuple):
 
     @classmethod
     def vector(cls, ndim: int) -> "View":
-        """Returns the view of any shape as a single row."""
+        """Returns a view of the parameter as a single row."""
         return cls(cols=tuple(range(ndim)))
 
     @classmethod
     def matrix(cls, ndim: int) -> "View":
-        """Returns the view of a parameter as a matrix: a vector is one row, three dimensions are a stack of matrices
+        """Returns a view of the parameter as a matrix: a vector is one row, a 3-D parameter is a stack of matrices
         (experts), and a convolution is [out, in * kernel].
         """
         if ndim < 2:
@@ -43,12 +43,12 @@ class View(NamedTuple):
         return cls((0,) if first else (), (int(first),), tuple(range(1 + first, ndim)))
 
     def sizes(self, shape: tuple[int, ...]) -> tuple[int, int, int]:
-        """Returns a shape as [batch, rows, cols]."""
+        """Returns [batch, rows, cols] for a parameter shape."""
         batch, rows, cols = (math.prod(shape[d] for d in side) for side in self)
         return batch, rows, cols
 
     def state_shape(self, extent: Extent, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns the logical shape of a state: the parameter's, or its batch dimensions with its rows or columns."""
+        """Returns the shape of a state: the parameter's shape, or its batch dimensions with its rows or columns."""
         if extent == "full":
             return shape
         dims = self.batch + {"row": self.rows, "col": self.cols, "slice": ()}[extent]
@@ -59,20 +59,20 @@ class View(NamedTuple):
         return group == 1 or (self.cols[-1:] == (len(shape) - 1,) and shape[-1] % group == 0)
 
     def stacked(self) -> "View":
-        """Returns the view of several such parameters stacked along a new first dimension."""
+        """Returns the view of several parameters stacked along a new first dimension."""
         batch, rows, cols = (tuple(d + 1 for d in side) for side in self)
         return View((0, *batch), rows, cols)
 
 
 class Rect(NamedTuple):
-    """A rectangle of a parameter viewed as [batch, rows, cols], in coordinates of the full parameter."""
+    """A rectangle of a parameter viewed as [batch, rows, cols], in the coordinates of the full parameter."""
 
     batch: slice
     rows: slice
     cols: slice
 
     def subdivide(self, tile: int) -> Iterator["Rect"]:
-        """Yields rectangles of about `tile` elements that cover it: whole slices, whole rows, or parts of a row."""
+        """Divides the rectangle into rectangles of about `tile` elements: full slices, full rows, or parts of a row."""
         b, r, c = self.size
         if not b * r * c:
             yield self
@@ -92,21 +92,21 @@ class Rect(NamedTuple):
 
     @property
     def size(self) -> tuple[int, int, int]:
-        """The size [b, r, c]."""
+        """Size of the rectangle, [b, r, c]."""
         batch, rows, cols = self
         return batch.stop - batch.start, rows.stop - rows.start, cols.stop - cols.start
 
 
 def _cut(side: slice, length: int) -> Iterator[slice]:
-    """Yields parts of a side that have this length; the last one may be shorter."""
+    """Divides a slice into slices of this length; the last one may be shorter."""
     for start in range(side.start, side.stop, length):
         yield slice(start, min(start + length, side.stop))
 
 
 @dataclass(frozen=True)
 class Span:
-    """The shard of a parameter of `shape` on this rank: elements from `start` to `stop` in row-major order. Each rank
-    has `size` of them. The last ranks may have fewer or none.
+    """The local shard of a parameter with shape `shape`: elements `start` to `stop` in row-major order. Each rank has
+    `size` elements, except that the last ranks may have fewer or none.
     """
 
     shape: tuple[int, ...]
@@ -116,7 +116,7 @@ class Span:
 
     @functools.cached_property
     def numel(self) -> int:
-        """Number of elements of the parameter."""
+        """Number of elements in the parameter."""
         return math.prod(self.shape)
 
     @property
@@ -138,7 +138,7 @@ Box = tuple[slice, ...]
 
 
 def cut(tensor: Tensor, inner: Box | None, group: int = 1) -> Tensor:
-    """Returns a view of a part of a tensor that has one value per `group` elements of a row. inner: None for all."""
+    """Returns a view of part of a tensor with one value per `group` elements of a row. inner: None selects all."""
     if inner is None:
         return tensor
     if group > 1:
@@ -150,8 +150,8 @@ def cut(tensor: Tensor, inner: Box | None, group: int = 1) -> Tensor:
 class Place(NamedTuple):
     """The position of a tile.
 
-    rectangle: the number of its rectangle in the layout.  rect: its coordinates in the parameter.  inner: its
-    coordinates in that rectangle; None if it is the whole rectangle.
+    rectangle: the index of its rectangle in the layout.  rect: the tile's coordinates in the parameter.  inner: the
+    tile's coordinates in that rectangle, or None if the tile is the whole rectangle.
     """
 
     rectangle: int
@@ -163,9 +163,9 @@ class Place(NamedTuple):
 class Rectangle:
     """A rectangle of a parameter, and its position in the shard.
 
-    rect: its coordinates in [batch, rows, cols].  start, stop: the elements of the flat shard that contain it.  shape:
-    the shape in which they are viewed.  index: the part of this view (None: all).  order: permutes its dimensions to
-    batch, rows, cols.
+    rect: coordinates in [batch, rows, cols].  start, stop: the elements of the flat shard that contain the rectangle.
+    shape: the shape in which they are viewed.  index: the part of this view that is the rectangle (None: all).  order:
+    the permutation of its dimensions to batch, rows, cols.
     """
 
     rect: Rect
@@ -176,8 +176,8 @@ class Rectangle:
     order: tuple[int, ...]
 
     def view(self, shard: Tensor, group: int = 1) -> Tensor:
-        """Returns the rectangle as a view [b, r, c / group] of a shard, which has one value per `group` elements of a
-        row. The shard is flat, or has the shape of the parameter in any memory order.
+        """Returns the rectangle as a view [b, r, c / group] of a shard with one value per `group` elements of a row.
+        The shard is flat, or has the shape of the parameter in any memory order.
         """
         shape, (batch, rows, cols) = grouped(self.shape, group), self.rect.size
         if shard.shape != shape:
@@ -190,7 +190,7 @@ class Rectangle:
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """The rectangles that a shard of a parameter consists of.
+    """The rectangles that form a shard of a parameter.
 
         elements 5 to 20 of a matrix [4, 6] are three rectangles:
 
@@ -199,7 +199,7 @@ class Layout:
         ▪ ▪ ▪ ▪ ▪ ▪ ┘
         ▪ ▪ · · · ·      the start of a row
 
-    shape: of the full parameter, [B, R, C].  rectangles: of the shard, in the order of its elements.
+    shape: shape of the full parameter, [B, R, C].  rectangles: ordered as the elements of the shard.
     """
 
     shape: tuple[int, int, int]
@@ -208,7 +208,7 @@ class Layout:
 
     @classmethod
     def of(cls, shape: tuple[int, ...], view: View, start: int = 0, stop: int | None = None) -> "Layout":
-        """Returns the layout of elements `start` to `stop` of a parameter in row-major order, by default of all."""
+        """Returns the layout of elements `start` to `stop` (default: all) of a parameter in row-major order."""
         sizes, numel = view.sizes(shape), math.prod(shape)
         stop = numel if stop is None else stop
         if (start, stop) != (0, numel):
@@ -217,7 +217,7 @@ class Layout:
         if not shape:
             shape, dims = (1,), (0,)
         if start >= stop:
-            nothing = Rect(slice(0, 0), slice(0, 1), slice(0, sizes[2]))  # complete groups of no rows
+            nothing = Rect(slice(0, 0), slice(0, 1), slice(0, sizes[2]))  # complete groups, zero rows
             return cls(sizes, (Rectangle(nothing, 0, 0, (0, *shape[1:]), None, dims),))
         rectangles, done = [], 0
         for box in _boxes(start, stop, shape):
@@ -239,15 +239,15 @@ class Layout:
         return self.shape[:2] == (1, 1)
 
     def lines(self, count: int) -> "Layout":
-        """Returns the layout of `count` such shards stacked, for parameters that are `one_line`."""
+        """Returns the layout of `count` stacked shards of parameters that are `one_line`."""
         (only,) = self.rectangles
-        here = only.rect.size[0] * only.rect.size[2]  # none, if the rank holds nothing
+        here = only.rect.size[0] * only.rect.size[2]  # 0 if the local shard is empty
         rect = Rect(slice(0, count if here else 0), only.rect.rows, only.rect.cols)
         stacked = Rectangle(rect, 0, count * here, (count, here), None, (0, 1))
         return Layout((count, 1, self.shape[2]), (stacked,))
 
     def place(self, n: int, rect: Rect) -> Place:
-        """Returns the position of a tile of rectangle number `n`."""
+        """Returns the position of a tile in rectangle `n`."""
         outer = self.rectangles[n].rect
         inner = tuple(slice(s.start - o.start, s.stop - o.start) for s, o in zip(rect, outer, strict=True))
         return Place(n, rect, None if rect == outer else inner)
@@ -260,7 +260,7 @@ class Layout:
         return self._places[tile]
 
     def views(self, shard: Tensor, group: int = 1) -> list[Tensor]:
-        """Returns one view [b, r, c / group] of a shard per rectangle; see `Rectangle.view`."""
+        """Returns a view [b, r, c / group] of a shard for each rectangle; see `Rectangle.view`."""
         return [rectangle.view(shard, group) for rectangle in self.rectangles]
 
 
@@ -278,7 +278,7 @@ def _merged(shape: tuple[int, ...], view: View) -> tuple[tuple[int, ...], View]:
 
 
 def _boxes(start: int, stop: int, shape: tuple[int, ...]) -> Iterator[Box]:
-    """Yields the boxes that a range of elements consists of, in order.
+    """Divides a range of elements into boxes, in order.
 
     elements 3 to 14 of shape [2, 3, 4], as (plane, rows, cols):
     (0, 0, 3:4)  (0, 1:3, 0:4)  (1, 0, 0:2)
@@ -287,7 +287,7 @@ def _boxes(start: int, stop: int, shape: tuple[int, ...]) -> Iterator[Box]:
         return
     inner = math.prod(shape[1:])
     first, last = -(-start // inner), stop // inner
-    if first > last:  # it begins and ends within one index of the first dimension
+    if first > last:  # the range is within one index of the first dimension
         for box in _boxes(start - last * inner, stop - last * inner, shape[1:]):
             yield slice(last, last + 1), *box
         return
@@ -300,7 +300,7 @@ def _boxes(start: int, stop: int, shape: tuple[int, ...]) -> Iterator[Box]:
 
 
 def _looped(side: tuple[int, ...], box: Box, shape: tuple[int, ...]) -> list[int]:
-    """Returns the dimensions of one side to loop over, so that the others are one contiguous range, also of memory.
+    """Returns the dimensions of one side to loop over so that the other dimensions are one contiguous range.
 
     sides (0, 1) of shape [4, 5]: box [0:4, 0:5] → (), one range;  box [0:4, 2:3] → (0,), since the coordinates 2, 7,
     12 and 17 are not contiguous;  box [1:2, 2:5] → (), the range 7 to 10
@@ -331,7 +331,7 @@ def _side(side: tuple[int, ...], box: Box, shape: tuple[int, ...]) -> slice:
 
 
 def block_starts(size: int, step: int, tensor: Tensor) -> Sequence[int]:
-    """Returns the starts of blocks of `step`, in a dry run the first two and the last: equal ones take equal memory."""
+    """Returns the starts of blocks of `step`. A dry run only needs three: blocks of equal size use equal memory."""
     starts = range(0, size, step)
-    dry = is_fake(tensor) and not torch.compiler.is_compiling()  # compiled code is traced with fake tensors, too
+    dry = is_fake(tensor) and not torch.compiler.is_compiling()  # tracing also uses fake tensors
     return sorted({*starts[:2], *starts[-1:]}) if dry else starts

@@ -1,8 +1,8 @@
-"""Quantized weights, which look like ordinary matrices to the model.
+"""Quantized weights that act as ordinary matrices in a model.
 
-Autograd sees a matrix of bfloat16 (or the weight's earlier dtype), which gets ordinary gradients. The memory contains
-integers and the units of their groups. A product dequantizes the matrix below autograd, and an embedding the rows that
-it looks up. So autograd saves the quantized tensor, and each product in backward dequantizes it again.
+For autograd, a quantized weight is a bfloat16 matrix (or has its original dtype) with ordinary gradients. It stores
+integers and a scale per group. Below autograd, a product dequantizes the matrix, and an embedding the rows that it
+looks up. So autograd saves the quantized tensor, and each product in backward dequantizes it again.
 """
 
 import functools
@@ -27,19 +27,19 @@ from lowmem.tiles.storage import ROUNDED_DTYPES, Integer, Part, Uniform
 
 logger = logging.getLogger(__name__)
 
-# Elements that are dequantized or quantized at a time.
+# Number of elements that are dequantized or quantized at a time.
 CPU_BLOCK = 1 << 17
 GPU_BLOCK = 1 << 22
 
 aten = torch.ops.aten
 
-# Operations that read an ordinary matrix, with all their overloads: products, and the expansion of their operands.
+# Operations, with all their overloads, that read an ordinary matrix: products, and the expansion of their operands.
 PRODUCTS = {
     aten.mm, aten.addmm, aten.mv, aten.addmv, aten.bmm, aten.baddbmm, aten.addbmm, aten._grouped_mm, aten.linear,
     aten.expand,
 }  # fmt: skip
 
-# Operations that write into their first operand, and read the others.
+# Operations that write to their first operand and read the others.
 IN_PLACE = {aten.copy_, aten.addmm_, aten.addmv_, aten.baddbmm_, aten.addbmm_}
 
 # Methods that read or share the memory of a tensor.
@@ -53,11 +53,11 @@ class QuantizedWeight(Tensor):
     """A quantized matrix, or a stack of matrices.
 
     Attributes:
-        format: its storage, of which no part is the tensor itself.
-        parts: the tensors of the storage, [..., rows, columns / group] each, or transposed views of them.
-        cast_from: the weight that autocast has cast to this one, which shares its parts, and its version at that time.
-        compiled: whether `dequantize` is compiled in this process, as the last optimizer of such weights decided, until
-            compiling fails.
+        format: the storage. None of its parts is the tensor itself.
+        parts: the tensors of the storage, each [..., rows, columns / group], or transposed views of them.
+        cast_from: the weight that autocast cast to this one (they share parts), and its version at that time.
+        compiled: whether `dequantize` is compiled in this process. Set by the last optimizer of quantized weights;
+            False after compiling fails.
     """
 
     format: Integer
@@ -67,7 +67,7 @@ class QuantizedWeight(Tensor):
 
     def __new__(cls, format: Integer, parts: tuple[Tensor, ...], dtype: torch.dtype) -> "QuantizedWeight":
         codes = parts[0]
-        with torch.inference_mode(False):  # or a view of it could not be made there
+        with torch.inference_mode(False):  # an inference tensor could not be trained
             new: QuantizedWeight = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
                 cls, codes.shape, strides=codes.stride(), dtype=dtype, device=codes.device
             )
@@ -77,8 +77,8 @@ class QuantizedWeight(Tensor):
     @classmethod
     @torch.no_grad()
     def of(cls, weight: Tensor, format: Integer, name: str = "the weight") -> "QuantizedWeight":
-        """Quantizes a matrix by rounding to nearest. The number of columns is a multiple of the group. Raises
-        `UnsupportedError` for an element that is not finite, which would make its group NaN.
+        """Quantizes a matrix by rounding to nearest. The number of columns must be a multiple of the group size. Raises
+        `UnsupportedError` if an element is not finite, since its whole group would become NaN.
         """
         *lines, columns = weight.shape
         parts = (weight.new_empty((*lines, columns // p.group), dtype=p.dtype) for p in format.parts)
@@ -90,7 +90,7 @@ class QuantizedWeight(Tensor):
                 part[rows] = codes.to(part.dtype)
             if not value.is_meta and not matrix._decoded(rows).to(weight.dtype).isfinite().all():
                 raise UnsupportedError(
-                    f"{name} contains Inf, NaN or a number near the largest of {weight.dtype} in rows {rows.start} to "
+                    f"{name} contains Inf, NaN or a number near the {weight.dtype} maximum in rows {rows.start} to "
                     f"{min(rows.stop, len(matrix)) - 1}, which {format} cannot represent. Correct it, or do not "
                     "quantize its module: quantize_(model, ..., skip=[...])"
                 )
@@ -117,38 +117,38 @@ class QuantizedWeight(Tensor):
 
     @property
     def transposed(self) -> bool:
-        """Returns whether groups are along columns, as in a transposed view for a product."""
+        """Returns whether groups run along columns, as in a transposed view for a product."""
         codes = self.parts[0]
-        return codes.ndim > 1 and codes.stride(-2) == 1  # a row has one group at least
+        return codes.ndim > 1 and codes.stride(-2) == 1  # a row has at least one group
 
     def _as_matrix(self) -> "QuantizedWeight":
-        """Returns a stack of matrices as one matrix, or a vector as a matrix with a group per row."""
+        """Returns a stack of matrices as one matrix, or a vector as a matrix with one group per row."""
         columns = self.shape[-1] if self.ndim > 1 else self.format.group
         return self if self.ndim == 2 else self.by_group(lambda part, group: part.reshape(-1, columns // group))
 
     def _decoded(self, at: Any) -> Tensor:
-        """Returns some rows, dequantized to float32."""
+        """Returns the selected rows, dequantized to float32."""
         return self.format.decode(tuple(part[at] for part in self.parts))
 
     def by_group(self, change: Callable[[Tensor, int], Tensor]) -> "QuantizedWeight":
-        """Returns a weight whose parts are made by `change`, from each part and its number of elements per value."""
+        """Returns a weight with the parts `change(part, group)`. group: number of elements per value of the part."""
         pairs = zip(self.parts, self.format.parts, strict=True)
         new = QuantizedWeight(self.format, tuple(change(tensor, part.group) for tensor, part in pairs), self.dtype)
         new.cast_from = self.cast_from
         return new
 
     # torch 2.13, distributed/fsdp/_fully_shard/_fsdp_param.py: FSDP2 calls these to gather a shard. Parts may have any
-    # size if the first one takes the mesh alone. A shard is at the start of its padded memory.
+    # size if the first method only takes the mesh. A shard is at the start of its padded memory.
 
     def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, ...], None]:
-        """Returns the tensors of a shard to gather: its parts with their padding."""
+        """Returns the tensors to gather for a shard: its parts with their padding."""
         rows = self.parts[0].untyped_storage().nbytes() // self.shape[1:].numel()
         return tuple(part.as_strided((rows, *part.shape[1:]), part.stride()) for part in self.parts), None
 
     def fsdp_post_all_gather(
         self, gathered: tuple[Tensor, ...], metadata: None, dtype: torch.dtype, *, out: Tensor | None = None
     ) -> tuple["QuantizedWeight", tuple[()]] | None:
-        """Returns the gathered weight with its padding, which FSDP2 removes; None if `out` shares its memory."""
+        """Returns the gathered weight with padding, which FSDP2 removes, or None if `out` shares its memory."""
         return (QuantizedWeight(self.format, gathered, dtype), ()) if out is None else None
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -157,7 +157,7 @@ class QuantizedWeight(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func == Tensor.data.__set__:  # type: ignore[attr-defined]
-            # Module.to moves a parameter in this way. With __tensor_flatten__ it would create one without our hooks
+            # Module.to assigns param.data. With __tensor_flatten__ it would create a parameter without our hooks
             self, value = args
             if not isinstance(value, cls) or value.dtype != self.dtype:
                 raise UnsupportedError(
@@ -166,16 +166,16 @@ class QuantizedWeight(Tensor):
                     "weights"
                 )
             self.format, self.parts = value.format, value.parts
-        if func in (torch.autograd.backward, torch.autograd.grad):  # checkpoints recompute forwards, which come here
+        if func in (torch.autograd.backward, torch.autograd.grad):  # checkpointing calls this again for its forwards
             args, kwargs = tree_map_only(cls, get_gradient_edge, (args, kwargs))
             return func(*args, **kwargs)
         if func in OF_MEMORY:
             raise args[0].refusal(f"Tensor.{func.__name__}()")
         result = Tensor.__torch_function__(_linear if func is F.linear else func, (), args, kwargs)
-        return Tensor.clone(result) if isinstance(result, cls) and result.cast_from else result  # a cast by its user
+        return Tensor.clone(result) if isinstance(result, cls) and result.cast_from else result  # an explicit cast
 
     @classmethod
-    @_disable_dynamo  # which cannot trace it, and would warn
+    @_disable_dynamo  # Dynamo cannot trace it and would warn
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs, (self, *others) = kwargs or {}, args
         weights = [each for each in tree_leaves((args, kwargs)) if isinstance(each, cls)]
@@ -198,7 +198,7 @@ class QuantizedWeight(Tensor):
         if func is aten._to_copy.default and (dtype := kwargs.get("dtype")) not in (None, self.dtype):
             if self.dtype != torch.float32 or dtype not in ROUNDED_DTYPES or kwargs.get("device") is not None:
                 return func(plain(self), **kwargs)
-            cast = cls(self.format, self.parts, dtype)  # by autocast as a rule, which needs no copy of the codes
+            cast = cls(self.format, self.parts, dtype)  # usually a cast by autocast, which needs no copy of the codes
             cast.cast_from = self, self._version
             return cast
         by_rows = isinstance(self, cls) and not self.transposed
@@ -211,22 +211,22 @@ class QuantizedWeight(Tensor):
     def refusal(self, use: Any) -> UnsupportedError:
         """Returns the error for an operation that is not supported."""
         return UnsupportedError(
-            f"a weight of {list(self.shape)} quantized to {self.format} takes part in {use}, which needs an ordinary "
-            "matrix. A quantized weight can be used in a product or an embedding, also sharded by fully_shard "
+            f"a weight of shape {list(self.shape)} quantized to {self.format} is used in {use}, which needs an "
+            "ordinary matrix. A quantized weight can be used in a product or an embedding, also sharded by fully_shard "
             "(FSDP2), but not with DeepSpeed or DistributedDataParallel. Do not quantize its module, quantize_(model, "
             "..., skip=[...]), compute with weight.dequantize(), or call lowmem.dequantize_(model) before saving or "
             "sharing"
         )
 
     def _by_rows(self, func: Any, *args: Any, **kwargs: Any) -> Any:
-        """Runs operations that do not have to dequantize rows. Returns None for others."""
+        """Runs operations that do not need dequantized rows. Returns None for other operations."""
         if func is aten.embedding.default or (func is aten.index.Tensor and len(args[0]) == 1 and self.ndim > 1):
             (at,) = tree_leaves(args[0])
             return rows_of(self, at) if at.dtype != torch.bool or at.ndim < self.ndim else None
         if func is aten.view.default and args[0]:
             *lines, row = args[0]
             row = row if row >= 0 else self.numel() // max(1, math.prod(lines))
-            if row % self.format.group == 0 and (row or not lines):  # or a shard without rows
+            if row % self.format.group == 0 and (row or not lines):  # `not lines`: a shard without rows
                 return self.by_group(lambda part, group: part.view(*lines, row // group))
         if func is aten.clone.default and self.cast_from is not None:
             return self.dequantize()
@@ -259,7 +259,7 @@ class QuantizedWeight(Tensor):
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, **out: Tensor) -> Tensor:
-    """As `F.linear`, with `addmm`, whose backward reads the weight before the weight's gradient exists, unlike `mm`."""
+    """Like `F.linear`, but with `addmm`: unlike `mm`, its backward reads the weight before its gradient exists."""
     if bias is not None or out or input.ndim < 2 or weight.ndim != 2 or isinstance(input, QuantizedWeight):
         return F.linear(input, weight, bias, **out)
     rows = torch.addmm(input.new_zeros(()), input.reshape(-1, input.shape[-1]), weight.t(), beta=0)
@@ -268,7 +268,7 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, **out: Te
 
 @functools.cache
 def _decoder(format: Integer, dtype: torch.dtype, device: torch.device) -> Function:
-    """Returns compiled code that dequantizes any number of groups in one pass, given one-dimensional parts."""
+    """Returns compiled code that dequantizes any number of groups in one pass. It takes one-dimensional parts."""
     sizes = Sizes()
     groups = sizes.size(1 << 16)
     args = [sizes.tensor((groups * (format.size // part.group),), part.dtype, device) for part in format.parts]
@@ -276,7 +276,7 @@ def _decoder(format: Integer, dtype: torch.dtype, device: torch.device) -> Funct
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """Returns the tensor itself, or a `QuantizedWeight` as an ordinary matrix."""
+    """Returns the tensor itself, or the ordinary matrix of a `QuantizedWeight`."""
     return tensor.dequantize() if isinstance(tensor, QuantizedWeight) else tensor
 
 
@@ -286,21 +286,21 @@ def in_codes(model: nn.Module) -> bool:
 
 
 def tensors_of(tensor: Tensor) -> tuple[Tensor, ...]:
-    """Returns the tensors that contain the values of a tensor: itself, or the parts of a `QuantizedWeight`."""
+    """Returns the tensors that store a tensor's values: the tensor itself, or the parts of a `QuantizedWeight`."""
     return tuple(tensor.parts) if isinstance(tensor, QuantizedWeight) else (tensor,)
 
 
 def rows_of(matrix: Tensor, indices: Tensor) -> Tensor:
-    """Returns some rows of a matrix as an ordinary tensor."""
+    """Returns the selected rows of a matrix as an ordinary tensor."""
     return matrix._decoded(indices).to(matrix.dtype) if isinstance(matrix, QuantizedWeight) else matrix[indices]
 
 
 def _blocks(weight: "QuantizedWeight") -> Iterator[slice]:
-    """Yields the rows of a matrix to dequantize or quantize at a time."""
+    """Yields slices of rows that are dequantized or quantized at a time."""
     block = CPU_BLOCK if weight.device.type == "cpu" else GPU_BLOCK
     step = max(1, block // max(1, weight.shape[1]))
     for start in block_starts(weight.shape[0], step, weight.parts[0]):
         yield slice(start, start + step)
 
 
-torch.serialization.add_safe_globals([QuantizedWeight, Integer, Part])  # of torch.load(weights_only=True)
+torch.serialization.add_safe_globals([QuantizedWeight, Integer, Part])  # for torch.load(weights_only=True)

@@ -1,7 +1,7 @@
-"""Roundings of float32 tiles to 16 bits: to nearest, stochastic, and compensated by a residual; and their random bits.
-They return float32 numbers that the narrower dtype can represent.
+"""Rounds float32 tiles to 16 bits: to nearest, stochastically, or compensated by a residual.
+Rounded values are float32 numbers that the narrower dtype can represent.
 
-Random bits come from a counter (seed, step, parameter, element), never from a generator. So an element gets the same
+Random bits come from a counter (seed, step, parameter, element), not from a generator. So an element gets the same
 bits for every tile size, on every rank and after resuming, and the random state for dropout does not change.
 """
 
@@ -14,7 +14,7 @@ from torch import Tensor
 _LOW16 = 0xFFFF
 _EXPONENT = 0x7F800000
 
-# float32 numbers around this one are integers: adding it moves a small integer into the low bits.
+# float32 numbers near this one are integers, so adding it moves a small integer into the low bits.
 _WHOLE = 1.5 * 2.0**23
 
 
@@ -29,7 +29,7 @@ def number(pattern: Tensor) -> Tensor:
 
 
 def whole(value: Tensor) -> Tensor:
-    """Converts integers below 2²² from float32 to int32. Compiled CPU code has no vector instruction for a cast."""
+    """Converts integers below 2²² from float32 to int32. Compiled CPU code cannot vectorize a cast."""
     return bits(value + _WHOLE) - 0x4B400000
 
 
@@ -42,8 +42,8 @@ def widen(stored: Tensor, high: Tensor, low: Tensor) -> Tensor:
 
 
 def split(value: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Splits a float32 tile into (stored weight, residual in 16 bits) for compensated rounding. The residual is two
-    numbers, int8 and uint8, because compiled CPU code has no vector instructions for 16-bit integers.
+    """Splits a float32 tile into (stored weight, 16-bit residual) for compensated rounding. The residual is an int8 and
+    a uint8 number, because compiled CPU code cannot vectorize 16-bit integers.
 
     bfloat16: the weight is rounded to nearest (ties away from zero), and the residual is the low 16 bits of the float32
     number, so `widen` restores every bit. float16: the residual is in multiples of 2⁻¹⁵ of the weight's spacing, exact
@@ -52,7 +52,7 @@ def split(value: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     if dtype == torch.bfloat16:
         known = value == value  # NaN differs from itself
         stored = torch.where(known, number((bits(value) + 0x8000) & ~_LOW16), value)
-        residual = number((bits(value) << 16 >> 16) + 0x4B400000) - _WHOLE  # `whole` the other way
+        residual = number((bits(value) << 16 >> 16) + 0x4B400000) - _WHOLE  # the inverse of `whole`
     else:
         stored = nearest(value, dtype)
         known = stored.isfinite()
@@ -69,27 +69,27 @@ def widen8(stored: Tensor, residual: Tensor) -> Tensor:
 
 
 def split8(value: Tensor, dtype: torch.dtype, uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """Splits a float32 tile into (nearest weight, residual in 8 bits). The residual is in 127ths of half the weight's
+    """Splits a float32 tile into (nearest weight, 8-bit residual). The residual is in 127ths of half the weight's
     spacing (FlashOptim, arXiv:2602.23349), rounded stochastically by `uniform` in (0, 1) so that the mean of `widen8`
     is the value. Splitting a result of `widen8` is lossless. Values that are not finite have a zero residual.
     """
     stored = nearest(value, dtype)
     unit = _unit(stored, dtype)
-    # the inverse of a power of two: both have the bits of 1.0, twice, together; 254 times it may be infinite
+    # the bits of a power of two and of its inverse add up to twice the bits of 1.0; 254 times the inverse may overflow
     down = ((value - stored) * number(0x7F000000 - bits(unit)) * 254).floor().clamp(-127, 126)
-    low, high = (stored + residual * (unit * (1 / 254)) for residual in (down, down + 1))  # as `widen8` does
+    low, high = (stored + residual * (unit * (1 / 254)) for residual in (down, down + 1))  # as in `widen8`
     residual = torch.where(uniform * (high - low) < value - low, down + 1, down)
     return stored, torch.where(stored.abs() < torch.inf, residual, 0.0)
 
 
 def _unit(stored: Tensor, dtype: torch.dtype) -> Tensor:
-    """As `spacing`, but at least the smallest normal number, so that it has an inverse."""
+    """Like `spacing`, but at least the smallest normal number, so that it has an inverse."""
     return spacing(stored, dtype, 2.0**-126)
 
 
 def spacing(value: Tensor, dtype: torch.dtype, least: float = 0.0) -> Tensor:
     """Returns the distance between adjacent bfloat16 or float16 numbers at a float32 value: a power of two, at
-    least `least`, and constant from 2¹⁰⁷ on.
+    least `least`, and constant for values above 2¹⁰⁷.
     """
     precision, smallest = (2.0**-7, 2.0**-133) if dtype == torch.bfloat16 else (2.0**-10, 2.0**-24)
     return (number(bits(value) & _EXPONENT) * precision).clamp(max(smallest, least), 2.0**100)
@@ -98,12 +98,12 @@ def spacing(value: Tensor, dtype: torch.dtype, least: float = 0.0) -> Tensor:
 def narrow_stochastically(value: Tensor, dtype: torch.dtype, random: Tensor) -> Tensor:
     """Rounds a float32 tile stochastically, so that the mean is the value. random: int32 in [0, 2¹⁶).
 
-    Values that `dtype` represents exactly, infinities and NaN do not change.
+    Values that `dtype` represents exactly, infinities and NaN are unchanged.
     """
-    if dtype == torch.bfloat16:  # random bits are added to the low bits, and carry into the high ones
+    if dtype == torch.bfloat16:  # random bits are added to the low bits, and may carry into the high bits
         return torch.where(value == value, number((bits(value) + (_LOW16 - random)) & ~_LOW16), value)
     gap = spacing(value, dtype)
-    much = gap * _WHOLE  # float32 has this spacing around it: adding it rounds to a multiple
+    much = gap * _WHOLE  # float32 numbers near it have the spacing `gap`, so adding it rounds to a multiple
     near = (value + much) - much
     low = torch.where(near > value, near - gap, near)
     return torch.where(fraction(random, 16) * gap < value - low, low + gap, low)
@@ -117,7 +117,7 @@ def raised(value: Tensor) -> Tensor:
 def nearest(value: Tensor, dtype: torch.dtype) -> Tensor:
     """Rounds a float32 tile to the nearest value of `dtype`, ties to even; the result is float32.
 
-    It does not use casts, because a compiler removes a cast to a dtype and back.
+    It does not use casts, because a compiler may remove a cast to a dtype and back.
     """
     if dtype == torch.float32:
         return value
@@ -130,7 +130,7 @@ def nearest(value: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def nearest_number(value: float, dtype: torch.dtype) -> float:
-    """As `nearest`, for a Python number."""
+    """Like `nearest`, for a Python number."""
     if dtype == torch.float16:
         return float(struct.unpack("<e", struct.pack("<e", value))[0])
     (bits,) = struct.unpack("<I", struct.pack("<f", value))
@@ -140,7 +140,7 @@ def nearest_number(value: float, dtype: torch.dtype) -> float:
 
 
 def noise_key(seed: int, step: int, name: str) -> int:
-    """Returns a 31-bit seed for one parameter at one step."""
+    """Returns a 31-bit seed for one parameter in one step."""
     digest = hashlib.blake2b(f"{seed}/{step}/{name}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little") >> 1
 
@@ -148,14 +148,14 @@ def noise_key(seed: int, step: int, name: str) -> int:
 def random_bits(word: Tensor, number: int, count: int) -> Tensor:
     """Returns random numbers in [0, 2ᶜᵒᵘⁿᵗ), 16 bits or more, for tensor `number` from a random int32 word.
 
-    Tensor 0 uses the lower half of the word, tensor 1 the upper half, and others the upper half of the word times an
-    odd number, which depends on all its bits. Any two of them are practically independent. Bits after the
+    Tensor 0 uses the lower half of the word and tensor 1 the upper half. Others use the upper half of the word times an
+    odd number, which depends on all bits of the word. Any two of them are practically independent. Bits after the
     first 16 come from the other half.
     """
     if number == 0:
         low = word & _LOW16
         return low if count == 16 else low << count - 16 | word >> 48 - count & (1 << count - 16) - 1
-    if number > 1:  # powers of 2³² over the golden ratio, as a signed number
+    if number > 1:  # powers of 2³² / golden ratio, as a signed number
         word = word * ((pow(0x9E3779B9, number - 1, 1 << 32) + (1 << 31)) % (1 << 32) - (1 << 31))
     return word >> 32 - count & (1 << count) - 1
 
@@ -166,7 +166,7 @@ def fraction(random: Tensor, count: int) -> Tensor:
 
 
 def mix(x: Tensor) -> Tensor:
-    """Hashes int32 numbers bijectively (Wellons' lowbias32), as a counter-based random generator."""
+    """Hashes int32 numbers bijectively (Wellons' lowbias32), for counter-based random numbers."""
     x = x ^ ((x >> 16) & _LOW16)
     x = x * 0x7FEB352D
     x = x ^ ((x >> 15) & 0x1FFFF)

@@ -1,4 +1,4 @@
-"""Updates compiled by Inductor: one function where a parameter is one tile, otherwise stages, one for each pass.
+"""Updates compiled by Inductor: one function if a parameter is one tile, otherwise one stage for each pass.
 
     one tile:        arguments ─► update ─► results
 
@@ -6,8 +6,8 @@
                                     ▲                                              │
                                     └─────────── arguments of the next stage ──────┘
 
-`before` and `tile` are compiled separately. Code before pass n takes the sums of passes 1…n-1 as arguments, and
-repeats what earlier stages have computed. These are vectors and scalars alone, so repeating it costs little.
+`before` and `tile` are compiled separately. The code before pass n takes the sums of passes 1…n-1 as arguments, and
+recomputes the vectors and scalars of earlier stages, which costs little.
 """
 
 import functools
@@ -27,7 +27,7 @@ from lowmem.tiles.stored import StoredTiles
 from lowmem.tiles.tile import RawTile, Sums, extent
 from lowmem.tiles.traced import GRAD, OVER_TILES, Arguments, Graph, Kind, Pass, Signature, TracedUpdate, fake, sized
 
-TILE = 8, 1024, 16, 4096  # the size [b, n, m, c] for which Inductor plans, of a tile of a large parameter
+TILE = 8, 1024, 16, 4096  # size hint for Inductor: [b, n, m, c] of a tile of a large parameter
 
 
 class Code:
@@ -42,7 +42,7 @@ class Code:
         self._run: Function | None = None
 
     def compile(self) -> None:
-        """Compiles it, if that has not been done."""
+        """Compiles the function unless it is already compiled."""
         if self._run is None:
             self._run = compiled(self._module, self._sizes, list(self._example.values()))
 
@@ -52,8 +52,8 @@ class Code:
 
 
 class TileCode:
-    """A function of one tile, compiled for each form of tiles. names: of the tensors of the tile, which it takes in
-    blocks.  args: its other arguments.  graph: traces it, given fake arguments.
+    """A function of one tile, compiled for each form of tiles. names: names of the tile's tensors, which are passed in
+    blocks.  args: the other arguments.  graph: traces the function, given fake arguments.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class TileCode:
         self._codes: dict[Form, Code] = {}
 
     def codes(self, forms: Iterable[Form]) -> list[Code]:
-        """Returns the code for tiles of these forms. New forms are traced."""
+        """Returns the code for tiles of these forms, and traces new forms."""
         self._codes |= {form: self._trace(*form) for form in forms if form not in self._codes}
         return [self._codes[form] for form in forms]
 
@@ -79,9 +79,9 @@ class TileCode:
         return Code(self._graph(example, sizes), sizes)
 
     def in_blocks(self, tensors: Mapping[str, Sequence[Tensor]], size: tuple[int, int, int]) -> Arguments:
-        """Returns tensors of a tile of this size [b, r, c] as arguments."""
+        """Returns the tensors of a tile with this size [b, r, c] as arguments."""
         divided = blocks(*size[1:], self._kind.group)
-        assert divided is not None  # as it is for all `pieces`
+        assert divided is not None  # true for all `pieces`
         tile = size[0], *divided[:2], divided[2] // self._kind.group
         return {
             (name, n): tensor.view(self._shape(tile, part.group))
@@ -90,8 +90,8 @@ class TileCode:
         }
 
     def _shape(self, tile: tuple[Any, ...], own: int) -> tuple[Any, ...]:
-        """The shape of a tensor with one value per `own` elements of a row: [b, n, m, c]; where elements are encoded in
-        groups [b, n, m, c / group, group / own].
+        """Returns the shape of a tensor with one value per `own` elements of a row: [b, n, m, c], or if elements are
+        encoded in groups, [b, n, m, c / group, group / own].
         """
         return tile if self._kind.group == 1 else (*tile, self._kind.group // own)
 
@@ -99,12 +99,12 @@ class TileCode:
 def copied(
     update: TracedUpdate, args: Arguments, results: Mapping[Any, fx.Node], end: fx.Node, sums_of: Callable[..., Any]
 ) -> Graph:
-    """Copies the graph of an update up to a node. args: fake.  results: nodes of the update.  sums_of: returns the sums
-    of pass n as nodes, given the new graph, n, and the nodes of arguments, among which are vectors of the pass.
+    """Copies the graph of an update up to some nodes. args: fake arguments.  results: nodes of the update.  sums_of:
+    returns the sums of pass n as nodes, given the new graph, n, and the nodes of arguments and vectors of the pass.
     """
     graph, given = fx.Graph(), dict(args)
     for n, (key, value) in enumerate(args.items()):
-        if not isinstance(value, int):  # but a symbol or a tensor
+        if not isinstance(value, int):  # a symbol or a tensor
             given[key] = graph.placeholder(f"given_{n}")
             given[key].meta["val"] = value
     if (GRAD, 0) in args:  # sizes are symbols of tensors: Inductor's cache on disk has no guards for other arguments
@@ -136,7 +136,7 @@ def _times(graph: fx.Graph, one: fx.Node, other: fx.Node) -> Any:
 
 
 def at_once(update: TracedUpdate, args: Arguments, sizes: Sizes) -> Graph:
-    """The graph of an update of one tile, in which graphs of the passes are in the place of their nodes."""
+    """Returns the graph of an update of one tile, with each pass replaced by its graph."""
     kind, graph, shape = update.kind, update.graph, shape_of(args[GRAD, 0])
 
     def sums_of(into: fx.Graph, n: int, given: Arguments) -> Any:
@@ -158,15 +158,15 @@ class OneTile(TileCode):
         super().__init__(update.kind, dict(update.kind.storages), update.kind.args, functools.partial(at_once, update))
 
     def run(self, tiles: StoredTiles, places: Sequence[Place], args: Arguments, _: Any) -> dict[Any, Tensor]:
-        """Updates a parameter. args: numbers and small states, and the states of its size `in_blocks`."""
+        """Updates a parameter. args: numbers, small states, and full-size states `in_blocks`."""
         size = places[0].rect.size
         args |= self.in_blocks({GRAD: (tiles.grad,), "param": tiles.weight.parts}, size)
         return self._codes[form_of(size)](args)
 
 
 class Stage(TileCode):
-    """A pass over the tiles, which is called with a tile, like its function. before: returns the vectors of the pass,
-    and in the last stage the results of the update; None: there are none.
+    """A compiled pass over the tiles, called with one tile at a time. before: returns the vectors of the pass, and in
+    the last stage the results of the update; None if there are none.
     """
 
     def __init__(self, kind: Kind, reached: Pass, before: Code | None) -> None:
@@ -208,14 +208,14 @@ class Stages:
         return stages
 
     def codes(self, forms: Sequence[Form]) -> list[Code]:
-        """Returns the code of all stages for tiles of these forms. New forms are traced."""
+        """Returns the code of all stages for tiles of these forms, and traces new forms."""
         before = [stage.before for stage in self._stages if stage.before is not None]
         return before + [code for stage in self._stages for code in stage.codes(forms)]
 
     def run(
         self, tiles: StoredTiles, places: Sequence[Place], args: Arguments, held: Mapping[str, Held]
     ) -> dict[Any, Tensor]:
-        """Updates a parameter that is cut into tiles at these places. held: the states of its size, by name."""
+        """Updates a parameter that is cut into tiles at these places. held: the full-size states, by name."""
         tiles = replace(tiles, pieces=places)
         args |= sized(tiles.shape)
         for n, stage in enumerate(self._stages):

@@ -1,7 +1,7 @@
 """Storage: how float32 values are stored between two sweeps.
 
-A storage defines the tensors that store a float32 tensor, and converts tiles from and to float32. Weights, optimizer
-states and waiting gradients each have a storage, which a rule never learns. `register` adds one.
+A storage defines the tensors that store a float32 tensor, and converts tiles to and from float32. Weights, optimizer
+states and waiting gradients each have a storage, which is hidden from rules. `register` adds a storage.
 """
 
 import functools
@@ -20,12 +20,12 @@ from lowmem.tiles.rounding import fraction, narrow_stochastically, nearest, rais
 ROUNDED_DTYPES = (torch.bfloat16, torch.float16)
 STORED_DTYPES = (torch.float32, *ROUNDED_DTYPES)
 
-# Groups may not cross the tiles that a row is cut into, and those are multiples of this many elements.
+# Groups may not cross tiles. The tiles of a row are multiples of this many elements.
 LARGEST_GROUP = 1024
 
 
 class Part(NamedTuple):
-    """One tensor of a storage: its dtype, and the number of elements of a row that share one of its values."""
+    """One tensor of a storage: its dtype, and the number of consecutive elements of a row that share one value."""
 
     name: str
     dtype: torch.dtype
@@ -34,8 +34,8 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Uniform:
-    """Random numbers in the shape of a tile, one per element: float32 between 0 and 1, odd multiples of 2⁻²⁴. A value
-    between two integers is rounded up where `uniform() < value - value.floor()`.
+    """Random numbers for a tile, one per element: float32 between 0 and 1, odd multiples of 2⁻²⁴. A value between two
+    integers is rounded up where `uniform() < value - value.floor()`.
 
     Attributes:
         bits: returns random bits, 16 to 23 per element, as int32.
@@ -48,17 +48,17 @@ class Uniform:
 
     @classmethod
     def half(cls, value: Tensor) -> "Uniform":
-        """One half for every element of `value`, which makes stochastic rounding round to nearest."""
+        """Returns 0.5 for every element of `value`, which makes stochastic rounding round to nearest."""
         return cls(lambda count: torch.full_like(value, 1 << count - 1, dtype=torch.int32))
 
 
 class Storage(ABC):
-    """The way in which a float32 tensor is stored: a format, and the rounding into it. Each format is a subclass and a
-    frozen dataclass. Equal storages share compiled code.
+    """A format that stores a float32 tensor, and the rounding to it. Each format is a subclass and a frozen dataclass.
+    Equal storages share compiled code.
 
     Attributes:
-        parts: the stored tensors. The first has an element for each float32 value. Zeros in all decode to zeros.
-        draws: `encode` uses random numbers.
+        parts: the stored tensors. The first has an element for each float32 value. If all are zero, so are the values.
+        draws: whether `encode` uses random numbers.
     """
 
     parts: tuple[Part, ...]
@@ -66,40 +66,40 @@ class Storage(ABC):
 
     @abstractmethod
     def decode(self, stored: tuple[Tensor, ...]) -> Tensor:
-        """Returns the float32 values [..., n] of tiles of the parts, [..., n / group] each."""
+        """Returns float32 values [..., n], given a tile [..., n / group] of each part."""
 
     @abstractmethod
     def encode(self, value: Tensor, uniform: Uniform) -> tuple[Tensor, ...]:
-        """Returns the parts' tiles for float32 values [..., n]. They may be wider, with values that the part holds."""
+        """Encodes float32 values [..., n] as tiles of the parts, whose dtypes may be wider than those of the parts."""
 
     def update(self, value: Tensor, uniform: Uniform, stored: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """As `encode`, given the tiles of the parts that store the previous value."""
+        """Like `encode`, but also takes the tiles that store the previous value."""
         return self.encode(value, uniform)
 
     @property
     def bytes_per_element(self) -> float:
-        """Bytes of all parts per element."""
+        """Number of bytes per element, over all parts."""
         return sum(part.dtype.itemsize / part.group for part in self.parts)
 
     @functools.cached_property
     def group(self) -> int:
-        """Elements of a row that are encoded together."""
+        """Number of consecutive elements of a row that are encoded together."""
         return max(part.group for part in self.parts)
 
     @property
     def is_quantized(self) -> bool:
-        """Returns whether quantized values take the place of the tensor itself, so that all parts have names."""
+        """Returns whether quantized values replace the tensor itself, so that all parts have names."""
         return bool(self.parts[0].name)
 
     @property
     def is_cast(self) -> bool:
-        """Returns whether encoding is a cast to the dtype of the only part."""
+        """Returns whether the only part stores the value cast to its dtype."""
         return False
 
 
 @dataclass(frozen=True)
 class Float(Storage):
-    """A float dtype, rounded to nearest (ties to even) or stochastically (the mean is the value). float32 is exact."""
+    """A float dtype, rounded to nearest (ties to even) or stochastically (unbiased). float32 is exact."""
 
     dtype: torch.dtype
     draws: bool = False
@@ -124,8 +124,8 @@ FLOAT32 = Float(torch.float32)
 
 @dataclass(frozen=True)
 class Compensated(Storage):
-    """Kahan summation: the residual of rounding to nearest is stored too, in 16 bits, or in 8 bits that are rounded
-    stochastically, which with bfloat16 gives about 16 bits of precision. A bfloat16 zero is zero.
+    """Kahan summation: also stores the residual of rounding to nearest, in 16 bits, or in 8 bits that are rounded
+    stochastically (about 16 bits of precision with bfloat16). A bfloat16 zero decodes to zero.
     """
 
     dtype: torch.dtype
@@ -142,9 +142,9 @@ class Compensated(Storage):
 
     def decode(self, stored: tuple[Tensor, ...]) -> Tensor:
         value = widen(*stored) if self.bits == 16 else widen8(stored[0], stored[1])
-        if self.dtype == torch.float16:  # whose zero has a residual: smaller numbers are added up
+        if self.dtype == torch.float16:  # a float16 zero has a residual, which accumulates smaller numbers
             return value
-        return torch.where(stored[0] == 0, 0.0, value)  # a mask may have left the residual of the weight before it
+        return torch.where(stored[0] == 0, 0.0, value)  # a masked weight may still have its earlier residual
 
     def encode(self, value: Tensor, uniform: Uniform) -> tuple[Tensor, ...]:
         return split(value, self.dtype) if self.bits == 16 else split8(value, self.dtype, uniform())
@@ -152,13 +152,13 @@ class Compensated(Storage):
 
 @dataclass(frozen=True)
 class Moment(Storage):
-    """Running means of g or g² in 8 bits, in groups along a row. Each group has a bfloat16 scale, its largest value
-    rounded up. Codes are finer where values are small: a mean of g, x = m/scale, is companded to 2x/(1+|x|)
+    """Running means of g or g² in 8 bits, in groups along a row. Each group has a bfloat16 scale: its largest value,
+    rounded up. Codes are finer for small values: a mean of g, x = m/scale, is companded to 2x/(1+|x|)
     (FlashOptim, arXiv:2602.23349), and a mean of g² is stored as its square root.
 
-    A code of g² stands for at least 1/256 of the largest root, because zero would make the step m/√v enormous. A group
-    of zeros is zero. Stochastic rounding is unbiased in the value, not in the code. Otherwise a mean of g² with a β₂ of
-    0.999 would accumulate the bias of the square root a thousand times.
+    A code of g² represents at least 1/256 of the largest root, because zero would make the step m/√v enormous. A group
+    of zeros decodes to zeros. Stochastic rounding is unbiased in the value, not in the code. Otherwise a mean of g²
+    with a β₂ of 0.999 would accumulate the bias of the square root a thousand times.
     """
 
     signed: bool
@@ -177,13 +177,13 @@ class Moment(Storage):
     def encode(self, value: Tensor, uniform: Uniform) -> tuple[Tensor, ...]:
         scale = raised(value.unflatten(-1, (-1, self.size)).abs().amax(-1))
         least = scale.clamp(min=2.0**-126).unsqueeze(-1)
-        if self.signed:  # part: of the way from a code to the next one, in values
+        if self.signed:  # part: the fraction of the distance from one code's value to the next
             fraction = value.unflatten(-1, (-1, self.size)) * (1 / least)
             size = fraction.abs().clamp(max=1)
             level = size * (254 / (1 + size))
             low = level.floor()
             part, whole = (level - low) * (253 - low) * (1 + size), 254
-        else:  # the root of the value, which the rule takes too
+        else:  # the square root, as the rule also computes it
             level = (value.sqrt().unflatten(-1, (-1, self.size)) * (256 / least.sqrt()) - 1).clamp(0, 255)
             low = level.floor()
             part, whole = (level - low) * (level + low + 2), 2 * low + 3
@@ -198,14 +198,14 @@ class Moment(Storage):
 
 @dataclass(frozen=True)
 class Integer(Storage):
-    """Integers of 8, 10 or 12 bits, rounded stochastically, times a bfloat16 unit per group of elements along a row.
-    The low bits of 10 and 12 are packed separately: a byte has the low bits of elements that are a quarter of the group
-    apart (10 bits), or half of it (12 bits).
+    """Integers with 8, 10 or 12 bits, rounded stochastically, times a bfloat16 scale (unit) per group along a row. The
+    low 2 or 4 bits are packed separately: a byte has the low bits of elements that are a quarter of the group apart
+    (10 bits), or half a group apart (12 bits).
 
         12 bits, a group of 64: codes int8 [64], high bits │ low uint8 [32], elements 0 and 32, 1 and 33, … │ unit [1]
 
-    A group keeps its unit while its largest element is at least 3/4 of the largest multiple. So elements that do not
-    change keep every bit, and elements that change little are rarely rounded.
+    The unit of a group does not change while its largest element is at least 3/4 of the largest multiple. So elements
+    without an update keep every bit, and elements with a small update are rarely rounded.
     """
 
     bits: int
@@ -223,22 +223,22 @@ class Integer(Storage):
 
     @property
     def _low(self) -> int:
-        """The number of separately packed bits of an element."""
+        """Number of bits per element that are packed separately."""
         return self.bits - 8
 
     @property
     def _planes(self) -> tuple[int, int]:
-        """The number of elements per byte of low bits, and the number of such bytes per group."""
+        """Number of elements per byte of low bits, and number of these bytes per group."""
         per_byte = 8 // self._low if self._low else 1
         return per_byte, self.size // per_byte
 
     def _shifts(self, device: torch.device) -> Tensor:
-        """The positions of low bits in a byte, int32 [elements per byte, 1]."""
+        """Returns the positions of low bits in a byte, int32 [elements per byte, 1]."""
         return torch.arange(0, 8, self._low, dtype=torch.int32, device=device).unsqueeze(-1)
 
     @property
     def _most(self) -> int:
-        """The largest multiple."""
+        """Largest multiple of the unit."""
         return (1 << self.bits - 1) - 1
 
     def decode(self, stored: tuple[Tensor, ...]) -> Tensor:
@@ -260,9 +260,9 @@ class Integer(Storage):
         return value.unflatten(-1, (-1, self.size)).abs().amax(-1) / self._most
 
     def _encoded(self, value: Tensor, uniform: Uniform, unit: Tensor) -> tuple[Tensor, ...]:
-        unit = unit.clamp(min=2.0**-126)  # a normal number: a group of zeros has one too
+        unit = unit.clamp(min=2.0**-126)  # a normal number, also for a group of zeros
         groups = value.unflatten(-1, (-1, self.size)) / unit.unsqueeze(-1)
-        groups = groups.clamp(-self._most, self._most)  # a unit from a division that is not exact may be too small
+        groups = groups.clamp(-self._most, self._most)  # after an inexact division, the unit may be too small
         down = groups.floor()
         whole = torch.where(uniform().unflatten(-1, (-1, self.size)) < groups - down, down + 1, down)
         if not self._low:
@@ -275,13 +275,13 @@ class Integer(Storage):
 
 @dataclass(frozen=True)
 class Shown(Storage):
-    """A weight that is stored in `held`. The parameter is a copy of it, rounded to the parameter's dtype. Where the
-    parameter differs from that, something else has changed it since, and the stored weight follows.
+    """A weight that is stored in `held`, with the parameter as a copy rounded to the parameter's dtype. Where the
+    parameter differs from that copy, it has been modified since, and its value replaces the stored weight.
     """
 
     dtype: torch.dtype
     held: Storage
-    name: str = "codes"  # of the first part of `held`
+    name: str = "codes"  # name of the first part of `held`
 
     @functools.cached_property
     def parts(self) -> tuple[Part, ...]:  # type: ignore[override]
@@ -305,11 +305,11 @@ class Shown(Storage):
         return self.held.decode(held), *held
 
 
-# Makes a storage for tensors of a dtype and for whether they may be negative, `signed`.
+# Creates a storage, given the dtype of a tensor and whether its values may be negative (`signed`).
 Maker = Callable[[torch.dtype, bool], Storage]
 MakerType = TypeVar("MakerType", bound=Maker)
 
-# By the names that `rounding` and `state_storage` take.
+# By the names that `rounding` and `state_storage` accept.
 TABLE: dict[str, Maker] = {
     "nearest": lambda dtype, signed: Float(dtype),
     "stochastic": lambda dtype, signed: Float(dtype, draws=True),
@@ -317,29 +317,29 @@ TABLE: dict[str, Maker] = {
     "compensated8": lambda dtype, signed: Compensated(dtype, 8),
     "master": lambda dtype, signed: FLOAT32,
 }
-_OF_WEIGHTS = frozenset(TABLE)  # names that only `rounding` takes. float32 weights need none of them
+_OF_WEIGHTS = frozenset(TABLE)  # names that only `rounding` accepts. float32 weights need none of them
 
-# Names that only `state_storage` takes.
+# Names that only `state_storage` accepts.
 MOMENTS: dict[str, Maker] = {
     "8bit": lambda dtype, signed: Moment(signed),
     "8bit_64": lambda dtype, signed: Moment(signed, 64),
     "8bit_nearest": lambda dtype, signed: Moment(signed, draws=False),
 }
 
-# Bits of the formats of weights that `lowmem.quantize_` takes, by name.
+# Formats of `lowmem.quantize_`, from name to number of bits.
 WEIGHT_FORMATS = {"int8": 8, "int10": 10, "int12": 12}
 
-# Dtypes that `state_storage` takes too, by name. 16-bit states are rounded stochastically.
+# Dtypes that `state_storage` also accepts, by name. 16-bit states are rounded stochastically.
 STATE_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in STORED_DTYPES}
 
 
 def register(name: str) -> Callable[[MakerType], MakerType]:
     """Adds a storage to the table, for `rounding` and `state_storage`: a class, or a function that returns a `Storage`.
-    It is called with a dtype (the parameter's dtype, or bfloat16 for a state) and whether values may be negative;
-    here once with each of them.
+    It is called with a dtype (the parameter's dtype, or bfloat16 for a state) and whether values may be negative.
+    Registration also calls it, once for each combination.
 
     Raises:
-        ConfigError: the name is taken, or a group of the storage does not divide 1,024.
+        ConfigError: the name is taken, or a group size of the storage does not divide 1,024.
     """
 
     def enter(maker: MakerType) -> MakerType:
@@ -347,7 +347,7 @@ def register(name: str) -> Callable[[MakerType], MakerType]:
             raise ConfigError(f"storage {name!r} is already registered. Choose another name")
         made = (maker(dtype, signed) for dtype in STORED_DTYPES for signed in (True, False))
         if any(LARGEST_GROUP % storage.group for storage in made):
-            raise ConfigError(f"storage {name!r}: the size of a group must divide {LARGEST_GROUP}")
+            raise ConfigError(f"storage {name!r}: the group size must divide {LARGEST_GROUP}")
         TABLE[name] = maker
         return maker
 
@@ -355,18 +355,18 @@ def register(name: str) -> Callable[[MakerType], MakerType]:
 
 
 def roundings() -> list[str]:
-    """Names that `rounding` takes."""
+    """Returns the names that `rounding` accepts."""
     return list(TABLE)
 
 
 def state_storages() -> list[str]:
-    """Names that `state_storage` takes."""
+    """Returns the names that `state_storage` accepts."""
     return [*STATE_DTYPES, *MOMENTS, *(name for name in TABLE if name not in _OF_WEIGHTS)]
 
 
 @functools.cache
 def of_state(name: str, signed: bool = True, dtype: torch.dtype = torch.bfloat16) -> Storage:
-    """Returns a storage by its name."""
+    """Returns the storage of an optimizer state, given a name that `state_storage` accepts."""
     name, dtype = ("stochastic", STATE_DTYPES[name]) if name in STATE_DTYPES else (name, dtype)
     maker = MOMENTS.get(name) or TABLE[name]
     return FLOAT32 if name in _OF_WEIGHTS and dtype == torch.float32 else maker(dtype, signed)
@@ -374,7 +374,7 @@ def of_state(name: str, signed: bool = True, dtype: torch.dtype = torch.bfloat16
 
 @functools.cache
 def of_weight(rounding: str, dtype: torch.dtype) -> Storage:
-    """Returns the storage of a weight of this dtype. Its first part is the parameter."""
+    """Returns the storage of a weight with this dtype. Its first part is the parameter."""
     held = of_state(rounding, True, dtype)
     if held.parts[0].dtype == dtype and not held.is_quantized:
         return held
@@ -382,21 +382,21 @@ def of_weight(rounding: str, dtype: torch.dtype) -> Storage:
 
 
 class Held(NamedTuple):
-    """A weight, or a state of its size, as a sweep reads and writes it: its storage and the stored tensors."""
+    """A weight or full-size state as a sweep reads and writes it: its storage and the stored tensors."""
 
     storage: Storage
     parts: tuple[Tensor, ...]
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the tensor itself; float32 where it is quantized."""
+        """The dtype of the tensor itself, or float32 if it is quantized."""
         return torch.float32 if self.storage.is_quantized else self.storage.parts[0].dtype
 
     def decode(self) -> Tensor:
-        """The float32 values."""
+        """Returns the float32 values."""
         return self.storage.decode(self.parts)
 
 
 def part_name(state: str, part: str) -> str:
-    """Returns the name under which one tensor of a state's storage is saved."""
+    """Returns the name under which a part of a state's storage is saved."""
     return f"{state}.{part}" if part else state

@@ -1,4 +1,4 @@
-"""Tiles of stored tensors, and the loop over them."""
+"""Tiles of stored tensors, and the loop over tiles."""
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -15,8 +15,8 @@ from lowmem.tiles.storage import Held, Storage, Uniform
 from lowmem.tiles.sweep import Reading, Scalars, States, Tiles
 from lowmem.tiles.tile import DIMS, RawTile, Sums, Vectors, extent, summed
 
-# Elements per tile. On a CPU the few float32 temporaries of a tile should fit into the cache. On a GPU more temporary
-# memory means fewer launches. All passes that sum use the same tile size, because it decides the last bits of a sum.
+# Elements per tile. On a CPU the float32 temporaries of a tile should fit into the cache. On a GPU, larger tiles mean
+# fewer launches. All passes that sum use the same tile size, because it affects the last bits of a sum.
 CPU_TILE = 1 << 17
 GPU_TILE = 1 << 22
 
@@ -35,16 +35,16 @@ class StoredTiles(Tiles):
     """Tiles that are views of the parameter, its gradient and its states.
 
     Attributes:
-        layout: of the local shard of the parameter.
+        layout: layout of the local shard of the parameter.
         weight: the local shard of the parameter, and the other tensors of its storage.
         grad: the local shard of the gradient, in any dtype.
-        reading: the processing of the gradient as it is read.
+        reading: how the gradient is processed when it is read.
         scalars: the numbers of the rule.
-        members: number of parameters that are stacked.
-        keys: the seed of each member's random bits, int32 [members, 1], or a scalar for one; None: none are needed.
+        members: number of stacked parameters.
+        keys: seed of each member's random bits, int32 [members, 1], a scalar for one member, or None if not needed.
         across: the ranks that have the other shards, or None.
         tile: elements per tile; None for the default.
-        pieces: the tiles themselves, for compiled code.
+        pieces: the tiles for compiled code.
     """
 
     layout: Layout
@@ -65,7 +65,7 @@ class StoredTiles(Tiles):
 
     @functools.cached_property
     def places(self) -> list[Place]:
-        """The positions of its tiles."""
+        """Positions of the tiles."""
         if self.pieces is not None:
             return list(self.pieces)
         places = self.layout.places(self.tile or (CPU_TILE if self.device.type == "cpu" else GPU_TILE))
@@ -73,7 +73,7 @@ class StoredTiles(Tiles):
 
     @functools.cached_property
     def _rectangles(self) -> tuple[Sequence[Tensor], list[list[Tensor]]]:
-        """Views of the gradient and of the weight, one per rectangle."""
+        """Views of the gradient and the weight, one per rectangle."""
         return self.layout.views(self.grad), self._views(self.weight)
 
     def complete_grad(self) -> Tensor:
@@ -83,7 +83,7 @@ class StoredTiles(Tiles):
         return self.total(lambda raw: summed(body(raw)), full, vectors)
 
     def total(self, body: Callable[[RawTile], Sums], full: States, vectors: Vectors) -> Sums:
-        """As `reduce`, where `body` returns sums of a tile."""
+        """Like `reduce`, for a `body` that already sums over the tile."""
         total = Totals(self.shape, self.device)
         at_once = len(self.places) == 1 and self.places[0].rect.size == self.shape
         for place, raw in self.over(self.places, full, vectors):
@@ -102,7 +102,7 @@ class StoredTiles(Tiles):
         return self.keys
 
     def over(self, places: Sequence[Place], full: States, vectors: Vectors) -> Iterator[tuple[Place, RawTile]]:
-        """Yields the tiles. Every second pass goes backwards, so that it begins with tiles that are in the cache."""
+        """Yields the tiles. Every second pass runs backwards, to start with tiles that are in the cache."""
         order = places if self._passes % 2 == 0 else places[::-1]
         self._passes += 1
         grads, weight = self._rectangles
@@ -114,13 +114,13 @@ class StoredTiles(Tiles):
             yield place, self._raw(grad, _at(place, self.weight.storage, weight), states, here)
 
     def _part(self, kind: str, value: Tensor, place: Place) -> Tensor:
-        """Returns the part of a vector of the parameter that belongs to a tile, broadcastable to [b, r, c]."""
+        """Returns the part of a parameter's vector for one tile, broadcastable to [b, r, c]."""
         if value.ndim == 0:
             return value
         rect = place.rect
         if rect.size != self.shape:
             value = value.view(extent(kind, self.shape))[tuple(rect[d] for d in DIMS[kind])]
-        if kind == "noise":  # from here on it counts the columns of the tile
+        if kind == "noise":  # the columns of the tile are counted from here
             high, low = divmod(rect.cols.start + (1 << 31), 1 << 32)
             value = mix(value + high) if high else value
             value = value if low == 1 << 31 else value + (low - (1 << 31))
@@ -132,13 +132,13 @@ class StoredTiles(Tiles):
 
 
 def _at(place: Place, storage: Storage, views: Sequence[Sequence[Tensor]]) -> Held:
-    """Returns the tile at a place, from views of each tensor of its storage."""
+    """Returns the tile at a place, given views of each tensor of its storage."""
     pairs = zip(views, storage.parts, strict=True)
     return Held(storage, tuple(cut(each[place.rectangle], place.inner, part.group) for each, part in pairs))
 
 
 class Totals:
-    """Adds up the sums of a parameter [B, R, C] over its tiles."""
+    """Accumulates the sums of a parameter [B, R, C] over its tiles."""
 
     def __init__(self, shape: tuple[int, int, int], device: torch.device) -> None:
         self._shape, self._device, self.sums = shape, device, Sums()
@@ -165,8 +165,8 @@ def over_ranks(across: Across, local: Sums) -> Sums:
 
 
 def begin_storage(layout: Layout, weight: Held) -> None:
-    """Encodes a weight before its first update into the tensors that its storage adds to the parameter. It is rounded
-    to nearest, so that the weight changes as little as possible.
+    """Initializes the tensors that a storage adds to a parameter, before its first update. The weight is rounded to
+    nearest, so that it changes as little as possible.
     """
     tiles = StoredTiles(layout, weight, weight.parts[0])
     for _, raw in tiles.over(tiles.places, {}, {}):
@@ -176,7 +176,7 @@ def begin_storage(layout: Layout, weight: Held) -> None:
 
 
 def _two_of_each_size(places: Sequence[Place]) -> list[Place]:
-    """Returns the tiles that a dry run needs: equal ones take equal memory, but the first allocates the sums."""
+    """Returns the tiles that a dry run needs: two of each size, because the first tile also allocates the sums."""
     of_size: dict[tuple[int, ...], list[Place]] = {}
     for place in places:
         of_size.setdefault(place.rect.size, []).append(place)
@@ -184,19 +184,19 @@ def _two_of_each_size(places: Sequence[Place]) -> list[Place]:
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """Returns a view of one dimension: the elements in memory order."""
+    """Returns a one-dimensional view of the elements in memory order."""
     return tensor.view(-1) if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))
 
 
 def tiles(tensor: Tensor) -> tuple[Tensor, ...]:
-    """Cuts `flat` into tiles."""
+    """Divides `flat(tensor)` into tiles."""
     return flat(tensor).split(CPU_TILE if tensor.device.type == "cpu" else GPU_TILE)
 
 
 def add(total: Tensor, grad: Tensor) -> None:
-    """Adds a gradient to a sum of the same memory order, whose dtype may be wider.
+    """Adds a gradient to a sum with the same memory order and possibly a wider dtype.
 
-    torch would copy the whole gradient in the dtype of the sum, and take four times as long on a CPU.
+    torch would copy the full gradient to the dtype of the sum, and take four times as long on a CPU.
     """
     if grad.dtype == total.dtype or grad.stride() != total.stride():
         total.add_(grad)

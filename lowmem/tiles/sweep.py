@@ -1,7 +1,7 @@
 """The sweep: passes over a parameter, its gradient and its states, tile by tile, in float32.
 
-A rule passes module-level functions of one `Tile` to `Sweep.reduce` and `Sweep.apply`. Everything that a rule must not
-know is in this folder: tile size, device, storage, compilation, stacks of small parameters, and this rank's shard.
+A rule passes module-level functions of one `Tile` to `Sweep.reduce` and `Sweep.apply`. The sweep hides from rules the
+tile size, the device, the storage, compilation, stacks of small parameters, and sharding.
 """
 
 import functools
@@ -40,7 +40,7 @@ States = Mapping[str, Held]
 class Given(TypedDict, total=False):
     """The tensors that tile functions read by name in addition to the gradient and the weight.
 
-    full: states of the parameter's size.  row: one value per row, [B, R].  col: [B, C].  scalar: a scalar, or [B].
+    full: full-size states.  row: one value per row, [B, R].  col: one per column, [B, C].  scalar: a scalar, or [B].
     """
 
     full: States | None
@@ -51,7 +51,7 @@ class Given(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Scalars:
-    """The numbers that a rule computes once per group and step, on the device of a parameter."""
+    """The numbers that a rule computes once per group and step, on a parameter's device."""
 
     names: tuple[str, ...]
     single: Tensor  # float32 [n]
@@ -59,7 +59,7 @@ class Scalars:
 
     @classmethod
     def of(cls, numbers: Mapping[str, float], device: torch.device | str = "cpu") -> "Scalars":
-        """Sends numbers to a device without synchronizing with it."""
+        """Copies numbers to a device without synchronizing with it."""
         double = to_device([*numbers.values()], torch.float64, torch.device(device))
         return cls(tuple(numbers), double.float(), double)
 
@@ -70,7 +70,7 @@ class Scalars:
 
     @functools.cached_property
     def doubles(self) -> Vectors:
-        """The same in float64."""
+        """The numbers as float64 vectors of the kind "scalar"."""
         return self._named(self.double)
 
     def _named(self, numbers: Tensor) -> Vectors:
@@ -82,11 +82,11 @@ class Tiles(ABC):
     """A parameter, its gradient and its states, cut into tiles.
 
     Attributes:
-        shape: of the parameter, [B, R, C].
-        members: how many parameters are stacked in the batch.
-        device: of all of them.
+        shape: shape of the parameter, [B, R, C].
+        members: number of parameters stacked in the batch.
+        device: the device of all tensors.
         weight: the parameter with its storage.
-        reading: the processing of the gradient as it is read.
+        reading: how the gradient is processed when it is read.
         scalars: the numbers of the rule.
     """
 
@@ -99,29 +99,29 @@ class Tiles(ABC):
 
     @abstractmethod
     def reduce(self, body: Callable[[RawTile], Sums], full: States, vectors: Vectors) -> Sums:
-        """Returns sums of what `body` returns for every tile, also of other ranks: row [B, R], col [B, C], scalar [B].
+        """Sums the results of `body` over the tiles of all ranks, and returns row [B, R], col [B, C], scalar [B].
 
         Args:
-            full: states of the parameter's size, by the names that `body` has for them.
+            full: full-size states, by the names that `body` uses.
             vectors: row [B, R], col [B, C], and scalar [] or [B].
         """
 
     @abstractmethod
     def each(self, body: Callable[[RawTile], Sums | None], full: States, vectors: Vectors) -> None:
-        """Calls `body`, which writes, with every tile of this process."""
+        """Calls `body`, which writes to its tile, with every tile of this process."""
 
     @abstractmethod
     def noise_keys(self) -> Tensor:
-        """Returns the seed of each parameter's random bits: int32 [members, 1], or a scalar for one parameter."""
+        """Returns the seeds of the parameters' random bits: int32 [members, 1], or a scalar for one parameter."""
 
     @abstractmethod
     def complete_grad(self) -> Tensor:
-        """Returns the gradient as one tensor of the weight's shape."""
+        """Returns the gradient as one tensor with the weight's shape."""
 
     def finite_and_noise(self, finite: Tensor | None, *, draws: bool) -> Vectors:
-        """Returns two vectors of a pass that writes, see `RawTile`. finite: boolean [members].  draws: needs noise."""
+        """Returns the vectors "finite" and "noise" of a pass that writes, see `RawTile`. finite: boolean [members]."""
         vectors, (batch, rows, _) = Vectors(), self.shape
-        if finite is not None:  # for each slice of the batch
+        if finite is not None:  # one value per batch slice
             vectors["finite", ""] = finite.view(-1, 1).expand(self.members, batch // self.members).reshape(batch)
         if draws:  # int32 arithmetic may wrap
             line = torch.arange(batch * rows // self.members, dtype=torch.int32, device=self.device)
@@ -129,12 +129,12 @@ class Tiles(ABC):
         return vectors
 
     def _raw(self, grad: Tensor, param: Held, full: States, vectors: Vectors) -> RawTile:
-        """Returns a tile: grad [b, r, c], vectors of the tile."""
+        """Returns a tile. grad: [b, r, c].  vectors: the parts for this tile."""
         return RawTile(grad, param, self.reading, full, {**self.scalars.singles, **vectors})
 
 
 def _split(given: Given) -> tuple[States, Vectors]:
-    """The states of the parameter's size, and its rows, columns and scalars as vectors."""
+    """Splits arguments into full-size states and vectors (rows, columns and scalars)."""
     named = {"row": given.get("row"), "col": given.get("col"), "scalar": given.get("scalar")}
     vectors = {(kind, name): value for kind, values in named.items() for name, value in (values or {}).items()}
     return given.get("full") or {}, vectors
@@ -144,7 +144,7 @@ class Sweep:
     """The reads and writes of one update, given to `UpdateRule.update`.
 
     Attributes:
-        shape: of the parameter, or of a stack of them, [B, R, C].
+        shape: shape of the parameter, or of a stack of parameters, [B, R, C].
         scalar: the numbers that the rule's `scalars` returned, as float32 scalars.  double: the same in float64.
         rule_clip_coef: see `Reading`.
     """
@@ -154,7 +154,7 @@ class Sweep:
         self.shape, self.device = tiles.shape, tiles.device
         self.scalar = Fields(tiles.scalars.singles, "scalar")
         self.rule_clip_coef = tiles.reading.rule_clip_coef
-        self._guarded = True  # by its own measurement
+        self._guarded = True  # whether writes depend on `finite`
         self._finite = None if tiles.reading.finite is None else tiles.reading.finite.expand(tiles.members)
         self._measured: Tensor | None = None  # sum of squares [B], known after the first reduce
 
@@ -164,18 +164,18 @@ class Sweep:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype in which the weight is stored."""
+        """The dtype of the stored weight."""
         return self._tiles.weight.dtype
 
     @property
     def count(self) -> int:
-        """Number of elements in each slice of the batch."""
+        """Number of elements in each batch slice."""
         return self.shape[1] * self.shape[2]
 
     @functools.cached_property
     def square_sums(self) -> Tensor:
-        """The sum of squares of each parameter's unscaled, unclipped gradient over all shards, float64 [members]. It is
-        summed in float32. Reading it measures the gradient.
+        """Squared norm of each parameter's unscaled, unclipped gradient over all shards, float64 [members]. It is
+        summed in float32. Reading this property measures the gradient.
         """
         if self._tiles.reading.square_sums is not None:
             return self._tiles.reading.square_sums
@@ -184,30 +184,30 @@ class Sweep:
         return self._measured.view(self._tiles.members, -1).sum(-1).double()
 
     def _measure(self) -> None:
-        """Measures the gradient, by a separate pass over the tiles unless a `reduce` has measured it."""
+        """Measures the gradient with a separate pass over the tiles, unless a `reduce` has measured it."""
         if self._measured is None and self._tiles.reading.square_sums is None:
             self.reduce(_nothing)
 
     @property
     def finite(self) -> Tensor | None:
-        """Returns whether the sum of squares of each gradient is finite: boolean [members], on the device. If neither
-        the step nor an earlier pass has decided, it measures the gradient.
+        """Returns whether the squared norm of each gradient is finite: boolean [members], on the device. If neither
+        the step nor an earlier pass has determined this, the gradient is measured.
 
-        `apply` and `store` leave a parameter unchanged where it is False. None: everything is written.
+        `apply` and `store` leave a parameter unchanged where it is False. None means that everything is written.
         """
         if self._finite is None and self._guarded:
             self._finite = self.square_sums.isfinite()
         return self._finite
 
     def pass_nonfinite(self) -> None:
-        """Makes later writes unconditional. The rule itself handles gradients that are not finite."""
+        """Makes later writes unconditional, for rules that handle non-finite gradients themselves."""
         self._guarded = False
 
     def reduce(self, fn: ReduceFn, **given: Unpack[Given]) -> Sums:
-        """Returns the sums that `fn` asks for: rows [B, R], columns [B, C], scalars [B], all float32.
+        """Returns the sums that `fn` requests: rows [B, R], columns [B, C], scalars [B], all float32.
 
-        The first reduce of a sweep also measures the gradient. A rule that writes before, or reduces nothing, causes a
-        separate pass for it, if the gradient has not been measured before the sweep.
+        The first reduce of a sweep also measures the gradient. If a rule writes first, or does not reduce, measuring
+        takes a separate pass, unless the gradient was measured before the sweep.
         """
         measure = self._measured is None and self._tiles.reading.square_sums is None
         sums = self._tiles.reduce(functools.partial(reduce_tile, fn, measure), *_split(given))
@@ -216,15 +216,15 @@ class Sweep:
         return sums
 
     def apply(self, fn: ApplyFn, **given: Unpack[Given]) -> None:
-        """Writes the values that `fn` returns for each tile: `param`, and states by their name in `full`."""
+        """Writes the values that `fn` returns for each tile: `param`, and states by their names in `full`."""
         full, vectors = _split(given)
         draws = any(each.storage.draws for each in (self._tiles.weight, *full.values()))
-        self._measure()  # before the pass that writes, which is the last one of a trace
+        self._measure()  # before the writing pass, which must be the last in a trace
         vectors |= self._tiles.finite_and_noise(self.finite, draws=draws)
         self._tiles.each(functools.partial(apply_tile, fn), full, vectors)
 
     def store(self, state: Tensor, value: Tensor) -> Tensor:
-        """Writes a small state (row, column or slice), and returns its new value in the state's dtype and shape."""
+        """Writes a small state (row, column or slice), and returns the new value in the state's dtype and shape."""
         new, finite = value.view_as(state), self.finite
         if finite is not None and self._tiles.members == 1:
             new = torch.where(finite.view(()), new, state)
@@ -235,19 +235,19 @@ class Sweep:
         return new
 
     def stored(self, value: Tensor) -> Tensor:
-        """As `Tile.stored`, for small tensors."""
+        """Like `Tile.stored`, for small tensors."""
         return nearest(value, self.dtype)
 
     @contextmanager
     def materialized(self) -> Iterator[Tensor]:
-        """Yields the local shard as one leaf tensor with `.grad`, for optimizers that are not written as reduce
+        """Yields the local shard as one leaf tensor with `.grad`, for optimizers that are not written with reduce
         and apply.
 
-        It is the parameter itself if its storage is a plain cast (float32, or nearest rounding). Otherwise it is a
-        float32 copy, which is written back tile by tile. The gradient is unscaled and clipped in place.
+        The tensor is the parameter itself if its storage is a plain cast (float32, or nearest rounding). Otherwise it
+        is a float32 copy, which is written back tile by tile. The gradient is unscaled and clipped in place.
         """
         weight, grad = self._tiles.weight, self._tiles.complete_grad()
-        self._measure()  # before anything changes the gradient
+        self._measure()  # before the gradient is modified
         self.pass_nonfinite()
         reading = self._tiles.reading
         if reading.inverse_scale is not None:

@@ -1,7 +1,7 @@
-"""One tile: the argument of a rule's function, its sums, and the write of its results.
+"""One tile: the argument of a rule's functions, the sums over it, and writing results to it.
 
-Shapes: a parameter is viewed as [B, R, C], and a tile of it is [b, r, c]. Traced code has the rows of a tile in blocks,
-[b, n, m, c], or a single row in parts, [b, n, 1, m] (`tiles/blocks.py`).
+Shapes: a parameter is viewed as [B, R, C], and a tile of it is [b, r, c]. In traced code the rows of a tile are in
+blocks, [b, n, m, c], or a single row is in parts, [b, n, 1, m] (`tiles/blocks.py`).
 """
 
 import functools
@@ -18,7 +18,7 @@ from lowmem.tiles.storage import Held, Uniform
 
 Named = dict[str, Tensor]
 
-# Kind (see `DIMS`) and name → a vector of a parameter, or the part of it that belongs to a tile.
+# Kind (see `DIMS`) and name → a vector of a parameter, or its part for one tile.
 Vectors = dict[tuple[str, str], Tensor]
 
 # Kind of a vector of a parameter → its dimensions among [B, R, C]. A scalar may also have none.
@@ -34,7 +34,7 @@ def extent(kind: str, shape: Sequence[Any]) -> tuple[Any, ...]:
 
 @dataclass
 class Sums:
-    """The tensors [b, r, c] that a reduce function wants summed; and the sums that `Sweep.reduce` returns.
+    """The tensors [b, r, c] that a reduce function returns to be summed, or the sums that `Sweep.reduce` returns.
 
     row: name → sum of each row, [B, R].  col: name → sum of each column, [B, C].  scalar: name → sum of each slice,
     [B].  row_max: name → maximum of each row, [B, R].
@@ -54,7 +54,7 @@ class Sums:
         return sums
 
     def items(self) -> Iterator[tuple[str, str, Tensor]]:
-        """Kind, name and value of each."""
+        """Yields (kind, name, value) of each sum."""
         for kind, named in vars(self).items():
             for name, value in named.items():
                 yield kind, name, value
@@ -62,15 +62,15 @@ class Sums:
 
 @dataclass(frozen=True)
 class Reading:
-    """The processing of a gradient as it is read, and the decisions of the step about it.
+    """How a gradient is processed when it is read, and the decisions of the step about it.
 
-    inverse_scale: float32 scalar that the gradient is multiplied by first, or None.
-    limit: float32 scalar >= 0. The gradient is clamped to +-limit after that. None: it is not.
-    clip_coef: float32 scalar that it is multiplied by after that, or None.
+    inverse_scale: float32 scalar that multiplies the gradient first, or None.
+    limit: float32 scalar >= 0 to which the gradient is then clamped (+-limit), or None.
+    clip_coef: float32 scalar that then multiplies the gradient, or None.
     rule_clip_coef: clip coefficient that the rule applies itself, or None.
-    finite: boolean, a scalar or [members]. False leaves everything unchanged. None: the sweep decides for each
-    parameter, by whether the sum of its gradient's squares is finite in float32.
-    square_sums: of the unscaled gradients, float64 [members], if they have been measured before.
+    finite: boolean, a scalar or [members]. False leaves everything unchanged. None: the sweep skips each parameter
+    whose squared gradient norm is not finite in float32.
+    square_sums: squared norms of the unscaled gradients, float64 [members], if they are already measured.
     """
 
     inverse_scale: Tensor | None = None
@@ -82,22 +82,22 @@ class Reading:
 
     @functools.cached_property
     def tensors(self) -> Vectors:
-        """Its tensors, as vectors of the kind "reading"."""
+        """The tensors that are not None, as vectors of the kind "reading"."""
         return {("reading", name): value for name, value in vars(self).items() if isinstance(value, Tensor)}
 
     @functools.cached_property
     def form(self) -> tuple[Any, ...]:
-        """Everything about it that compiled code depends on."""
+        """The properties that compiled code depends on."""
         return tuple((key, value.ndim) for key, value in self.tensors.items())
 
 
 class RawTile(NamedTuple):
     """The stored tensors of one tile.
 
-    grad: [b, r, c].  param, full: `Held` [b, r, c / group].  reading: of the gradient.  vectors, by kind and name:
-    row [b, r, 1], col [b, 1, c], scalar [] or [b, 1, 1] with the numbers of the rule, finite [b, 1, 1] (False leaves
-    everything unchanged), noise int32 [b, r, 1] (with the number of a column in the tile it gives the random bits of an
-    element). finite and noise are absent where they are not needed.
+    grad: [b, r, c].  param, full: `Held` [b, r, c / group].  reading: see `Reading`.  vectors, by kind and name: row
+    [b, r, 1], col [b, 1, c], scalar [] or [b, 1, 1] (including the numbers of the rule), finite [b, 1, 1] (False leaves
+    everything unchanged), noise int32 [b, r, 1] (an element's random bits depend on it and on the column in the tile).
+    finite and noise are omitted if they are not needed.
     """
 
     grad: Tensor
@@ -108,7 +108,7 @@ class RawTile(NamedTuple):
 
 
 class Fields:
-    """Tensors by name, as attributes. Each is read when it is first used. kind: of vectors, see `DIMS`."""
+    """Tensors as attributes. Each is read when it is first used. kind: the kind of vectors, see `DIMS`."""
 
     def __init__(
         self, named: Mapping[Any, Any], kind: str | None = None, read: Callable[[Any], Tensor] = lambda tensor: tensor
@@ -123,21 +123,21 @@ class Fields:
 
     def __getattr__(self, name: str) -> Tensor:
         if name.startswith("_") or name not in self:
-            raise AttributeError(f"no tensor of the name {name!r} was passed to the sweep, nor returned by `scalars`")
+            raise AttributeError(f"no tensor named {name!r} was passed to the sweep or returned by `scalars`")
         value = self.__dict__[name] = self._read(self._named[self._key(name)])
         return value
 
     def get(self, name: str) -> Tensor | None:
-        """The tensor of this name; None if there is none."""
+        """Returns the tensor with this name, or None if there is none."""
         return getattr(self, name) if name in self else None
 
 
 class Tile:
-    """One tile as a rule's function sees it: everything float32, everything broadcastable to [b, r, c].
+    """The argument of a rule's function: tensors of one tile, all float32 and broadcastable to [b, r, c].
 
-    grad: the gradient [b, r, c], unscaled, clamped by value, multiplied by the clip coefficient.  param: the weight
-    [b, r, c].  full [b, r, c], row [b, r, 1], col [b, 1, c]: arguments of the sweep.  scalar [] or [b, 1, 1]: likewise,
-    and the numbers of the rule (`scalars`).
+    grad: the gradient [b, r, c], unscaled, clamped by value, and multiplied by the clip coefficient.  param: the weight
+    [b, r, c].  full [b, r, c], row [b, r, 1], col [b, 1, c]: arguments of the sweep.  scalar [] or [b, 1, 1]: arguments
+    of the sweep and the numbers of the rule (`scalars`).
     """
 
     def __init__(self, raw: RawTile) -> None:
@@ -146,7 +146,7 @@ class Tile:
 
     @functools.cached_property
     def unclipped(self) -> Tensor:
-        """The gradient [b, r, c] unscaled, not yet clipped in any way."""
+        """The gradient [b, r, c], unscaled but not clipped."""
         inverse_scale, grad = self._raw.reading.inverse_scale, self._raw.grad.float()
         return grad if inverse_scale is None else grad * inverse_scale
 
@@ -159,12 +159,12 @@ class Tile:
 
     @functools.cached_property
     def grad_square(self) -> Tensor:
-        """The gradient squared, computed once for the rule and the measurement."""
+        """The squared gradient, computed once for both the rule and the measurement."""
         return self.grad.square()
 
     @property
     def unclipped_square(self) -> Tensor:
-        """`unclipped` squared."""
+        """The square of `unclipped`."""
         as_it_is = self._raw.reading.limit is None and self._raw.reading.clip_coef is None
         return self.grad_square if as_it_is else self.unclipped.square()
 
@@ -182,12 +182,12 @@ class Tile:
 ReduceFn = Callable[[Tile], Sums]
 ApplyFn = Callable[[Tile], Named]
 
-# Name of the scalar sum that measures the gradient.
+# Name of the scalar sum that is the squared norm of the gradient.
 SQUARE = "square of the gradient"
 
 
 def reduce_tile(fn: ReduceFn, measure: bool, raw: RawTile) -> Sums:
-    """Returns the tensors [b, r, c] that a function wants summed; with `measure` also its gradient's squares."""
+    """Returns the tensors [b, r, c] to sum that `fn` returns, and if `measure`, also the squared gradient."""
     tile = Tile(raw)
     values = fn(tile)
     return replace(values, scalar={**values.scalar, SQUARE: tile.unclipped_square}) if measure else values
@@ -209,7 +209,7 @@ def apply_tile(fn: ApplyFn, raw: RawTile) -> None:
     finite, words = raw.vectors.get(("finite", "")), list[Tensor]()
 
     def draw(name: str, cols: int, count: int) -> Tensor:
-        """Random bits [b, r, c] for one of the tensors. Each element has one random word for all tensors."""
+        """Returns random bits [b, r, c] for one tensor. Each element has one random word for all tensors."""
         if not words:
             noise = raw.vectors["noise", ""]
             words.append(mix(noise + realized(torch.arange(cols, dtype=torch.int32, device=noise.device))))
@@ -221,7 +221,7 @@ def apply_tile(fn: ApplyFn, raw: RawTile) -> None:
         for part, target, new in zip(storage.parts, parts, storage.update(value, uniform, parts), strict=True):
             result = new if finite is None else torch.where(finite, new, target.to(new.dtype))
             if words and value.ndim == 4 and len(parts) > 1 and not part.name:
-                result = tied(result, words[0])  # like the other parts, or compiled code makes a copy
-            if value.ndim == 4 and part.group < group:  # in the shape of an argument, else compiled code makes a copy
+                result = tied(result, words[0])  # like the other parts, to avoid a copy in compiled code
+            if value.ndim == 4 and part.group < group:  # reshaped like the argument, to avoid a copy in compiled code
                 target, result = (each.unflatten(-1, (-1, group // part.group)) for each in (target, result))
             target.copy_(result)

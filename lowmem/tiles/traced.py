@@ -1,10 +1,10 @@
-"""One trace of an update: a graph in which each pass over the tiles is a node, and the passes as data.
+"""Traces an update to a graph in which each pass over the tiles is a node, and a list of passes.
 
     arguments ─► vectors ─► pass 0 ─► sums ─► vectors ─► pass 1 ─► … ─► results
                                │                            │
                       function of a tile           function of a tile
 
-Back ends compile what lies between the passes from this graph, and trace the functions for tiles of their own form.
+Back ends compile the code between passes from this graph, and trace the functions for tiles in their own form.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,23 +20,23 @@ from lowmem.tiles.storage import Held, Storage
 from lowmem.tiles.sweep import Scalars, States, Sweep, Tiles
 from lowmem.tiles.tile import DIMS, RawTile, Reading, Sums, Vectors, extent
 
-# The size [B, R, C] for which compilers plan: how loops are divided among threads, or a GPU's blocks, and which sums
-# are so long that they are taken in parts (in Inductor from 4,096 on). That of a large parameter.
+# Size hint [B, R, C] for compilers, from a large parameter. It determines how loops are divided among threads or GPU
+# blocks, and which sums are long enough to be split (4,096 and more in Inductor).
 PARAMETER = 8, 4096, 4096
 
-# The name of the gradient among the tensors of a tile, which are otherwise those of "param" and of states.
+# Name of the gradient among the tensors of a tile. The others are named "param" or by their state.
 GRAD = "the gradient"
 
 # Arguments of compiled code, by kind and name. Vectors and small states have the kinds of `DIMS`. Others are tensors of
 # the "reading", the "numbers" of the rule ("single", "double"), the "key" of the noise, the "size" of the parameter,
-# and the "sum" (n, i): number i of pass n. The tensors of a tile have a name and the number of a part.
+# and "sum" (n, i), which is sum i of pass n. The tensors of a tile are identified by name and part number.
 Key = tuple[str, Any]
 Arguments = dict[Key, Any]
 
-# Key and dtype of each argument, and its dimensions after those of its kind; None for a scalar.
+# Key and dtype of each argument, and its dimensions after the dimensions of its kind (None for a scalar).
 Signature = tuple[tuple[Key, torch.dtype, tuple[int, ...] | None], ...]
 
-# A pass as a node. kinds: of its sums.  shape: of the parameter.
+# The node of a pass. kinds: kinds of its sums.  shape: shape of the parameter.
 torch.library.define(
     "lowmem::over_tiles", "(Tensor[] vectors, int number, str[] kinds, SymInt[] shape, Device device) -> Tensor[]"
 )
@@ -49,13 +49,13 @@ torch.library.register_fake(
 
 
 def signature(args: Mapping[Key, Tensor]) -> Signature:
-    """Everything about arguments that does not depend on the size of the parameter."""
+    """Returns the properties of arguments that do not depend on the size of the parameter."""
     tails = {key: value.shape[len(DIMS.get(key[0], ())) :] for key, value in args.items()}
     return tuple((key, value.dtype, tuple(tails[key]) if value.ndim else None) for key, value in args.items())
 
 
 def fake(args: Signature, shape: Sequence[Size], sizes: Sizes, device: torch.device) -> Arguments:
-    """Returns fake arguments for a parameter, or a tile, of this shape [b, r, c]."""
+    """Returns fake arguments for a parameter or a tile with this shape [b, r, c]."""
     return {
         key: sizes.tensor(() if tail is None else (*extent(key[0], shape), *tail), dtype, device)
         for key, dtype, tail in args
@@ -63,7 +63,7 @@ def fake(args: Signature, shape: Sequence[Size], sizes: Sizes, device: torch.dev
 
 
 def sized(shape: Sequence[Size]) -> Arguments:
-    """Returns the sizes of a parameter as arguments."""
+    """Returns the size of a parameter as arguments."""
     return {("size", n): size for n, size in enumerate(shape)}
 
 
@@ -73,7 +73,7 @@ def reading_of(args: Arguments) -> Reading:
 
 
 class Graph(NamedTuple):
-    """A traced function of named arguments that returns named tensors. inputs, results: its nodes."""
+    """A traced function of named arguments that returns named tensors. inputs, results: the nodes by name."""
 
     module: fx.GraphModule
     inputs: Mapping[Key, fx.Node]
@@ -81,7 +81,7 @@ class Graph(NamedTuple):
 
     @classmethod
     def of(cls, fn: Callable[[Arguments], dict[Any, Tensor]], args: Arguments) -> "Graph":
-        """Traces a function. args: fake."""
+        """Traces a function with fake arguments."""
         names = list[Any]()
 
         def positional(*values: Any) -> list[Tensor]:
@@ -96,11 +96,11 @@ class Graph(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """Everything that a trace depends on, except for a rule and its spec. No size is part of it.
+    """The properties that a trace depends on, besides the rule and its spec. They do not include any size.
 
-    storages: of the gradient, of the weight and of the states of the parameter's size, by name.  group: elements of a
-    row that some of them encode together.  args: the other arguments.  batched: the parameter has several slices.
-    numbers: names of the rule's scalars.
+    storages: storages of the gradient, the weight and the full-size states, by name.  group: number of consecutive
+    elements in a row that are encoded together.  args: the other arguments.  batched: whether the parameter has several
+    slices.  numbers: names of the rule's scalars.
     """
 
     storages: tuple[tuple[str, Storage], ...]
@@ -114,9 +114,9 @@ class Kind(NamedTuple):
 class Pass(NamedTuple):
     """A pass over the tiles.
 
-    body: its function.  full: the states that it reads, by its own names.  args: the other arguments of a tile: scalars
-    of the reading, numbers of the rule, vectors.  vectors: their names.  sums: kind and name of each; None: it writes,
-    so it is the last.  node: takes vectors, and its users are sums.
+    body: its function.  full: the states that it reads, by the names that it uses.  args: the other arguments of a tile
+    (scalars of the reading, numbers of the rule, and vectors).  vectors: their names.  sums: kind and name of each, or
+    None if the pass calls `apply`, so that no pass follows.  node: its arguments are vectors and its users are sums.
     """
 
     body: Callable[[RawTile], Sums | None]
@@ -128,15 +128,15 @@ class Pass(NamedTuple):
 
     @property
     def reads(self) -> Sequence[str]:
-        """Names of the tensors of a tile that it takes."""
+        """Names of a tile's tensors that the pass reads."""
         return GRAD, "param", *self.full.values()
 
 
 class TracedUpdate(NamedTuple):
-    """An update as a value.
+    """A traced update.
 
-    graph: of all that lies between the passes. At its end new values are copied into small states, of which it changes
-    clones before.  sizes: its symbols.
+    graph: the code between the passes. It modifies clones of small states, and copies the new values into the states at
+    the end.  sizes: the symbols of the graph.
     """
 
     kind: Kind
@@ -146,9 +146,9 @@ class TracedUpdate(NamedTuple):
 
 
 class Passes(Tiles):
-    """Stands for the tiles of a parameter while its update is traced. It notes the passes over them.
+    """Replaces the tiles of a parameter while its update is traced, and records the passes over them.
 
-    full: the states of the parameter's size, by name.
+    full: the full-size states, by name.
     """
 
     def __init__(self, kind: Kind, args: Arguments) -> None:
@@ -162,7 +162,7 @@ class Passes(Tiles):
         self._names = {held: name for name, held in self.full.items()}
 
     def _small(self, storage: Storage, cols: int) -> Held:
-        """A tile of one group of elements."""
+        """Returns a tile with one group of elements."""
         return Held(storage, tuple(torch.zeros(1, 1, cols // p.group, dtype=p.dtype) for p in storage.parts))
 
     def complete_grad(self) -> Tensor:
@@ -183,7 +183,7 @@ class Passes(Tiles):
         reading = {key: value for key, value in self.reading.tensors.items() if not value.ndim}
         args, sums = signature({**reading, **self.scalars.singles, **read}), list[Key]()
         if not writes:
-            with _disable_current_modes():  # the names of its sums are those of a small tile
+            with _disable_current_modes():  # runs a small tile to learn the names of the sums
                 here = {key: torch.zeros(() if tail is None else (1, 1, 1), dtype=dtype) for key, dtype, tail in args}
                 values = body(RawTile(self._grad, self.weight, reading_of(here), full, here))
                 sums = [(kind, name) for kind, name, _ in values.items()]
@@ -195,8 +195,8 @@ class Passes(Tiles):
 
 
 def trace_update(kind: Kind, update: Callable[[Sweep, dict[str, Any]], Tensor | None], alike: int = 1) -> TracedUpdate:
-    """Traces an update, which takes a sweep and states by name. Results are the "square_sums" of the gradient, unless
-    they are known, and the "sizes" that it returns, if any. Raises errors of the rule, and of PyTorch's tracer.
+    """Traces an update, which takes a sweep and states by name. The results are the "square_sums" of the gradient,
+    unless they are known, and the "sizes" that the update returns, if any. Raises errors of the rule and the tracer.
 
     alike: number of slices whose sums the rule adds.
     """

@@ -1,4 +1,4 @@
-"""Copies of small values between host and device without synchronization."""
+"""Copies small values between host and device without synchronization."""
 
 from collections.abc import Sequence
 
@@ -8,13 +8,13 @@ from torch._subclasses.fake_tensor import is_fake
 
 
 def to_device(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Copies numbers to a device, as a tensor [values]. They are pinned, or CUDA might first wait for the stream."""
+    """Copies numbers to a device as a tensor [values]. They are pinned, because CUDA might otherwise synchronize."""
     host = torch.tensor(values, dtype=dtype, device="cpu", pin_memory=device.type in ("cuda", "xpu"))
     return host.to(device, non_blocking=True)
 
 
 class Readback:
-    """Starts to copy a small tensor to the host. `values` waits for this copy, but not for later work."""
+    """Starts copying a small tensor to the host. `values` waits for this copy, but not for later work."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._event: torch.Event | None = None
@@ -23,7 +23,7 @@ class Readback:
             return
         self._copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=not is_fake(tensor))
         self._copy.copy_(tensor.detach(), non_blocking=True)
-        if not is_fake(tensor):  # torch.Event(device) would be one of the current device
+        if not is_fake(tensor):  # torch.Event(device) would use the current device
             self._event = torch.accelerator.current_stream(tensor.device).record_event()
 
     def values(self) -> list[float] | None:

@@ -505,7 +505,7 @@ def test_refusals(make, tmp_path):
     monkeypatched = shutil.disk_usage(tmp_path)._replace(free=1000)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda path: monkeypatched)
-        with pytest.raises(ConfigError, match=r"has 1,000 bytes left, but the weights of the layers take 3,317,760"):
+        with pytest.raises(ConfigError, match=r"has 1,000 bytes left, but the weights of the layers need 3,317,760"):
             stream(model, home=tmp_path / "full")
     assert all(type(param) is nn.Parameter for param in model.parameters())
 
