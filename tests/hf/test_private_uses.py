@@ -32,9 +32,9 @@ OPTIONAL = {
 
 def table():
     """Package, file of the package, names in it, our files."""
-    with open(ROOT / "docs" / "internals" / "private_uses.csv", newline="") as file:
-        for row in csv.DictReader(file):
-            yield row["package"], row["file"], row["names"].split(), row["used in"].split()
+    lines = (ROOT / "docs" / "internals" / "private_uses.csv").read_text().splitlines()
+    for row in csv.DictReader(lines):
+        yield row["package"], row["file"], row["names"].split(), row["used in"].split()
 
 
 @functools.cache
