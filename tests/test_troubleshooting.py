@@ -1,11 +1,11 @@
-"""docs/how-to/troubleshooting.md: a test carries each heading; here are the symptoms, and the messages of ranks."""
+"""docs/how-to/troubleshooting.md: a test carries each heading; here are the symptoms, and messages of ranks."""
 
 import re
 from pathlib import Path
 
 import pytest
 import torch
-from support.troubleshooting import HEADINGS, PAGE, heading, quotes
+from support.troubleshooting import HEADINGS, PAGE, heading
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -38,7 +38,8 @@ def lomo(net, **options):
 def test_every_heading_has_a_test():
     files = Path(__file__).parent.rglob("test_*.py")
     carried = {heading(words) for path in files for words in MARK.findall(path.read_text())}
-    assert {*HEADINGS} == carried | {*map(heading, OF_RANKS)}
+    carried |= {title for title in HEADINGS if title.strip("`").startswith(tuple(OF_RANKS))}
+    assert {*HEADINGS} == carried
 
 
 def test_every_entry_has_a_line_to_copy():
@@ -81,11 +82,11 @@ def timed_out(rank, folder):
 
 OF_RANKS = {
     "the model is inside DistributedDataParallel": wrapped,
-    "the values of the parameters differ": other_weights,
-    "fully_shard sharded the model": sharded_later,
+    "the values of the parameters differ between rank 0 and rank": other_weights,
+    "fully_shard sharded the model after its optimizer was created": sharded_later,
     "Ranks that train one model need": started_otherwise,
     "output_dir: the machines do not share": saving_apart,
-    "another rank did not answer": timed_out,
+    "another rank did not answer in time": timed_out,
 }
 
 
@@ -99,7 +100,7 @@ def message_of(rank, function, folder):
 @pytest.mark.parametrize("words", OF_RANKS)
 def test_every_rank_gets_the_message(words, two, tmp_path):
     for message in two.run(message_of, OF_RANKS[words], str(tmp_path)):
-        assert quotes(words, message), message
+        assert words in message
 
 
 # -- symptoms ----------------------------------------------------------------------------------------------------------

@@ -40,6 +40,7 @@ def test_pictures_are_shown_and_drawn_from_their_results():
         assert source == pages.checksum(file), "python -m benchmarks.pages"
 
 
+TASKS = ("search", "chats", "docstrings")
 PLANNED = {
     "`adalomo`": "adalomo",
     "`adalomo`, `weight_format: int12`": "adalomo, int12",
@@ -77,9 +78,19 @@ def test_the_distances_of_rules_to_adamw_are_measured():
     methods = {"`adalomo`": "adalomo", "`lion`": "lion", "`lomo` with `max_grad_norm: 1`": "lomo"}
     methods |= {"`adafactor`, `beta1: 0.9`, `state_storage: 8bit`": "adafactor, momentum"}
     for name, method in methods.items():
-        of_tasks = [{row[0]: row[-1] for row in cells(tables[task])} for task in ("search", "chats", "docstrings")]
+        of_tasks = [{row[0]: row[-1] for row in cells(tables[task])} for task in TASKS]
         measured = [of_methods.get(method, "–").split(" ")[0] for of_methods in of_tasks]
         assert shown[name] == ", ".join(measured).replace("-", "−"), name
+
+
+def test_choosing_has_the_measured_distances():
+    """But for LoRA, which is among the recorded ablations."""
+    tables = [{row[0]: row[-1] for row in cells(Source("studies").tables()[task])} for task in TASKS]
+    shown = {row[0]: row[1:] for row in cells((ROOT / "docs" / "how-to" / "choosing.md").read_text())}
+    methods = {"AdaLomo": "adalomo", "Adafactor with momentum": "adafactor, momentum", "LANS": "lans"}
+    methods |= {"ScaledAdam": "scaled_adam", "LOMO with `clip_norm=1`": "lomo", "Lion": "lion"}
+    for name, method in methods.items():
+        assert shown[name] == [of_methods.get(method, "").replace("-", "−") for of_methods in tables], name
 
 
 def test_the_first_screen_has_the_figures_of_the_bars():

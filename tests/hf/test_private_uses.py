@@ -1,6 +1,7 @@
-"""docs/internals/private_uses.md lists every private part of other packages that lowmem uses, and each exists."""
+"""docs/internals/private_uses.csv lists every private part of other packages that lowmem uses, and each exists."""
 
 import ast
+import csv
 import functools
 import importlib.util
 import re
@@ -29,22 +30,11 @@ OPTIONAL = {
 }  # fmt: skip
 
 
-def cells(columns):
-    """The rows of the table that has so many columns."""
-    page = ROOT / "docs" / "internals" / "private_uses.md"
-    lines = [line.strip("|").split("|") for line in page.read_text().splitlines()]
-    rows = [[cell.strip() for cell in line] for line in lines if len(line) == columns]
-    return rows[2:]
-
-
 def table():
     """Package, file of the package, names in it, our files."""
-    for package, file, names, places, _ in cells(5):
-        yield package, file.strip("`"), code(names), code(places)
-
-
-def code(cell):
-    return re.findall(r"`([^`]+)`", cell)
+    lines = (ROOT / "docs" / "internals" / "private_uses.csv").read_text().splitlines()
+    for row in csv.DictReader(lines):
+        yield row["package"], row["file"], row["names"].split(), row["used in"].split()
 
 
 @functools.cache

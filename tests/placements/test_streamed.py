@@ -520,7 +520,6 @@ def test_layers_stay_within_device_memory(make, batches, layers):
     assert len(streaming.units) == (0 if layers == 4 else 6 - layers)
 
 
-@pytest.mark.troubleshooting("uses parameter ...")
 @pytest.mark.parametrize("layer", [0, 3], ids=["on the device", "not on the device"])
 def test_a_parameter_is_used_outside_of_its_layer(make, batches, layer):
     model = make(True)

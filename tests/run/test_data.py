@@ -159,7 +159,6 @@ def test_pairs_that_are_too_long_are_counted(command, summary):
         summary([long] * 2, command, max_length=20)
 
 
-@pytest.mark.troubleshooting("none of the ... tokens")
 def test_rows_without_trained_tokens_raise(summary):
     with pytest.raises(DataError, match="none of the 48 tokens in 3 rows contributes to the loss"):
         summary([LATE] * 3, max_length=16, assistant_only_loss=True, packing=True)

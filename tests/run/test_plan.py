@@ -349,6 +349,7 @@ def test_suggestions_respect_the_other_arguments(write, changes, absent, present
         ("llama3_8b_chat_24gb", "qwen3-8b"),
         ("qwen3_14b_text_80gb", "qwen3-14b"),
         ("qwen3_8b_chat_24gb", "qwen3-8b"),
+        ("qwen3_8b_dpo_24gb", "qwen3-8b"),
         ("qwen3_4b_chat_16gb", "qwen3-4b"),
     ],
 )
@@ -360,7 +361,8 @@ def test_shipped_configurations_are_planned(config, model, tmp_path):
     tokens, shipped.vocab_size = shipped.vocab_size, 4096
     shipped.layer_types = getattr(shipped, "layer_types", None) and shipped.layer_types[:2]
     shipped.save_pretrained(tmp_path)
-    step = planned(str(path / f"{config}.yaml"), "--model_name_or_path", str(tmp_path))
+    words = str(path / f"{config}.yaml"), "--model_name_or_path", str(tmp_path)
+    step = planned(*words, command="dpo" if "_dpo_" in config else "sft")
     with torch.device("meta"):
         small = AutoModelForCausalLM.from_config(shipped)
     of_a_layer = sum(p.numel() for p in small.model.layers[0].parameters())

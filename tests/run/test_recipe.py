@@ -2,6 +2,8 @@
 
 import importlib
 import os
+import pkgutil
+import re
 
 import pytest
 import torch
@@ -370,7 +372,11 @@ def test_the_written_file_gives_the_same_arguments(config, tmp_path_factory):
 
 
 @pytest.mark.parametrize("path", runs.CONFIGS, ids=lambda path: path.stem)
-def test_every_shipped_configuration_is_parsed(path):
-    arguments = parse("sft", ["--config", str(path)], device="gpu")
+def test_every_shipped_configuration_is_parsed(path, monkeypatch):
+    """By the command in its first lines."""
+    monkeypatch.chdir(path.parents[1])
+    (command,) = re.findall(rf"(?m)^# (?:.* )?lowmem (\w+) --config configs/{path.name}$", path.read_text())
+    arguments = parse(command, ["--config", str(path)], device="gpu")
     assert f"runs/{path.stem}".startswith(str(arguments.training.output_dir))
     assert arguments.fused.rule == "adalomo" and arguments.training.learning_rate
+    assert command != "grpo" or callable(pkgutil.resolve_name(*arguments.script.reward_funcs))

@@ -12,7 +12,6 @@ from collections import defaultdict
 import pytest
 import torch
 from support.nets import assert_same, plain_step, same, weights
-from support.troubleshooting import explained
 from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_
 from torch.optim.lr_scheduler import LambdaLR
@@ -145,7 +144,6 @@ def test_a_parameter_unfrozen_later_that_another_optimizer_has(options, caplog):
 # -- several optimizers ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.troubleshooting("this backward reaches parameter")
 def test_two_optimizers_and_one_backward():
     """A plain backward updates the parameters of both; opt.backward must not reach a parameter of the other one."""
     net = make_net()
@@ -255,7 +253,6 @@ def test_sparse_gradients_are_converted_to_dense(cls):
 
 
 @pytest.mark.parametrize("how", ["plain", "opt.backward"])
-@pytest.mark.troubleshooting("a GradScaler has scaled")
 def test_a_grad_scaler(how):
     net = make_net()
     opt = lomo(net)
@@ -299,7 +296,7 @@ def lost(option, function=None):
 
 
 CLIPPED = {
-    "a norm": explained("clip_grad_norm_()", lambda params: clip_grad_norm_(params, 0.05), lost("clip_norm")),
+    "a norm": (lambda params: clip_grad_norm_(params, 0.05), lost("clip_norm")),
     "by name": (lambda params: clip_grad_norm_(parameters=params, max_norm=0.05), "clip_norm=0.05"),
     "to read the norm": (lambda params: clip_grad_norm_(params, math.inf), "Omit this call. opt.last_step.grad_norm"),
     "a known norm": (
@@ -510,7 +507,6 @@ def test_a_new_optimizer_replaces_an_unreferenced_one(scheduled):
     assert same(weights(net), ordinary(make_net(), [[0]]))
 
 
-@pytest.mark.troubleshooting("a FusedOptimizer was deleted")
 def test_an_unreferenced_optimizer_is_freed():
     net = make_net()
     opt = lomo(net, rule="adamw", lr=1e-3)

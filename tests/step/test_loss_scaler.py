@@ -208,7 +208,6 @@ def fused(loss_scale, **options):
 
 
 @pytest.mark.parametrize("policy", ["immediate", "two_pass", "deferred"])
-@pytest.mark.troubleshooting("the loss scale cannot back off")
 def test_an_overflow_at_the_minimum_raises_at_the_next_backward(policy):
     """Once: training may continue after the error. A fixed scale could not have helped, and never raises."""
     for loss_scale in (DynamicScale(init_scale=4.0, min_scale=2.0), 1024):

@@ -136,7 +136,7 @@ UNUSABLE = [
     (lambda net: lambda: 3.0, "the loss is a float; it must be"),
     explained("the loss has no graph", lambda net: net().detach(), "the loss has"),
     explained("no parameter of this optimizer", lambda net: torch.ones((), requires_grad=True) * 2, "got a gradient"),
-    explained("parameter ... already has", leftover, r"'middle\.weight' already has a gradient in"),
+    (leftover, r"'middle\.weight' already has a gradient in"),
 ]
 
 
@@ -408,7 +408,6 @@ def test_a_plain_backward_around_other_passes_raises_before_the_first_update(net
     assert all(moved(net, before)) and opt.last_step.step == 1
 
 
-@pytest.mark.troubleshooting("reentrant activation checkpointing")
 def test_a_plain_backward_around_the_first_gradient_or_frozen_layers(net):
     """The hooks of the inner one come first; around frozen layers it updates nothing."""
     x, before = torch.ones(2, 4, requires_grad=True), weights(net)

@@ -102,7 +102,6 @@ LEAKING = {
 
 
 @pytest.mark.parametrize(("kind", "attention", "arguments"), LEAKING.values(), ids=LEAKING)
-@pytest.mark.troubleshooting("a sample depends on")
 def test_packing_without_sample_boundaries_raises_before_the_first_update(kind, attention, arguments, make):
     model = small(kind, attention)
     before = [param.clone() for param in model.parameters()]

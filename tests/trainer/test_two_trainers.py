@@ -63,7 +63,6 @@ def test_using_the_first_trainer_again_raises(tmp_path):
     second.train()
 
 
-@pytest.mark.troubleshooting("is already updated")
 def test_a_users_optimizer_is_not_removed(tmp_path):
     model = builders.llama()
     opt = lowmem.FusedOptimizer(model.named_parameters(), rule="lomo", lr=0.1)
