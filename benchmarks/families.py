@@ -155,12 +155,10 @@ def planned(words: list[str]) -> str:
 
 def tables(report: Any) -> dict[str, str]:
     """Returns a table of outcomes without messages, with one row for all families that have the same outcomes."""
-    families: dict[tuple[str, ...], list[str]] = {}
-    for kind, row in report["families"].items():
-        families.setdefault(tuple(text.partition(":")[0] for text in row.values()), []).append(kind)
-    columns = ["model type", *next(iter(report["families"].values()))]
-    rows = [dict(zip(columns, (", ".join(kinds), *cells), strict=True)) for cells, kinds in families.items()]
-    return {"": pages.markdown(rows)}
+    outcomes = {
+        kind: {name: text.partition(":")[0] for name, text in row.items()} for kind, row in report["families"].items()
+    }
+    return {"": pages.grouped("model type", outcomes)}
 
 
 @command

@@ -89,7 +89,7 @@ def bits(report: Report, small: bool) -> None:
         with report.trial(name):
             side = 64 if small else 1000
             results = []
-            for compile in (COMPILES, False):
+            for compile in (COMPILES and not small, False):
                 tested = Updates((side, side), 1, **{**UPDATES[name], "compile": compile})
                 tested.run(), tested.run()
                 results.append(plain(tested.params[0].detach()).float())

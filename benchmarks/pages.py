@@ -54,6 +54,15 @@ def _code(source: Source) -> Any:
     return importlib.import_module("studies.tables" if source.module == "studies" else source.module)
 
 
+def grouped(column: str, cells: Mapping[str, Row]) -> str:
+    """Returns a table in Markdown, with one row for all names in `column` that have the same cells."""
+    names: dict[tuple[str, ...], list[str]] = {}
+    for name, row in cells.items():
+        names.setdefault(tuple(row.values()), []).append(name)
+    columns = [column, *next(iter(cells.values()))]
+    return markdown([dict(zip(columns, ("; ".join(same), *row), strict=True)) for row, same in names.items()])
+
+
 def markdown(rows: Sequence[Row]) -> str:
     """Returns a table in Markdown."""
     lines = [list(rows[0]), ["---"] * len(rows[0]), *(row.values() for row in rows)]

@@ -19,7 +19,7 @@ import torch
 from transformers import AutoConfig
 
 from benchmarks import reports
-from benchmarks.pages import ROOT, markdown
+from benchmarks.pages import ROOT, grouped
 from benchmarks.reports import command
 from lowmem.run.fake import model_config, running
 from lowmem.run.plan import plan
@@ -120,7 +120,7 @@ def tables(report: Any) -> dict[str, str]:
         largest = max(found, key=abs, default=None)
         return "–" if largest is None else "0" if abs(largest) < 5e-4 else f"{largest:+.1%}"
 
-    return {"": markdown([{"model": model, **{name: worst(model, name) for name in PLACEMENTS}} for model in MODELS])}
+    return {"": grouped("model", {model: {name: worst(model, name) for name in PLACEMENTS} for model in MODELS})}
 
 
 @command

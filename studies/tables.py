@@ -15,7 +15,7 @@ from studies.tasks import METHODS, MOMENTUM, TASKS, USUAL, usual
 SCORES = ("loss", "old", "mrr", "old mrr", "exact")
 MAIN = ("adamw", "adalomo", MOMENTUM)
 ROUNDINGS = ("stochastic", "nearest", "int12", "int10", "stochastic, 8bit states")
-ONE_TASK = ("search", "search, batch 32", "chats", "docstrings")
+ONE_TASK = ("search", "chats", "docstrings")
 Row = dict[str, str]
 
 
@@ -25,7 +25,6 @@ def tables(report: Any) -> dict[str, str]:
         **{task: _methods(done, task) for task in ONE_TASK},
         "rates": _rates(done), "shares": _shares(done),
         "batch": _methods(done, "docstrings", *(task for task in TASKS if task.startswith("docstrings, batch"))),
-        "sizes": _methods(done, "docstrings", *(task for task in TASKS if task.endswith("M"))),
     }  # fmt: skip
     return {name: markdown(some) for name, some in rows.items() if some}
 
