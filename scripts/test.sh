@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs lint, type checks and the test suite in an environment that it creates. Arguments are passed to pytest.
 #   scripts/test.sh           the checks that every change has to pass
-#   scripts/test.sh --full    every combination of options instead of every pair of them
+#   scripts/test.sh --full    every combination of options instead of every pair of them, or of each in turn
 #   scripts/test.sh --compiled  the tests of updates, with updates of small parameters compiled as well
 #   scripts/test.sh --simgpu  the tests for GPUs, on a GPU simulated in host memory (tests/support/simgpu)
 #   scripts/test.sh --gpu     the same tests on a GPU of this machine

@@ -234,9 +234,8 @@ def test_data_that_does_not_divide(folder, tmp_path):
     config = yaml.safe_load((folder / "config.yaml").read_text())
     config["datasets"][0]["data_files"] = str(tmp_path / "data.jsonl")
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
-    for name, shards in SHARDED.items():
-        run(tmp_path, tmp_path / name, "--max_steps", "-1", "--num_train_epochs", "1", *shards, ranks=2)
-        assert len(metrics(tmp_path / name)) == 8
+    run(tmp_path, tmp_path / "run", "--max_steps", "-1", "--num_train_epochs", "1", *SHARDED["zero3"], ranks=2)
+    assert len(metrics(tmp_path / "run")) == 8
 
 
 # -- mistakes and endings ----------------------------------------------------------------------------------------------
