@@ -178,14 +178,15 @@ class Experts(nn.Module):
 
 
 @pytest.mark.cpu_only("a GPU has larger tiles")
-@pytest.mark.parametrize(("weight_format", "most"), [("int8", 1.07), ("int10", 1.32), ("int12", 1.57)])
-@pytest.mark.parametrize("experts", [False, True])
-def test_bytes_in_a_real_step(experts, weight_format, most, monkeypatch):
+@pytest.mark.parametrize(
+    ("kind", "experts"), in_turn([("int8", 1.07), ("int10", 1.32), ("int12", 1.57)], [True, False])
+)
+def test_bytes_in_a_real_step(kind, experts, monkeypatch):
     """Weights and states of AdaLomo per parameter; and at the peak no more than one gradient or one matrix as bfloat16
     together with them, or of a stack of experts one gradient and the stack.
     """
     torch.manual_seed(0)
-    block = 1 << 12
+    (weight_format, most), block = kind, 1 << 12
     monkeypatch.setattr(stored, "CPU_TILE", block)
     monkeypatch.setattr(quantized, "CPU_BLOCK", block)
     layers = [
