@@ -201,18 +201,6 @@ def test_a_finished_run_is_not_changed(run, caplog):
     assert [record["step"] for record in read(run) if "loss" in record] == [2, 4, 6]
 
 
-@pytest.mark.parametrize("damage", ["truncated", "gone"])
-def test_the_newest_intact_checkpoint_is_continued_to_the_same_weights(run, damage, caplog):
-    saved = weights(run / "checkpoint-6")
-    file = run / "checkpoint-6" / "model.safetensors"
-    file.write_bytes(saved[:-8]) if damage == "truncated" else file.unlink()
-    ended = resume(run)
-    assert ended.status == 0, ended.err
-    assert f"skipped a damaged checkpoint: {file}" in caplog.text
-    assert weights(run / "checkpoint-6") == saved
-    assert [record["step"] for record in read(run) if "loss" in record] == [2, 4, 6]
-
-
 def test_a_failed_command_does_not_change_the_configuration_of_a_run(run):
     before = (run / "config.yaml").read_text()
     ended = resume(run, "--max_steps", 8, "--lr_scheduler_type", "warmup_stable_decay")

@@ -41,7 +41,7 @@ MOMENTS = {
 }
 
 
-STEPS = 24
+STEPS = 24 if FULL else 12
 TOPICS = ("a list", "the path", "a number", "the name", "one file", "the lock", "a queue", "the tree")
 
 

@@ -7,7 +7,6 @@ import os
 import re
 import runpy
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +15,7 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState
 from support.nets import same, weights
-from support.processes import free_port
+from support.processes import Launched
 from support.runs import assistant, user, write_rows
 from torch.nn.functional import binary_cross_entropy_with_logits as cross_entropy
 from torch.nn.utils import clip_grad_norm_
@@ -101,21 +100,19 @@ def test_language_models(name, data, options, folder, tmp_path, monkeypatch):
     assert_trained(folder, tmp_path / "out")
 
 
-def test_zero3(folder, tmp_path):
-    """By DeepSpeed's launcher, which starts two processes."""
+def test_zero3(folder, tmp_path, monkeypatch):
+    """On two ranks with the arguments of DeepSpeed's launcher, which test_launch.py starts."""
     pytest.importorskip("deepspeed")
     # DeepSpeed 0.19 (comm/torch.py, build_shm_op) would compile an operator for two minutes
-    (tmp_path / "script.py").write_text(
+    (tmp_path / "on_a_cpu.py").write_text(
         "import runpy, deepspeed\n"
         "deepspeed.ops.__compatible_ops__['deepspeed_shm_comm'] = False\n"
         f"runpy.run_path({str(FOLDER / 'zero3.py')!r}, run_name='__main__')\n"
     )
-    launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", str(free_port())]
-    script = [str(tmp_path / "script.py"), str(folder / "model"), str(folder / "text.txt"), "--length", "128"]
-    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1",
-                   "PYTHONPATH": str(ROOT)}  # fmt: skip
-    command = [*launcher, *script, "--output_dir", str(tmp_path / "out")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    monkeypatch.syspath_prepend(tmp_path)  # which processes that are forked take over
+    words = ("on_a_cpu", str(folder / "model"), str(folder / "text.txt"), "--length", "128", "--local_rank", "0")
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+    done = Launched.ranks(2, *words, "--output_dir", str(tmp_path / "out"), environment=environment).finish()
     assert done.returncode == 0, done.stderr
     assert "loss" in done.stdout
     assert_trained(folder, tmp_path / "out")

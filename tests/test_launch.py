@@ -110,7 +110,7 @@ atexit.register(print, "registered", end=" ")
 """
 
 
-@pytest.mark.parametrize(("ranks", "word", "status"), [(1, "--version", 0), (2, "--version", 0), (2, "--nonsense", 2)])
+@pytest.mark.parametrize(("ranks", "word", "status"), [(1, "--version", 0), (2, "--nonsense", 2)])
 def test_a_rank_exits_before_gloo_threads_meet_the_interpreter_shutdown(ranks, word, status, tmp_path):
     """Exit handlers run, and the exit status is the command's."""
     (tmp_path / "sitecustomize.py").write_text(AT_EXIT)
@@ -234,9 +234,8 @@ def test_data_that_does_not_divide(folder, tmp_path):
     config = yaml.safe_load((folder / "config.yaml").read_text())
     config["datasets"][0]["data_files"] = str(tmp_path / "data.jsonl")
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
-    for name, shards in SHARDED.items():
-        run(tmp_path, tmp_path / name, "--max_steps", "-1", "--num_train_epochs", "1", *shards, ranks=2)
-        assert len(metrics(tmp_path / name)) == 8
+    run(tmp_path, tmp_path / "run", "--max_steps", "-1", "--num_train_epochs", "1", *SHARDED["zero3"], ranks=2)
+    assert len(metrics(tmp_path / "run")) == 8
 
 
 # -- mistakes and endings ----------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 import itertools
 
 import pytest
-from support.products import pairwise
+from support.products import in_turn, pairwise
 
 
 @pytest.mark.parametrize("sizes", [(2, 2, 2), (8, 7, 3), (2, 9, 2, 5), (1, 4, 3), (3, 3, 3, 3, 3)])
@@ -19,7 +19,11 @@ def test_every_pair_of_values_occurs(sizes):
     assert cases == pairwise(*axes, full=False)
 
 
+def test_every_value_of_every_axis_occurs():
+    assert in_turn("ab", (1, 2, 3), full=False) == [("a", 1), ("b", 2), ("a", 3)]
+
+
 def test_full_products_have_every_combination():
     axes = [(1, 2), "abc", (None, True)]
-    assert pairwise(*axes, full=True) == list(itertools.product(*axes))
+    assert pairwise(*axes, full=True) == in_turn(*axes, full=True) == list(itertools.product(*axes))
     assert pairwise(*axes[:2], full=False) == list(itertools.product(*axes[:2]))

@@ -6,7 +6,7 @@ from support.products import FULL
 from benchmarks import plans
 
 # Placement → models, each with one of the rules, in turn. A step on one device is in tests/run/test_plan.py.
-SAMPLE = {"FSDP2, 3": ["Llama, DPO"], "ZeRO-3, 2": ["Llama, tied"]}
+SAMPLE = {"FSDP2, 2": ["Llama, DPO"]}
 
 
 @pytest.mark.parametrize("placement", plans.PLACEMENTS if FULL else SAMPLE)

@@ -8,6 +8,7 @@ import torch
 import trl
 from datasets import Dataset
 from support.nets import weights
+from support.products import FULL
 from support.trainers import both, fused, losses, quiet
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -212,6 +213,9 @@ TRAINERS = {
     "KTO": ("KTO", {}),
     "KTO, tied": ("KTO", {"tied": True}),
 }
+if not FULL:
+    for case in ("SFT, accumulated", "DPO, gemma2", "KTO, tied"):
+        del TRAINERS[case]
 
 
 class Rows(TorchDispatchMode):

@@ -76,9 +76,7 @@ REFUSED = {
         replace(PLAIN, data="stream"), {BATCH: 2, "gradient_accumulation_steps": 2}, f"{BATCH} was 4 and is now 2"
     ),
     "a last batch": (replace(PLAIN, rows=10), {"dataloader_drop_last": True}, "drop_last was false and is now true"),
-    "packing": pytest.param(
-        PLAIN, {"data": "packed"}, "differs from the data of this checkpoint",
-    ),
+    "packing": (PLAIN, {"data": "packed"}, "differs from the data of this checkpoint"),
     "a token": (PLAIN, {"edit": "a token"}, "differs from the data of this checkpoint"),
     "a row of a list": (replace(PLAIN, data="list"), {"edit": "two swapped"}, "differs from the data of this"),
     "a row of a stream": (replace(PLAIN, data="stream"), {"edit": "a row less"}, "differs from the data of this"),

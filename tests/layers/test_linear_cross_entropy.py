@@ -237,7 +237,7 @@ LEARNED = torch.tensor(0.5, requires_grad=True)
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        pytest.param({"memory": 700}, "head_memory=700 bytes"),
+        ({"memory": 700}, "head_memory=700 bytes"),
         ({"softcap": 0.0}, "softcap=0.0 is out of range; allowed: a number > 0, or None"),
         ({"temperature": -1.0}, "temperature=-1.0"),
         ({"label_smoothing": 1.5}, "label_smoothing=1.5 is out of range; allowed: a number >= 0 and <= 1"),

@@ -58,7 +58,7 @@ A_MIXTURE = r"'model\.layers\.0\.mlp' is a mixture of experts.*Omit mlp_tile"
             pytest.param(lambda kind=kind: on_meta(kind), {}, A_MIXTURE, marks=experts_are_stacked, id=kind)
             for kind in ("Mixtral", "Qwen3Moe", "GptOss")
         ),
-        pytest.param(lambda: on_meta("OPT"), {}, "OPTForCausalLM"),
+        (lambda: on_meta("OPT"), {}, "OPTForCausalLM"),
         (lambda: Net(MLP()), {"names": ["dense"]}, "a module named dense that is called"),
         (lambda: Net(Residual()), {}, "Net has no MLP"),  # it takes two tensors
         (lambda: Net(MLP()), {"tokens": 0}, "mlp_tile=0"),

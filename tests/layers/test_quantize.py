@@ -5,8 +5,8 @@ import itertools
 
 import pytest
 import torch
-from support.attack import Settings, compare
 from support.compiled import compiles
+from support.products import in_turn
 from torch import nn
 from torch.nn import functional as F
 from transformers import (
@@ -89,21 +89,6 @@ def test_every_rule_updates_all_quantized_weights_and_the_loss_falls(llama, toke
     assert 0 < opt.last_step.changed_share <= 1
 
 
-LOOPS = {
-    "immediate": {"policy": "immediate"},
-    "two passes": {"policy": "two_pass", "clip_norm": 0.3},
-    "deferred": {"policy": "deferred", "clip_norm": 0.3, "batching": False},
-    "frozen and trained again": {"blocks": 2, "events": ((1, "freeze"), (3, "thaw"))},
-}
-
-
-@pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS)
-@pytest.mark.parametrize("weight_format", ["int8", "int12"])
-def test_loops_have_the_codes_of_finished_gradients(weight_format, loop):
-    """As in plain PyTorch, whose gradients are given to the rule one by one."""
-    compare(Settings(rule="lion", codes=weight_format, hidden=96, rounding="stochastic", steps=4, **loop))
-
-
 def test_a_weight_stays_tied_to_an_attribute_of_another_module():
     net = nn.Module()
     net.embedding, net.loss = nn.Embedding(97, 64), nn.Module()
@@ -130,7 +115,7 @@ def test_activation_checkpointing_measures_the_gradients_of_ordinary_weights(lla
 
 
 @compiles
-@pytest.mark.parametrize(("weight_format", "rule"), [("int8", "adalomo"), ("int10", "lion"), ("int12", "adalomo")])
+@pytest.mark.parametrize(("weight_format", "rule"), in_turn(["int10", "int12"], ["lion", "adalomo"]))
 def test_compiled_code_gives_the_same_bits(weight_format, rule):
     results = []
     for compiled in (False, True):
@@ -193,14 +178,15 @@ class Experts(nn.Module):
 
 
 @pytest.mark.cpu_only("a GPU has larger tiles")
-@pytest.mark.parametrize(("weight_format", "most"), [("int8", 1.07), ("int10", 1.32), ("int12", 1.57)])
-@pytest.mark.parametrize("experts", [False, True])
-def test_bytes_in_a_real_step(experts, weight_format, most, monkeypatch):
+@pytest.mark.parametrize(
+    ("kind", "experts"), in_turn([("int8", 1.07), ("int10", 1.32), ("int12", 1.57)], [True, False])
+)
+def test_bytes_in_a_real_step(kind, experts, monkeypatch):
     """Weights and states of AdaLomo per parameter; and at the peak no more than one gradient or one matrix as bfloat16
     together with them, or of a stack of experts one gradient and the stack.
     """
     torch.manual_seed(0)
-    block = 1 << 12
+    (weight_format, most), block = kind, 1 << 12
     monkeypatch.setattr(stored, "CPU_TILE", block)
     monkeypatch.setattr(quantized, "CPU_BLOCK", block)
     layers = [

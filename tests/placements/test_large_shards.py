@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.nets import Chain, Memory, full_weights
-from support.products import pairwise
+from support.products import in_turn, pairwise
 from support.shards import SHARDS
 
 import lowmem
@@ -104,8 +104,7 @@ def above_what_stays(rank, kind, depth, rule):
 
 @pytest.mark.by_tiles("vectors are updated in stacks, of which none is compiled")
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("rule", ["adalomo", "adamw"])
-@pytest.mark.parametrize("kind", SHARDS)
+@pytest.mark.parametrize(("kind", "rule"), in_turn(SHARDS, ["adalomo", "adamw"]))
 def test_memory_does_not_grow_with_depth(two, kind, rule):
     """A norm's gradient waits for the other norms, without the gradient of a matrix (a shard has 512 KiB)."""
     # FSDP2 gathers two layers at a time; of the first few blocks nothing is freed in time

@@ -6,7 +6,7 @@ from itertools import product
 import pytest
 import torch
 from support.language_models import LITTLE, assert_as_one_device, both, make, on_one_device, shared
-from support.products import FULL
+from support.products import FULL, in_turn
 
 from lowmem.step import policies
 from lowmem.step.offload import GradientStore
@@ -49,7 +49,12 @@ SOME = [("replicated", "tiled"), ("fsdp2", "tiled, part frozen"), ("zero3", "til
 
 
 @pytest.mark.parametrize(
-    ("kind", "case"), [*product(KINDS, CASES), *(product(["replicated", *KINDS], TILED) if FULL else SOME)]
+    ("kind", "case"),
+    [
+        *in_turn(list(KINDS)[:2], CASES),  # of ZeRO-3
+        *in_turn(list(KINDS)[2:], CASES),  # of FSDP2
+        *(product(["replicated", *KINDS], TILED) if FULL else SOME),
+    ],
 )
 def test_loops(two, kind, case):
     kind, options = KINDS.get(kind, (kind, {}))

@@ -96,9 +96,12 @@ class Net(torch.nn.Module):
         return F.cross_entropy(self.head(x).float(), ids)
 
 
-def make(weight_format=None, checkpoints=False, dtype=torch.bfloat16):
+def make(weight_format=None, checkpoints=False, dtype=torch.bfloat16, only=""):
+    """only: the beginning of the names of parameters that are trained."""
     torch.manual_seed(0)
     net = Net(checkpoints).to(dtype)
+    for name, param in net.named_parameters():
+        param.requires_grad_(name.startswith(only))
     return quantize_(net, weight_format) if weight_format else net
 
 
@@ -132,7 +135,8 @@ def steps(net, opt, numbers, micro_batches=1):
 
 def trained(rank, place, case):
     weight_format, settings = CASES[case]
-    net, opt = placed(rank, place, settings, weight_format, "checkpointed" in case)
+    few = {"only": "experts" if weight_format else "one"} if "compiled" in case else {}  # compiling takes seconds
+    net, opt = placed(rank, place, settings, weight_format, "checkpointed" in case, **few)
     steps(net, opt, range(4), 2 if "accumulated" in case else 1)
     return full_weights(net), states(opt)
 

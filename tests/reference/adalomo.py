@@ -16,15 +16,7 @@ class AdaLomo:
     """
 
     def __init__(
-        self,
-        shape,
-        *,
-        lr,
-        eps=(1e-30, 1e-3),
-        clip_threshold=1.0,
-        decay_rate=-0.8,
-        weight_decay=0.0,
-        clip_value=np.inf,
+        self, shape, *, lr, eps=(1e-30, 1e-3), clip_threshold=1.0, decay_rate=-0.8, weight_decay=0.0, clip_value=np.inf
     ):
         self.shape, self.lr, self.eps = shape, lr, eps
         self.clip_threshold, self.decay_rate = clip_threshold, decay_rate

@@ -19,6 +19,7 @@ from reference.lion import Lion
 from reference.lomo import Lomo
 from reference.scaled_adam import ScaledAdam
 from support.devices import seeded
+from support.products import FULL
 
 import lowmem
 from lowmem.errors import ConfigError, StepError
@@ -281,7 +282,7 @@ def follows(give_gradients, case):
 
 @pytest.mark.parametrize("rule", REFERENCES)
 @given(st.data())
-@settings(max_examples=100)
+@settings(max_examples=100 if FULL else 40)
 def test_float32_follows_the_reference(give_gradients, rule, data):
     follows(give_gradients, data.draw(cases(rule, torch.float32)))
 

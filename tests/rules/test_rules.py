@@ -169,9 +169,6 @@ def test_dtype_of_the_momentum(give_gradients, rule, asked, dtype):
     assert opt.state[param]["v"].dtype == torch.float32
 
 
-# -- stacks of matrices ------------------------------------------------------------------------------------------------
-
-
 # -- hyperparameters ---------------------------------------------------------------------------------------------------
 
 POSITIVE, RATE, NOT_NEGATIVE = "a number > 0", "a number >= 0 and < 1", "a number >= 0"

@@ -46,9 +46,7 @@ def summary(arguments):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        pytest.param(
-            {"datasets": None, "dataset_name": "chats.jsonl"}, "datasets: [{path: json, data_files: chats.jsonl}]",
-        ),
+        ({"datasets": None, "dataset_name": "chats.jsonl"}, "datasets: [{path: json, data_files: chats.jsonl}]"),
         ({"datasets": None, "dataset_name": "a/b.Parquet"}, "datasets: [{path: parquet, data_files: a/b.Parquet}]"),
         ({"datasets": None}, "no data: set dataset_name, or datasets: [{path: json, data_files: chats.jsonl}]"),
         ({"datasets": None, "dataset_name": "no/such"}, "the data cannot be loaded: "),

@@ -34,11 +34,7 @@ def test_a_folder_is_used_by_one_process_at_a_time(tmp_path):
         ([], "last", "has no run to resume. Omit --resume_from_checkpoint"),
         (["notes.txt"], "last", "has no run to resume"),
         (["notes.txt"], None, "is not empty (it contains notes.txt). Set output_dir to another folder"),
-        pytest.param(
-            ["config.yaml"],
-            None,
-            "Continue it with --resume_from_checkpoint last",
-        ),
+        (["config.yaml"], None, "Continue it with --resume_from_checkpoint last"),
         (["checkpoint-4/config.json"], None, "already contains a run. Continue it with --resume_from_checkpoint last"),
     ],
 )

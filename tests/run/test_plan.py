@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 from support import runs
+from support.products import FULL, in_turn
 from torch import Tensor, nn
 from transformers import (
     AttentionMaskInterface,
@@ -55,33 +56,37 @@ def test_weights_and_states(write, device):
     assert step.floor < step.peak
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_the_dtype_of_the_files_is_planned(write, dtype, tmp_path):
+    path = write(dtype="auto")
+    LlamaConfig(**SIZES, vocab_size=4096, dtype=dtype).save_pretrained(tmp_path / "model")
+    assert planned(path).items["weights"] == getattr(torch, dtype).itemsize * PARAMETERS
+
+
 EIGHT_BITS = {"rule": "adamw", "state_storage": "8bit", "rounding": "compensated8"}
 IN_TEN_BITS = {"rule": "adalomo", "weight_format": "int10"}
 
 
-@pytest.mark.parametrize("device", ["gpu", "cpu"])
-@pytest.mark.parametrize("vocab_size", [512, 4096])
+@pytest.mark.parametrize(("vocab_size", "device"), in_turn([512, 4096], ["gpu", "cpu"]))
 def test_the_default_head_takes_no_more_than_trls(write, vocab_size, device):
     layers = [{}, {"layers": {"computed_gradients": False}}]
     peaks = [planned(write(vocab_size=vocab_size, **each), device=device).peak for each in layers]
     assert peaks[0] <= peaks[1]
 
 
-@pytest.mark.parametrize("computed", ["auto", False])
-@pytest.mark.parametrize(
-    ("command", "fused", "rows", "each"),
-    [
-        ("sft", None, 1, None),
-        ("sft", None, 2, None),
-        ("sft", EIGHT_BITS, 2, 5.125),
-        ("sft", IN_TEN_BITS, 2, 1.25 + 2 / 64),
-        ("sft", {"rule": "torch.optim.NAdam"}, 2, None),  # which divides by one less a number of its state
-        ("dpo", None, 1, None),
-        ("dpo", None, 2, None),
-    ],
-)
-def test_a_plan_is_the_memory_of_a_real_step(write, command, fused, rows, each, computed, tmp_path):
+REAL = [
+    ("sft", None, 1, None),
+    ("sft", EIGHT_BITS, 2, 5.125),
+    ("sft", IN_TEN_BITS, 2, 1.25 + 2 / 64),
+    ("sft", {"rule": "torch.optim.NAdam"}, 2, None),  # which divides by one less a number of its state
+    ("dpo", None, 2, None),
+]
+
+
+@pytest.mark.parametrize(("case", "computed"), in_turn(REAL, ["auto", False]))
+def test_a_plan_is_the_memory_of_a_real_step(write, case, computed, tmp_path):
     """With the model, the attention and the batch of a run on the CPU."""
+    command, fused, rows, each = case
     path = write(
         command,
         per_device_train_batch_size=rows,
@@ -118,8 +123,8 @@ def test_a_plan_is_the_memory_of_a_real_step(write, command, fused, rows, each, 
         ("gemma2", 2, {}),  # which transformers computes without sdpa, like the next one
         ("gpt_oss", 2, {}),  # with experts as products of groups, in float32
         ("deepseek_v3", 2, {}),  # whose values have another head size than its keys
-        ("gpt2", 2, {}),  # with dropout in attention
         ("mistral", 1, {"sliding_window": 32}),  # shorter than a row
+        *([("gpt2", 2, {})] if FULL else []),  # with dropout in attention
     ],
 )
 def test_a_plan_computes_attention_and_experts_as_the_run(kind, rows, changes, tmp_path):
@@ -202,8 +207,9 @@ def test_the_verdict_compares_the_peak_with_the_budget(write, tmp_path):
     figures = json.loads(file.read_text())
     assert figures["peak"] == planned(path).peak == sum(figures["items"].values())
     assert not (tmp_path / "run").exists()
-    needed = planned(path, "--fused.rule", "adamw").peak / 1.2 + plan.RESERVE["gpu"]
-    words = ("--fused.rule", "adamw", "--learning_rate", "2e-5", "--memory", f"{needed / 1e6:.3f}MB")
+    words = ("--fused.rule", "adamw", "--learning_rate", "2e-5")  # on a CPU, where fewer changes are proposed
+    needed = planned(path, *words, device="cpu").peak / 1.2 + plan.RESERVE["cpu"]
+    words += ("--memory", f"{needed / 1e6:.3f}MB", "--device", "cpu")
     ended = runs.lowmem("plan", "sft", "--config", path, *words, "--json", file)
     assert ended.status == 1 and "does not fit" in ended.out
     assert "  --fused.rule adalomo --learning_rate 0.001  " in ended.out and ", fits" in ended.out
@@ -252,7 +258,7 @@ REPEATED: list[dict] = [
 ]
 
 
-@pytest.mark.parametrize("changes", REPEATED)
+@pytest.mark.parametrize("changes", REPEATED if FULL else REPEATED[:3:2])
 def test_a_plan_runs_one_update_per_program_and_a_few_blocks_of_the_head(write, changes, monkeypatch, tmp_path):
     """The others take the same memory, as a plan that computes all of them shows."""
     rate = {"learning_rate": 1e-3} if changes["fused"]["rule"] != "adamw" else {}
@@ -287,11 +293,10 @@ def test_patches_are_undone(write):
 @pytest.mark.parametrize(
     ("fused", "advised"),
     [
-        ({"rule": "adamw"}, True),
         ({"rule": "adamw", "rounding": "nearest"}, False),
         ({"rule": "lomo", "groups": [{"match": "norm", "rule": "torch.optim.SGD", "lr": 0.1}]}, False),
         ({"rule": "lans", "rounding": "master"}, True),
-        (None, True),
+        *([({"rule": "adamw"}, True), (None, True)] if FULL else []),
     ],
 )
 def test_suggestions_to_save_memory_are_valid_configurations(write, fused, advised, caplog):
@@ -391,7 +396,7 @@ def test_the_shipped_configuration_of_streamed_weights_is_planned(tmp_path):
     assert layers * of_a_layer / 2**30 == 127.5
 
 
-@pytest.mark.parametrize("device", ["gpu", "cpu"])
+@pytest.mark.parametrize("device", ["gpu", "cpu"] if FULL else ["gpu"])
 def test_ranks_share_the_weights(write, device):
     """Replicated: all of them. FSDP2 and ZeRO-3: a share, with the states; offloaded, they are on the host."""
     whole, ways = planned(write(), device=device), {}

@@ -212,10 +212,7 @@ def test_mistakes_in_a_file(text, error_message):
         ("--config none.yaml", "none.yaml cannot be read: No such file"),
         ("--config", "--config: expected one argument"),
         ("--hub_token hf_abcdefghijklmnopqrst", "--hub_token contains a password or token"),
-        pytest.param(
-            "--num_processes 2 --max_steps 3",
-            "accelerate launch OPTIONS -m lowmem sft ...",
-        ),
+        ("--num_processes 2 --max_steps 3", "accelerate launch OPTIONS -m lowmem sft ..."),
         ("--model_init_kwargs [1]", "--model_init_kwargs: expected a mapping, such as "),
         ('--model_init_kwargs {"token":"abc"}', "--model_init_kwargs contains a password or token"),
         ("--model_init_kwargs " + '{"a":' * 20_000, "is not YAML: it is nested too deeply"),

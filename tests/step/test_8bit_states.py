@@ -4,6 +4,7 @@ import pytest
 import torch
 from support.attack import DYNAMIC, Settings, compare
 from support.nets import assert_same, states
+from support.products import in_turn
 
 import lowmem
 
@@ -31,8 +32,7 @@ LOOPS = {
 }
 
 
-@pytest.mark.parametrize("loop", LOOPS)
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(("name", "loop"), in_turn(FORMATS, LOOPS))
 def test_loops_have_the_codes_of_finished_gradients(name, loop):
     """As in plain PyTorch, whose gradients are given to the rule one by one: also of a tied weight."""
     usual = {"dtype": BF16, "hidden": 192, "blocks": 2, "tied": True, "steps": 4}

@@ -21,12 +21,7 @@ DYNAMIC = lowmem.DynamicScale(init_scale=2.0**8, growth_interval=3)
 ADAMW = {"betas": (0.9, 0.95), "weight_decay": 0.01}
 
 # Limits that have an effect at some steps and not at others.
-CLIPS = [
-    {},
-    {"clip_norm": 30.0},
-    {"clip_norm": 13.0, "clip_value": 1.5},
-    {"clip_value": 1.5},
-]
+CLIPS = [{}, {"clip_norm": 30.0}, {"clip_norm": 13.0, "clip_value": 1.5}, {"clip_value": 1.5}]
 SCALES = [None, 1024.0, 1000.0, DYNAMIC]  # one is not a power of two: it is unscaled, clamped and clipped in this order
 POLICIES = [("immediate", 1), ("two_pass", 1), ("deferred", 1), ("deferred", 4)]  # with micro-batches
 KINDS = {"float32": (torch.float32, False), "float16": (torch.float16, False), "autocast": (torch.float32, True)}

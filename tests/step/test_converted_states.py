@@ -83,17 +83,6 @@ def test_conversion_rounds_to_nearest_without_random_numbers():
         assert near.max() <= 1 and near.float().mean() < 0.02
 
 
-def test_an_unknown_storage_raises():
-    net, opt = make_optimizer("float32")
-    train(net, opt)
-    saved = opt.named_state_dict()
-    saved["param_groups"][0]["state_storage"] = "theirs"
-    _, other = make_optimizer("8bit", convert_states=True)
-    with pytest.raises(CheckpointError):
-        other.load_named_state_dict(saved)
-    assert len(other.state) == 0
-
-
 @pytest.mark.parametrize("rule", ["lomo", "adalomo", "torch.optim.SGD", "torch.optim.AdamW"])
 def test_a_storage_that_no_state_uses_raises(rule):
     with pytest.raises(ConfigError, match=r"state_storage='8bit' has no effect: rule '.*' has no elementwise state"):

@@ -132,7 +132,7 @@ def leftover(net):
 
 
 UNUSABLE = [
-    pytest.param(lambda net: net.late(torch.ones(2, 4)), r"\[2, 4\]; it must be"),
+    (lambda net: net.late(torch.ones(2, 4)), r"\[2, 4\]; it must be"),
     (lambda net: lambda: 3.0, "the loss is a float; it must be"),
     explained("the loss has no graph", lambda net: net().detach(), "the loss has"),
     explained("no parameter of this optimizer", lambda net: torch.ones((), requires_grad=True) * 2, "got a gradient"),
@@ -155,7 +155,7 @@ def test_a_loss_without_a_graph_raises(net, opt, loss, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        pytest.param({"loss_scale": 1024}, r"the loss must be scaled: call opt\.backward"),
+        ({"loss_scale": 1024}, r"the loss must be scaled: call opt\.backward"),
         ({"clip_norm": 1.0, "policy": "two_pass"}, r"policy 'two_pass'.*no gradients have been measured.*opt\.backw"),
     ],
 )

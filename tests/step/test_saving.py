@@ -253,10 +253,10 @@ def assert_refuses(opt, message, *loads):
 
 
 OTHERS = [
-    pytest.param({"rule": "lomo"}, {"rule": "adalomo"}, "rule 'lomo', but this one has 'adalomo'"),
+    ({"rule": "lomo"}, {"rule": "adalomo"}, "rule 'lomo', but this one has 'adalomo'"),
     ({}, {"rounding": "nearest"}, "rounding 'auto', but this one has 'nearest'"),
     ({"shapes": {"a": (64, 64), "c": (2,)}}, {}, r"differ in \['b', 'c'\]"),
-    pytest.param({"shapes": {"a": (64, 64)}}, {}, "of 1 parameters, but this one has 1 of 2"),
+    ({"shapes": {"a": (64, 64)}}, {}, "of 1 parameters, but this one has 1 of 2"),
     ({"shapes": {"b": (2,), "a": (64, 64)}}, {}, "in another order"),
     ({"shapes": {"a": (64, 64), "b": (4,)}}, {}, "state of 'b' has "),
     (

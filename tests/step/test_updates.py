@@ -7,6 +7,7 @@ import pytest
 import torch
 from support.devices import seeded
 from support.nets import Memory, states
+from support.products import in_turn
 
 import lowmem
 from lowmem.rules.rule import TABLE
@@ -27,7 +28,6 @@ OPTIONS = [
     ("lion", {"state_storage": "8bit_64"}),
     ("lans", {"state_storage": "8bit_nearest"}),
 ]
-CASES = [pytest.param(rule, options, id=f"{rule}-{','.join(options)}") for rule, options in OPTIONS]
 
 
 def run(rule, options, *, batching, dtype, rounding):
@@ -63,10 +63,12 @@ ROUNDED = itertools.product(
 
 
 @pytest.mark.by_tiles("updates that are compiled are in no stack")
-@pytest.mark.parametrize(("dtype", "rounding"), [(torch.float32, "auto"), (torch.bfloat16, "auto"), *ROUNDED])
-@pytest.mark.parametrize(("rule", "options"), CASES)
-def test_a_stack_is_its_members(rule, options, dtype, rounding):
+@pytest.mark.parametrize(
+    ("case", "rounded"), in_turn(OPTIONS, [(torch.float32, "auto"), (torch.bfloat16, "auto"), *ROUNDED]), ids=str
+)
+def test_a_stack_is_its_members(case, rounded):
     """Random bits are of the parameter and its element, and residuals go with their weights."""
+    (rule, options), (dtype, rounding) = case, rounded
     stacked, alone = (
         run(rule, options, batching=batching, dtype=dtype, rounding=rounding) for batching in (True, False)
     )

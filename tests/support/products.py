@@ -18,6 +18,16 @@ def sample(cases: Iterable[str], share: float) -> list[str]:
     return [case for case in every if case in drawn]
 
 
+def in_turn(*axes: Iterable[Any], full: bool = FULL) -> list[tuple[Any, ...]]:
+    """As many tuples as the longest axis has values, which have the values of each axis in turn; or the full product.
+    For axes of which one hardly depends on another.
+    """
+    values = [list(axis) for axis in axes]
+    if full:
+        return list(itertools.product(*values))
+    return [tuple(axis[n % len(axis)] for axis in values) for n in range(max(map(len, values)))]
+
+
 def pairwise(*axes: Iterable[Any], full: bool = FULL) -> list[tuple[Any, ...]]:
     """Tuples of one value from each axis, such that every pair of values of two axes occurs in one of them.
 

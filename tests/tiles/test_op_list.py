@@ -18,7 +18,7 @@ from lowmem.tiles.quantized import QuantizedWeight, plain
 from lowmem.tiles.storage import STORED_DTYPES, Integer
 
 # Without LOWMEM_FULL: how many operations are drawn, and how many inputs each has.
-OPERATIONS, INPUTS = 25, 2
+OPERATIONS, INPUTS = 10, 2
 
 # These take a weight, and are always among them.
 TAKEN = {"nn.functional.embedding", "__getitem__", "half"}

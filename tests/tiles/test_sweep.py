@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.devices import seeded
 from support.nets import Memory
-from support.products import pairwise
+from support.products import in_turn, pairwise
 
 from lowmem.rules import resolve
 from lowmem.rules.rule import TABLE
@@ -126,8 +126,7 @@ def test_reduce_sums_over_tiles(shape, tile, clipped):
 
 @pytest.mark.cpu_only("a GPU has larger tiles")
 @pytest.mark.filterwarnings("ignore:Expected a tensor")
-@pytest.mark.parametrize("rounding_name", ROUNDINGS)
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(("rule", "rounding_name"), in_turn(RULES, ROUNDINGS))
 def test_temporaries_of_one_update(rule, rounding_name):
     """A 2048 x 2048 bfloat16 parameter is 8 MiB, a float32 copy of it 16; an update stays below 8 with all it needs."""
     rule, shape = resolve(rule), (2048, 2048)

@@ -2,15 +2,11 @@
 
 import math
 import os
-from concurrent.futures import Future
-from pathlib import Path
-from types import SimpleNamespace
 from unittest.mock import patch
 
 import accelerate
 import pytest
 import torch
-import transformers
 from fuzz.resuming import sampling
 from support import trainers as builders
 from support.products import FULL
@@ -211,43 +207,6 @@ def test_resuming_from_weights_only_raises(tmp_path):
         CheckpointError, match=r"checkpoint-8 does not contain optimizer\.safetensors\. It contains only weights"
     ):
         build(CAUSAL, tmp_path, True, **SAVED).train(resume_from_checkpoint=f"{tmp_path}/checkpoint-8")
-
-
-@pytest.mark.parametrize("strategy", ["end", "every_save", "checkpoint", "all_checkpoints"])
-def test_files_pushed_to_the_hub_are_complete(strategy, tmp_path, monkeypatch):
-    """An upload reads its directory while training goes on; it never sees a checkpoint that is being written."""
-    if not hasattr(transformers.trainer, "hf_api"):
-        pytest.skip("this transformers has no one place that talks to the Hub")
-    uploads = []
-
-    class Hub:
-        def create_repo(self, name, **_):
-            return SimpleNamespace(repo_id=name)
-
-        def upload_folder(self, folder_path, **options):
-            uploads.append((Path(folder_path), sorted(path.name for path in Path(folder_path).iterdir())))
-            done = Future()
-            done.set_result(None)
-            return done
-
-    monkeypatch.setattr("transformers.trainer.hf_api", Hub)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    options = {
-        "push_to_hub": True,
-        "hub_token": "a token",
-        "hub_strategy": strategy,
-        "hub_model_id": "me/model",
-        "hub_always_push": True,
-    }
-    trainer = build(CAUSAL, tmp_path, True, **{**SAVED, "max_steps": 4, "save_steps": 2}, **options)
-    trainer.train()
-    checkpoints = [tmp_path, tmp_path / "checkpoint-2", tmp_path, tmp_path / "checkpoint-4"]
-    expected = {"end": [], "every_save": checkpoints[::2]}.get(strategy, checkpoints)
-    assert [folder for folder, _ in uploads] == expected
-    for folder, files in uploads:
-        assert ".saving" not in files
-        assert "model.safetensors" in files
-        assert folder == tmp_path or "optimizer.safetensors" in files
 
 
 REENTRANT = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}

@@ -186,7 +186,7 @@ def test_model_in_memory_and_model_init(make, tiny_llama):
 # -- saved, resumed, evaluated -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fused", [{}, {"rule": "adamw"}, {"weight_format": "int12"}], ids=str)
+@pytest.mark.parametrize("fused", [{"rule": "adamw"}, {"weight_format": "int12"}], ids=str)
 def test_evaluated_saved_and_resumed(sft, fused, tmp_path):
     arguments = {"keywords": {"layers": LayersConfig()}, "dtype": "bfloat16", "learning_rate": 1e-3, **STEPS}
     rows = {"eval_dataset": builders.ROWS["SFT"]()[3]["train_dataset"]}

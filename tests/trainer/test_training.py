@@ -185,10 +185,7 @@ def test_bfloat16_weights_and_autocast_train(make, tiny_llama):
 
 IN_THE_HOOK = lowmem.FusedConfig(policy="immediate")
 REFUSED = {
-    "norm clipping": pytest.param(
-        {"max_grad_norm": 1.0, "fused": IN_THE_HOOK},
-        "max_grad_norm=0",
-    ),
+    "norm clipping": ({"max_grad_norm": 1.0, "fused": IN_THE_HOOK}, "max_grad_norm=0"),
     "accumulation": ({"gradient_accumulation_steps": 2, "fused": IN_THE_HOOK}, "gradient_accumulation_steps=2"),
     "fp16 on a CPU": ({"fp16": True, "use_cpu": True}, "fp16"),
     "another weight decay": (
@@ -328,13 +325,7 @@ def test_a_backward_inside_compute_loss_belongs_to_the_same_step(make, max_grad_
     torch.testing.assert_close(weights(fused), weights(plain), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("policy", "max_grad_norm"),
-    [
-        ("immediate", 0.0),
-        pytest.param("two_pass", 1.0),
-    ],
-)
+@pytest.mark.parametrize(("policy", "max_grad_norm"), [("immediate", 0.0), ("two_pass", 1.0)])
 def test_policies_without_accumulation_raise(make, policy, max_grad_norm):
     trainer = with_a_loss_beside(make(fused=lowmem.FusedConfig(policy=policy), max_grad_norm=max_grad_norm))
     before = weights(trainer)
