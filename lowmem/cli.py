@@ -200,7 +200,7 @@ def plan(command: argparse.Namespace, rest: Sequence[str]) -> int:
     out.print(_step_table(planned.step))
     out.print()
     out.print(_phase_table(planned, ranks))
-    figures = {"device": recipe.device, "ranks": ranks, **planned.figures(), "memory": memory, "ways": {}}
+    figures = {"device": recipe.device, "ranks": ranks, **planned.figures(), "memory": memory, "reductions": {}}
     fits = memory is None or planned.needed <= memory
     found: Recipe | None = recipe
     if memory is not None:
@@ -208,7 +208,7 @@ def plan(command: argparse.Namespace, rest: Sequence[str]) -> int:
         verdict = "fits in" if fits else "does not fit in"
         out.print(f"\n{verdict} {size(memory)}: {margin}", style="bold")
         if not fits:
-            found, figures["ways"] = _fitting(recipe, ranks, memory)
+            found, figures["reductions"] = _fitting(recipe, ranks, memory)
     if options.json is not None:
         write_file(options.json, (json.dumps(figures, indent=2) + "\n").encode())
     if options.write is not None and found is not None:
@@ -290,14 +290,16 @@ def _fitting(recipe: "Recipe", ranks: int, memory: int) -> tuple["Recipe | None"
     """Plans and prints arguments that reduce memory. Returns the recipe with the first ones that fit, or None, and the
     bytes that each device needs by the words of the arguments.
     """
-    from lowmem.run import ways
+    from lowmem.run import reductions
 
     fitting, needs = None, {}
     stage("planning arguments that reduce memory")
-    for way, changed, needed in ways.planned(recipe, ranks, memory):
-        needs[way.words] = needed
+    for reduction, changed, needed in reductions.planned(recipe, ranks, memory):
+        needs[reduction.words] = needed
         verdict = Text("fits", "green") if needed <= memory else "does not fit"
-        out.print(Text.assemble(f"  {way.words}  {size(needed)}, ", verdict, f" ({way.cost})"), soft_wrap=True)
+        out.print(
+            Text.assemble(f"  {reduction.words}  {size(needed)}, ", verdict, f" ({reduction.cost})"), soft_wrap=True
+        )
         fitting = changed if fitting is None and needed <= memory else fitting
     return fitting, needs
 

@@ -28,7 +28,8 @@ from lowmem.errors import ConfigError, StepError, require_packages
 from lowmem.hf import adapters, arguments, checkpoint, optim, packing, processes, resuming
 from lowmem.hf import layers as model_layers
 from lowmem.hf.accelerator import FusedAccelerator
-from lowmem.hf.sharding import StreamedSharding, in_words, loading, traffic
+from lowmem.hf.deferred import loading
+from lowmem.hf.streaming import StreamedSharding, in_words, traffic
 from lowmem.hf.weights import load_weights, save_weights
 from lowmem.layers.quantize import quantize_
 from lowmem.optimizer import FusedOptimizer
@@ -86,11 +87,12 @@ class FusedTrainerMixin(_Base):
     ) -> None:
         classes = type(self).__mro__
         bases = classes[classes.index(FusedTrainerMixin) + 1 :]
-        self._inputs = arguments.Inputs.of(bases, args, kwargs, fused)
+        self._inputs = arguments.Inputs.from_call(bases, args, kwargs, fused)
         if self._inputs.args is not None:  # otherwise the class creates them
             self._inputs.prepare()
         self.layers, self._run = layers or LayersConfig(), resuming.Run()
-        with loading(self._inputs.args and self._inputs.sharding):
+        sharding = None if self._inputs.args is None else self._inputs.sharding
+        with loading(converts=sharding is not None and sharding.converts):
             super().__init__(*args, **kwargs)
         self._adopt()
 
@@ -181,24 +183,25 @@ class FusedTrainerMixin(_Base):
         processes.require_alike(self.args, self.fused, self.layers, samples, data, resumed)
         if saves:
             processes.require_shared_disk(Path(self.args.output_dir))
-        self.remove_callback(resuming.Rows)
-        self._run.rows = rows = resuming.Rows(self, dataloader, order, steps_per_epoch, max_steps, resumed)
-        self.add_callback(rows)
-        if not rows.left:  # transformers 5.23 (trainer.py) would train a step of an epoch that is not complete
-            epochs = min(epochs, rows.start[0])
+        self.remove_callback(resuming.DataPosition)
+        position = resuming.DataPosition(self, dataloader, order, steps_per_epoch, max_steps, resumed)
+        self._run.position = position
+        self.add_callback(position)
+        if not position.left:  # transformers 5.23 (trainer.py) would train a step of an epoch that is not complete
+            epochs = min(epochs, position.start[0])
         return epochs, steps_per_epoch, *others, max_steps
 
     def _init_training_state(self, *args: Any) -> tuple[int, int]:
         """Starts a resumed run with the row after the last trained one."""
         super()._init_training_state(*args)
-        assert self._run.rows is not None
-        return self._run.rows.start
+        assert self._run.position is not None
+        return self._run.position.start
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         samples, items = super().get_batch_samples(*args, **kwargs)
-        if self._run.rows is not None:
-            self._run.rows.fetched += len(samples)
-            self._run.rows.ended = not samples
+        if self._run.position is not None:
+            self._run.position.fetched += len(samples)
+            self._run.position.ended = not samples
         return samples, items
 
     def create_optimizer(self, model: nn.Module | None = None) -> FusedOptimizer:
@@ -381,8 +384,8 @@ class FusedTrainerMixin(_Base):
         write = self.args.should_save
         if write or self._inputs.sharding is not None:
             checkpoint.save_optimizer(self.optimizer, Path(output_dir) / checkpoint.OPTIMIZER_FILE, write=write)
-        if self._run.rows is not None:
-            self._run.rows.save(Path(output_dir), self.state.epoch, write=write)
+        if self._run.position is not None:
+            self._run.position.save(Path(output_dir), self.state.epoch, write=write)
         if write:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / checkpoint.SCHEDULER_FILE)
 

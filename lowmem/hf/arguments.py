@@ -77,7 +77,7 @@ class Inputs:
     fused: FusedConfig | None
 
     @classmethod
-    def of(
+    def from_call(
         cls, bases: tuple[type, ...], args: tuple[Any, ...], kwargs: dict[str, Any], fused: FusedConfig | None
     ) -> "Inputs":
         """Finds them among the arguments of the constructor that a trainer inherits from `bases`."""
@@ -92,7 +92,7 @@ class Inputs:
     @cached_property
     def sharding(self) -> Sharding | None:
         """The sharding that the trainer's arguments ask for, or the streaming that `fused` asks for."""
-        return sharding.of(self.args, self.fused)
+        return sharding.requested(self.args, self.fused)
 
     @property
     def sharded(self) -> bool:

@@ -1,4 +1,4 @@
-"""The training rows of a run: a checkpoint records its place, and a resumed run continues with the next row or raises.
+"""The position of a run in its training data. A resumed run continues with the next row, or raises.
 
 transformers 5.23 (trainer.py) skips the number of steps of the checkpoint, whatever rows a step has now.
 """
@@ -88,8 +88,8 @@ class Order:
             self._sampler.epoch, self._sampler.set_epoch = epoch, lambda epoch: None
 
 
-class Rows(TrainerCallback):  # type: ignore[misc]
-    """The place of a run in its training data.
+class DataPosition(TrainerCallback):  # type: ignore[misc]
+    """The position of a run in its training data.
 
     Args:
         trainer: the trainer of this rank.
@@ -170,10 +170,10 @@ class Rows(TrainerCallback):  # type: ignore[misc]
             torch.save(generator.get_state(), Path(self._random_states.name) / _GENERATOR)
 
     def save(self, folder: Path, epoch: float, *, write: bool) -> None:
-        """Writes the place at `epoch`, as in the trainer's state, and the random states. Every rank calls it.
+        """Writes the position at `epoch`, as in the trainer's state, and the random states. Every rank calls it.
 
         Args:
-            write: whether this rank writes the place.
+            write: whether this rank writes the position.
         """
         batch, order = round((epoch - self.epoch) * self._order.batches), self._order
         ended = batch == self.fetched if self.ended else batch == order.batches and not order.is_stream
@@ -183,8 +183,8 @@ class Rows(TrainerCallback):  # type: ignore[misc]
         for path in Path(self._random_states.name).iterdir():
             shutil.copy(path, folder / f"{_EPOCH}{path.name}")
         if write:
-            place = {"epoch": self.epoch + ended, "row": 0 if ended else batch * order.per_batch}
-            (folder / RECORD_FILE).write_text(json.dumps(order.record | place))
+            position = {"epoch": self.epoch + ended, "row": 0 if ended else batch * order.per_batch}
+            (folder / RECORD_FILE).write_text(json.dumps(order.record | position))
 
 
 @dataclass
@@ -194,15 +194,15 @@ class Run:
     Attributes:
         resumed: the checkpoint that it resumes from.
         earlier: the steps of the checkpoints that it has saved or resumed from.
-        rows: its place in the training data; None in a custom training loop.
+        position: in the training data; None in a custom training loop.
         staged: the directory of the checkpoint that is being saved.
         published: the checkpoints that the last uploads read.
-        traffic: of a streamed model, when it was last logged (see `sharding.traffic`).
+        traffic: of a streamed model, when it was last logged (see `streaming.traffic`).
     """
 
     resumed: Path | None = None
     earlier: list[int] = field(default_factory=list)
-    rows: Rows | None = None
+    position: DataPosition | None = None
     staged: Path | None = None
     published: tuple[Path, ...] = ()
     traffic: tuple[float, int, float] = (0.0, 0, 0.0)

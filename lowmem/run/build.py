@@ -37,16 +37,18 @@ class EvaluationStopped(Exception):
 def trainer_class(name: str) -> Any:
     """Returns the fused subclass of one of TRL's trainers for a run: `FusedDPOTrainer` for "DPOTrainer"."""
     bases = (FusedSFTTrainer,) if name == "SFTTrainer" else (FusedTrainerMixin, getattr(trl, name))
-    return type(f"Fused{name}", (_OfRun, *bases), {})
+    return type(f"Fused{name}", (_RunTrainer, *bases), {})
 
 
-class _OfRun:
-    """Names the row that TRL cannot prepare, and stops evaluations. `whole` has the data of `sft` before `max_length`
-    cuts off rows.
+class _RunTrainer:
+    """Names the row that TRL cannot prepare, and stops evaluations.
+
+    Attributes:
+        untruncated: the rows of `sft` before `max_length` cuts them off, by the name of their data, "train" or "eval".
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        self.whole: dict[str, Any] = {}  # by their names: "train" and "eval"
+        self.untruncated: dict[str, Any] = {}
         super().__init__(*args, **options)
         _require_template(self.train_dataset, self.processing_class, self.args)  # type: ignore[attr-defined]
 
@@ -68,7 +70,7 @@ class _OfRun:
             uncut, (_, *others) = copy.copy(args), options
             uncut.max_length, uncut.shuffle_dataset = None, False
             rows = _by_row(lambda rows: prepare(rows, processing_class, uncut, False, *others), dataset)
-            self.whole[others[-1]] = rows
+            self.untruncated[others[-1]] = rows
             return prepare(rows, processing_class, args, *options) if len(rows) else rows
         return _by_row(lambda rows: prepare(rows, processing_class, args, *options), dataset)
 
@@ -134,7 +136,7 @@ def trainer(recipe: Recipe, train: Any, evaluation: Any, model: Any = None, **op
     if model is None:
         model = names.model_name_or_path
         args.model_init_kwargs = {
-            **recipe.source,
+            **recipe.loading_options,
             "attn_implementation": names.attn_implementation,
             "dtype": names.dtype,
             "use_safetensors": True,  # and never pickles
@@ -145,8 +147,9 @@ def trainer(recipe: Recipe, train: Any, evaluation: Any, model: Any = None, **op
     if recipe.command in _WITH_REWARDS:
         options["reward_funcs"] = _reward_functions(recipe.script)
     if recipe.command == "kto" and hasattr(args, "max_prompt_length"):  # before TRL 1.0 it loads no tokenizer
-        options.setdefault("processing_class", AutoTokenizer.from_pretrained(names.model_name_or_path, **recipe.source))
-    with blaming(recipe.place_of(type(args))):
+        tokenizer = AutoTokenizer.from_pretrained(names.model_name_or_path, **recipe.loading_options)
+        options.setdefault("processing_class", tokenizer)
+    with blaming(recipe.subject_of(type(args))):
         if (quantization := get_quantization_config(names)) is not None and args.model_init_kwargs is not None:
             args.model_init_kwargs["quantization_config"] = quantization
         try:

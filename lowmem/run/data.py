@@ -149,7 +149,7 @@ def first(train: Any, samples: int = 0) -> Any:
 def stand_in(recipe: Recipe, train: Any) -> Any:
     """Creates the trainer of a run for some rows, with a tiny model in place of the run's, and the run's tokenizer."""
     with blaming("model_name_or_path"):
-        tokenizer = AutoProcessor.from_pretrained(recipe.model.model_name_or_path, **recipe.source)
+        tokenizer = AutoProcessor.from_pretrained(recipe.model.model_name_or_path, **recipe.loading_options)
     size = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
     words = len(getattr(tokenizer, "tokenizer", tokenizer))
     config = LlamaConfig(vocab_size=words, num_labels=1, eos_token_id=None, **size)
@@ -161,7 +161,7 @@ def stand_in(recipe: Recipe, train: Any) -> Any:
             with contextlib.suppress(OSError):
                 name, revision = recipe.model.model_name_or_path, recipe.model.model_revision
                 model.generation_config = GenerationConfig.from_pretrained(name, file, revision=revision)
-        return build.trainer(recipe.alone(folder), train, None, model, processing_class=tokenizer)
+        return build.trainer(recipe.probe(folder), train, None, model, processing_class=tokenizer)
 
 
 def check(trainer: Any, loaded: Any, evaluation: Any = None) -> str:
@@ -194,13 +194,13 @@ def _counts(trainer: Any, loaded: Any, name: str) -> str:
     if getattr(trainer, "_is_vision_dataset", False):
         loaded = first(loaded)
         rows += f", of which the first {len(loaded)} are counted" if len(loaded) < len(tokenized) else ""
-        (trainer.whole[name], tokenized), has_labels = images.tokenized(trainer, loaded), True
+        (trainer.untruncated[name], tokenized), has_labels = images.tokenized(trainer, loaded), True
     packed = getattr(args, "eval_packing", None) if name == "eval" else None
     packed = getattr(args, "packing", False) if packed is None else packed
     tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
     special = [token for token, added in tokenizer.added_tokens_decoder.items() if added.special]
     longest = None if packed and args.packing_strategy != "bfd" else limit
-    whole, counts = _measured(trainer.whole.pop(name, tokenized), longest, special), _measured(tokenized)
+    whole, counts = _measured(trainer.untruncated.pop(name, tokenized), longest, special), _measured(tokenized)
     highest = max(counts.highest, tokenizer.pad_token_id or 0)
     _require_places(trainer.model, tokenizer, highest, min(counts.longest, limit or counts.longest))
     if has_labels and counts.trained == 0:

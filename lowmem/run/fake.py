@@ -24,7 +24,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 from transformers import (
-    AutoConfig,
     AutoModelForSequenceClassification,
     PreTrainedModel,
     PreTrainedTokenizerFast,
@@ -36,13 +35,14 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from lowmem.errors import ConfigError
 from lowmem.hf import sharding
 from lowmem.hf.layers import positions
+from lowmem.hf.streaming import StreamedSharding
 from lowmem.run import build, data, images
 from lowmem.run.boundary import blaming, blaming_libraries
 from lowmem.run.memory import StepMemory, step_memory
 from lowmem.run.recipe import Recipe
 
 # Arguments that are unset, because a plan creates its own rows.
-_OF_DATA: dict[str, Any] = {
+_DATA_ARGUMENTS: dict[str, Any] = {
     "dataset_num_proc": None, "assistant_only_loss": False, "completion_only_loss": None, "chat_template_path": None,
     "eos_token": None, "pad_token": None, "precompute_ref_log_probs": False,
 }  # fmt: skip
@@ -89,12 +89,11 @@ class FakeRun(NamedTuple):
 
 
 @contextmanager
-def running(recipe: Recipe, config: Any, device: torch.device, *, real: bool = False) -> Iterator[FakeRun]:
+def running(recipe: Recipe, device: torch.device, *, real: bool = False) -> Iterator[FakeRun]:
     """A context in which the trainer of a run computes with fake tensors on `device`.
 
     Args:
         recipe: the arguments of the run.
-        config: of its model; see `model_config`.
         real: it computes with real tensors, of random weights, to measure what a plan predicts.
     """
     fake = None if real else FakeTensorMode(allow_non_fake_inputs=True)
@@ -110,7 +109,7 @@ def running(recipe: Recipe, config: Any, device: torch.device, *, real: bool = F
         if not real:  # the original moves the model to the CPU
             stack.enter_context(patch.object(Accelerator, "prepare_model", lambda _, model, **__: model))
         folder = stack.enter_context(tempfile.TemporaryDirectory())  # a trainer creates its output folder
-        trainer, others = _trainer(recipe, config, folder, fake, device)
+        trainer, others = _trainer(recipe, folder, fake, device)
         batches = [_batch(trainer, recipe.training.per_device_train_batch_size)]
         if recipe.training.eval_strategy != "no":
             batches.append(_batch(trainer, recipe.training.per_device_eval_batch_size))
@@ -123,30 +122,14 @@ def running(recipe: Recipe, config: Any, device: torch.device, *, real: bool = F
         if not real:
             stack.enter_context(_attention())
         # these weights are not broadcast: fake ones cannot be replaced by shards of rank 0's
-        with patch.dict(getattr(trainer._inputs.sharding, "_settings", {}), cpu_ram_efficient_loading=False):
+        sharded = trainer._inputs.sharding
+        with patch.object(sharded, "broadcasts", False) if hasattr(sharded, "broadcasts") else nullcontext():
             trainer._shard()
-        if isinstance(streaming := trainer._inputs.sharding, sharding.StreamedSharding):
-            for other in others:
-                streaming.shard(other, reference=True)
+        for other in others if isinstance(sharded, StreamedSharding) else ():
+            sharded.shard(other, reference=True)
         to_device = Tensor.to if real else values.fake
         batches = tree_map_only(Tensor, lambda value: to_device(value, device), batches)
         yield FakeRun(trainer, others, batches[0], batches[1] if len(batches) > 1 else None)
-
-
-def model_config(recipe: Recipe) -> Any:
-    """Returns the configuration of a recipe's model. Raises `ConfigError` if it cannot be read."""
-    name = recipe.model.model_name_or_path
-    if name is None:
-        raise ConfigError("no model: set model_name_or_path to a directory with a config.json, or a name on the Hub")
-    try:
-        with blaming("model_name_or_path"):
-            return AutoConfig.from_pretrained(name, revision=recipe.model.model_revision, trust_remote_code=False)
-    except ConfigError as error:
-        raise ConfigError(
-            f"model_name_or_path: a plan needs the config.json of {name!r}, which cannot be read ({error}). Download "
-            f"it on a machine with network access (hf download {name} config.json), and set model_name_or_path to its "
-            "directory"
-        ) from error
 
 
 def offloaded_to_nvme(args: Any) -> dict[str, Any] | None:
@@ -161,38 +144,38 @@ def checkpointing(args: Any) -> str:
 
 
 def _trainer(
-    recipe: Recipe, config: Any, folder: str, fake: FakeTensorMode | None, device: torch.device
+    recipe: Recipe, folder: str, fake: FakeTensorMode | None, device: torch.device
 ) -> tuple[Any, list[PreTrainedModel]]:
     """The trainer of a run, with weights that nobody has trained and two rows of data, and its other models."""
     args, adapted = recipe.training, recipe.model.use_peft
     length = args.max_length or LONGEST
-    named = images.sees(config) and (recipe.mixture.datasets or recipe.script.dataset_name)
+    named = images.sees(recipe.config) and (recipe.mixture.datasets or recipe.script.dataset_name)
     pictured = images.largest(recipe, data.first(data.load(recipe)[0])) if named else None
     rows, processor = pictured or (_rows(recipe.command, length), _tokenizer())
     names = ["ref_model"] if recipe.command in ("dpo", "kto") and not adapted else []
     if not args.deepspeed:  # of an earlier plan: transformers would partition the model
         unset_hf_deepspeed_config()
-    if (sharded := sharding.of(args, recipe.fused)) is not None:
+    if (sharded := sharding.requested(args, recipe.fused)) is not None:
         if fake is not None and args.deepspeed and (nvme := offloaded_to_nvme(args)):
             nvme["device"] = "cpu"  # fake tensors cannot be written
         sharded.prepare(recipe.dtype)
     # initial values, which some models draw until all are in a range
     initial = nullcontext() if fake is None else patch.object(PreTrainedModel, "initialize_weights", lambda _: None)
     with fake or nullcontext(), nullcontext() if fake is None else _Values(), initial, device:
-        model, *others = (_untrained(recipe, config) for _ in range(1 + len(names)))
+        model, *others = (_untrained(recipe) for _ in range(1 + len(names)))
     if (places := positions(model)) is not None and places < length:
         raise ConfigError(f"max_length={length}: the model has {places:,} positions; set max_length: {places}")
     for item in () if fake is None else (model, *others):
         item.hf_device_map = dict.fromkeys(("", "model"), device.type)  # keeps Accelerate from moving the model
-    changed = {} if pictured else dict(_OF_DATA)
+    changed = {} if pictured else dict(_DATA_ARGUMENTS)
     if device.type == "meta":  # a trainer on this device raises for offloading, which `_recomputed_and_offloaded` adds
         kwargs = args.gradient_checkpointing_kwargs or {}
         inside = {name: value for name, value in kwargs.items() if name != "offload"} or None
         changed |= {"activation_offloading": False, **dict.fromkeys(_KWARGS, inside)}
     options = {"processing_class": processor, **dict(zip(names, others, strict=True))}
-    later = patch.object(sharding.StreamedSharding, "shard", lambda *_, **__: None)  # where new tensors are fake, too
+    later = patch.object(StreamedSharding, "shard", lambda *_, **__: None)  # where new tensors are fake, too
     with device if adapted else nullcontext(), later if fake is not None else nullcontext():  # adapters are on it
-        trainer = build.trainer(recipe.alone(folder, sharded=True, **changed), rows, None, model, **options)
+        trainer = build.trainer(recipe.probe(folder, sharded=True, **changed), rows, None, model, **options)
     for module in trainer.model.modules() if adapted else ():
         for name, param in module.named_parameters(recurse=False):
             if fake is not None and not is_fake(param):
@@ -235,9 +218,9 @@ def _constant(data: Any, *, device: Any = None, tensor: Any = torch.tensor, **op
     return tensor(data, **options).to(device)
 
 
-def _untrained(recipe: Recipe, config: Any) -> PreTrainedModel:
+def _untrained(recipe: Recipe) -> PreTrainedModel:
     """The model that the run loads, from its configuration, on the device of the context."""
-    config, kind = copy.deepcopy(config), build.model_class(config)
+    config, kind = copy.deepcopy(recipe.config), build.model_class(recipe.config)
     if recipe.command == "reward":
         config.num_labels, kind = 1, AutoModelForSequenceClassification
     with blaming("model_name_or_path: no model can be built from its configuration"):

@@ -25,7 +25,7 @@ def largest(recipe: Recipe, rows: Iterable[Any]) -> tuple[Dataset, Any] | None:
     if not _sizes(row):
         return None
     with blaming("model_name_or_path: a plan with images needs the processor"):
-        processor = AutoProcessor.from_pretrained(recipe.model.model_name_or_path, **recipe.source)
+        processor = AutoProcessor.from_pretrained(recipe.model.model_name_or_path, **recipe.loading_options)
     return Dataset.from_list([row] * 2), processor
 
 

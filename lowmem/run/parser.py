@@ -35,7 +35,7 @@ FORMER = {
 }
 
 # Options of `accelerate launch`, which `trl` takes.
-_OF_LAUNCHERS = (
+_LAUNCHER_OPTIONS = (
     "accelerate_config", "config_file", "gpu_ids", "machine_rank", "main_process_ip", "main_process_port",
     "mixed_precision", "num_machines", "num_processes",
 )  # fmt: skip
@@ -104,7 +104,7 @@ class Parser(TrlParser):
             ConfigError: there is no such argument, or the value is not of its type.
         """
         action = self._option_string_actions.get(f"--{setting.name}")
-        if action is None or action.nargs == 0 or setting.name == "config" or setting.name in _OF_LAUNCHERS:
+        if action is None or action.nargs == 0 or setting.name == "config" or setting.name in _LAUNCHER_OPTIONS:
             self.unknown(setting.name, setting.place)
         hint, value, takes_list = self.hints.get(action.dest, Any), setting.value, action.nargs == "+"
         is_list = isinstance(value, list)
@@ -157,7 +157,7 @@ class Parser(TrlParser):
             hint = (
                 f" It belongs to an earlier version or another program: {f'write {now} instead' if now else 'omit it'}."
             )
-        elif name in _OF_LAUNCHERS:
+        elif name in _LAUNCHER_OPTIONS:
             launch = f"accelerate launch OPTIONS -m {self.prog} ..."
             hint = f" Write the options of the launcher before the command: {launch}"
         else:

@@ -19,7 +19,7 @@ from lowmem.placements import nbytes, shape_of, streaming_of
 from lowmem.placements.streaming import moves
 from lowmem.run import images
 from lowmem.run.description import describe
-from lowmem.run.fake import LONGEST, MICRO_BATCHES, model_config, offloaded_to_nvme, running
+from lowmem.run.fake import LONGEST, MICRO_BATCHES, offloaded_to_nvme, running
 from lowmem.run.fake_ranks import fake_ranks
 from lowmem.run.memory import BUFFERS, STATES, WEIGHTS, StepMemory
 from lowmem.run.recipe import Recipe
@@ -91,7 +91,6 @@ def plan(recipe: Recipe, ranks: int = 1) -> RunPlan:
         ConfigError: the model's configuration cannot be read, or the arguments cannot be trained with.
         UnsupportedError: they cannot be planned.
     """
-    config = model_config(recipe)  # before the checks, which depend on its dtype
     require_plannable(recipe, ranks)
     in_files = recipe.fused is not None and recipe.fused.home != "host"  # of a streamed model
     device = DEVICES[recipe.device or "gpu"]
@@ -100,13 +99,13 @@ def plan(recipe: Recipe, ranks: int = 1) -> RunPlan:
     nvme = offloaded_to_nvme(recipe.training) if zero3 else None
     with fake_ranks(ranks, device, zero3=zero3) if ranks > 1 else nullcontext():
         recipe = recipe.having()  # its arguments see the ranks
-        with running(recipe, config, device) as run:
+        with running(recipe, device) as run:
             trainer, args = run.trainer, run.trainer.args
             step, streaming = run.step(), streaming_of(trainer.model)
             if in_files and device.type == "cpu":
                 step = _without_files(step, streaming, trainer.optimizer)
-            converts = (config.dtype or recipe.dtype) != recipe.dtype
-            shown = images.described(run.trainer.train_dataset[0]) if images.sees(config) else ""
+            converts = (recipe.config.dtype or recipe.dtype) != recipe.dtype
+            shown = images.described(run.trainer.train_dataset[0]) if images.sees(recipe.config) else ""
             phases, summary = _phases(trainer, step, ranks, device, converts=converts), describe(trainer)
             if streaming is not None and (in_files or device.type != "cpu"):
                 summary["copies"] = _copies(step, streaming, args)

@@ -16,7 +16,6 @@ from torch import distributed
 
 from lowmem.errors import ConfigError, LowmemError
 from lowmem.placements import in_group
-from lowmem.run.fake import model_config
 from lowmem.run.recipe import Recipe
 from lowmem.run.terminal import out, rank, size, stage, warn
 
@@ -35,7 +34,9 @@ _FILES = {
 }
 
 # Variables of launchers, which a plan in another process must not see.
-_OF_LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_", "ACCELERATE_", "TORCHELASTIC_")
+_LAUNCHER_VARIABLES = (
+    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_", "ACCELERATE_", "TORCHELASTIC_"
+)  # fmt: skip
 
 
 def require_fit(recipe: Recipe) -> None:
@@ -54,7 +55,7 @@ def _problem(recipe: Recipe) -> str | None:
     if files and sum(file.stat().st_size for file in files) < _SMALL:
         return None
     try:
-        model_config(recipe)
+        _ = recipe.config
     except ConfigError:  # loading the model will say it
         return None
     on_gpu = args.device.type != "cpu"
@@ -105,7 +106,7 @@ def plan_elsewhere(recipe: Recipe, memory: int | None = None) -> tuple[dict[str,
     Returns:
         The figures and the text of the plan; or None and the reason why there is none.
     """
-    env = {name: value for name, value in os.environ.items() if not name.startswith(_OF_LAUNCHERS)}
+    env = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHER_VARIABLES)}
     device = "cpu" if recipe.training.device.type == "cpu" else "gpu"
     with tempfile.TemporaryDirectory() as folder:
         config, file = Path(folder, "config.yaml"), Path(folder, "plan.json")

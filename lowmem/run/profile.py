@@ -13,7 +13,7 @@ import torch
 from lowmem.files import write_file, writing
 from lowmem.run import pictures
 from lowmem.run.description import describe
-from lowmem.run.fake import model_config, running
+from lowmem.run.fake import running
 from lowmem.run.memory import StepMemory
 from lowmem.run.plan import require_rows
 from lowmem.run.precheck import plan_elsewhere
@@ -52,7 +52,7 @@ def profile(recipe: Recipe, steps: int, folder: Path) -> Profile:
         LowmemError: the folder cannot be written.
     """
     require_rows(recipe)
-    config, device = model_config(recipe), recipe.training.device
+    device = recipe.training.device
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
     planned, text = plan_elsewhere(recipe) if rank() == 0 else (None, "")
@@ -60,7 +60,7 @@ def profile(recipe: Recipe, steps: int, folder: Path) -> Profile:
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(device)
         torch.cuda.memory._record_memory_history()
-    with running(recipe, config, device, real=True) as run:
+    with running(recipe, device, real=True) as run:
         measured, model = run.step(steps), describe(run.trainer)["model"]
     if on_gpu:
         process = torch.cuda.max_memory_reserved(device)

@@ -26,7 +26,7 @@ from lowmem.hf.arguments import Inputs, check_number
 from lowmem.hf.optim import with_learning_rate
 from lowmem.options import DynamicScale, FusedConfig, LayersConfig
 from lowmem.run import secrets
-from lowmem.run.boundary import blaming
+from lowmem.run.boundary import blaming, reason
 from lowmem.run.environment import CONFIG, ENVIRONMENT
 from lowmem.run.parser import Parser, check_keys, dataclasses_of
 from lowmem.run.terminal import warn
@@ -84,7 +84,7 @@ class Recipe:
             arguments = {name: copy.deepcopy(value) for name, value in self.values.items() if name in names}
             if part == "training":
                 arguments |= _for_device(self.device, arguments)
-            with blaming(self.place_of(kind)):
+            with blaming(self.subject_of(kind)):
                 parts[part] = kind(**arguments)
         vars(self).update(parts)  # the dataclass is frozen
 
@@ -93,7 +93,7 @@ class Recipe:
         settings = {name: Setting(name, value) for name, value in values.items()}
         return replace(self, settings={**self.settings, **settings})
 
-    def alone(self, folder: str, *, sharded: bool = False, **attributes: Any) -> "Recipe":
+    def probe(self, folder: str, *, sharded: bool = False, **attributes: Any) -> "Recipe":
         """Returns the recipe of a trainer in another folder, which reports and evaluates nothing.
 
         Args:
@@ -114,18 +114,32 @@ class Recipe:
         """The value of every argument that is set."""
         return {name: setting.value for name, setting in self.settings.items()}
 
-    def place_of(self, kind: type) -> str:
+    def subject_of(self, kind: type) -> str:
         """Returns what the messages of a dataclass of TRL are about: the file, or the command line."""
         return f"{self.file or 'the command line'}: {kind.__name__}"
 
     @cached_property
+    def config(self) -> Any:
+        """The configuration of the model. Raises `ConfigError` if it cannot be read."""
+        name = self.model.model_name_or_path
+        if name is None:
+            raise ConfigError(
+                "no model: set model_name_or_path to a directory with a config.json, or a name on the Hub"
+            )
+        try:
+            return AutoConfig.from_pretrained(name, revision=self.model.model_revision, trust_remote_code=False)
+        except Exception as error:  # libraries do not document which
+            raise ConfigError(
+                f"model_name_or_path: a plan needs the config.json of {name!r}, which cannot be read "
+                f"(model_name_or_path: {reason(error)}). Download it on a machine with network access (hf download "
+                f"{name} config.json), and set model_name_or_path to its directory"
+            ) from error
+
+    @property
     def dtype(self) -> torch.dtype:
         """The dtype in which weights are loaded."""
         name = (self.training.model_init_kwargs or {}).get("dtype", self.model.dtype)
-        if name == "auto":  # as the files say
-            with blaming("model_name_or_path"):
-                path, revision = self.model.model_name_or_path, self.model.model_revision
-                name = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=False).dtype
+        name = self.config.dtype if name == "auto" else name
         dtype = getattr(torch, str(name).removeprefix("torch."), None)
         return dtype if isinstance(dtype, torch.dtype) else torch.get_default_dtype()
 
@@ -137,7 +151,7 @@ class Recipe:
         return completed
 
     @property
-    def source(self) -> dict[str, Any]:
+    def loading_options(self) -> dict[str, Any]:
         """The options of every `from_pretrained`: the revision, and whether code of the model may be executed."""
         # trust_remote_code is an argument of trainers, and of models before TRL 1.16
         trusted = any(getattr(part, "trust_remote_code", False) for part in (self.training, self.model))

@@ -18,7 +18,7 @@ from lowmem.hf.adapters import OTHERS_FILE
 from lowmem.hf.arguments import Inputs
 from lowmem.hf.resuming import steps_with_completions
 from lowmem.placements import in_group, streaming_of
-from lowmem.run import build, data, plan, precheck, publishing, report, ways
+from lowmem.run import build, data, plan, precheck, publishing, reductions, report
 from lowmem.run.boundary import blaming, blaming_libraries, is_out_of_memory, reason
 from lowmem.run.description import describe
 from lowmem.run.folder import RunFolder
@@ -37,7 +37,7 @@ def train(recipe: Recipe) -> int | None:
     """
     Inputs(None, recipe.training, None, recipe.fused).check_arguments()
     folder = RunFolder(Path(recipe.training.output_dir), recipe.training.resume_from_checkpoint, rank())
-    with folder.opened(), _explained(recipe, folder):
+    with folder.opened(), _with_advice(recipe, folder):
         checkpoint = folder.start()
         if not recipe.options.force:
             precheck.require_fit(recipe)
@@ -51,13 +51,13 @@ def train(recipe: Recipe) -> int | None:
         topics = {**describe(trainer), "data": counts}
         print_topics(topics)
         _require_metric(trainer)
-        beginning, stop = _Beginning(recipe, folder), _StopOnSignal()
-        trainer.add_callback(beginning)
+        first_step, stop = _FirstStep(recipe, folder), _StopOnSignal()
+        trainer.add_callback(first_step)
         trainer.add_callback(stop)
         with report.RunReport(folder.path, out).attached(trainer):
-            with stop.handling(), beginning.blaming:
+            with stop.handling(), first_step.blaming:
                 trainer.train(resume_from_checkpoint=checkpoint)
-            beginning.on_step_end()  # also if no step was left to train
+            first_step.on_step_end()  # also if no step was left to train
             if stop.number is None:
                 folder.save_model(trainer)
         if recipe.training.push_to_hub and stop.number is None and rank() == 0:
@@ -85,7 +85,7 @@ def _require_metric(trainer: Any) -> None:
         raise ConfigError(f"metric_for_best_model {name!r} is unknown. An evaluation has {', '.join(names)}")
 
 
-class _Beginning(TrainerCallback):  # type: ignore[misc]
+class _FirstStep(TrainerCallback):  # type: ignore[misc]
     """Writes the configuration after the first step. An error that a library raises before that step is blamed on
     the arguments, and until the first update, the message names the library.
     """
@@ -93,7 +93,7 @@ class _Beginning(TrainerCallback):  # type: ignore[misc]
     def __init__(self, recipe: Recipe, folder: RunFolder) -> None:
         self.recipe, self.folder, self.written = recipe, folder, False
         self.blaming = ExitStack()
-        self.blaming.enter_context(blaming(recipe.place_of(type(recipe.training))))
+        self.blaming.enter_context(blaming(recipe.subject_of(type(recipe.training))))
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         self.blaming.pop_all()
@@ -187,7 +187,7 @@ def _print_end(command: str, trainer: Any, run_dir: Path, *, stopped: bool) -> N
 
 
 @contextmanager
-def _explained(recipe: Recipe, folder: RunFolder) -> Iterator[None]:
+def _with_advice(recipe: Recipe, folder: RunFolder) -> Iterator[None]:
     """Adds advice to an error of memory. Writes the traceback of any other error without a message for users."""
     try:
         yield
@@ -197,7 +197,7 @@ def _explained(recipe: Recipe, folder: RunFolder) -> Iterator[None]:
             again = f" Then continue with: {command}" if folder.begun else ""
             advice = ""
             with suppress(Exception):  # the error of memory matters more
-                if found := ", ".join(way.words for way in ways.ways(recipe)):
+                if found := ", ".join(each.words for each in reductions.reductions(recipe)):
                     advice = f" Arguments that reduce the memory of a step: {found}."
                 plan.require_plannable(recipe, recipe.training.world_size)
                 advice += " `lowmem plan` shows by how much."
