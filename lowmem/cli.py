@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 
     The exit status is 0 for success, 1 for a plan that does not fit, 2 for an error with a message, 3 for one without
     (a defect), and 128 + N after signal N: 130 for Ctrl-C, 143 for SIGTERM. A run that was training has saved a
-    checkpoint then, unless a second Ctrl-C ended it.
+    checkpoint, unless a second Ctrl-C ended it.
     """
     out.quiet = err.quiet = rank() > 0
     command, rest = _parser().parse_known_args(argv)
@@ -92,7 +92,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Full-parameter fine-tuning in little more memory than the weights. The training commands take "
         "the arguments and YAML files of `trl`, and two more sections: fused and layers.",
         epilog="example:\n  lowmem sft --config configs/quickstart.yaml --learning_rate 2e-2",
-        formatter_class=argparse.RawDescriptionHelpFormatter,  # an example is copied, and must not be wrapped
+        formatter_class=argparse.RawDescriptionHelpFormatter,  # examples must not be wrapped
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=versions())
@@ -181,7 +181,7 @@ def inspect(command: argparse.Namespace, rest: Sequence[str]) -> None:
                         style="bold green" if part.trained else "dim")  # fmt: skip
         out.print(text, soft_wrap=True)
     out.rule(style="dim")
-    counts = data.check(trainer, train)  # after the rows, which show the cause of an error
+    counts = data.check(trainer, train)  # after the rows, which may show why it raises
     marks = "in green" if out.is_terminal else "in ⟦ ⟧"
     out.print(f"Trained on: the text {marks}. First rows: {counts}", soft_wrap=True)
 
@@ -275,11 +275,8 @@ def _profile_options(parser: Any) -> None:
 
 def _plan_options(parser: Any) -> None:
     group = parser.add_argument_group("lowmem plan")
-    group.add_argument(
-        "--memory",
-        metavar="SIZE",
-        help="free memory of a device, such as 23GiB: whether the run fits, and what to change",
-    )
+    memory = "free memory of a device, such as 23GiB: whether the run fits, and what to change"
+    group.add_argument("--memory", metavar="SIZE", help=memory)
     group.add_argument("--ranks", type=int, metavar="N", help="number of processes, each with one device (1)")
     group.add_argument("--write", type=Path, metavar="FILE", help="write the YAML of the run, or of a change that fits")
     group.add_argument("--device", choices=("gpu", "cpu"), help="the device to train on (gpu)")
@@ -287,8 +284,8 @@ def _plan_options(parser: Any) -> None:
 
 
 def _fitting(recipe: "Recipe", ranks: int, memory: int) -> tuple["Recipe | None", dict[str, int]]:
-    """Plans and prints arguments that reduce memory. Returns the recipe with the first ones that fit, or None, and the
-    bytes that each device needs by the words of the arguments.
+    """Plans and prints arguments that reduce memory. Returns the recipe with the first ones that fit, if any, and the
+    bytes that each device needs with them.
     """
     from lowmem.run import reductions
 
@@ -343,7 +340,7 @@ def _phase_table(planned: "RunPlan", ranks: int) -> Table:
 
 def show_rules(arguments: argparse.Namespace, rest: Sequence[str]) -> None:
     """`lowmem rules`."""
-    logging.getLogger("lowmem").setLevel(logging.ERROR)  # measuring would warn of rules that round to nearest
+    logging.getLogger("lowmem").setLevel(logging.ERROR)  # rules that round to nearest would warn
     if arguments.rule is not None:
         _show_rule(arguments.rule, arguments.model)
         return
@@ -392,8 +389,8 @@ def _quiet() -> None:
     import huggingface_hub
     import transformers
 
-    huggingface_hub.constants.HF_HUB_DISABLE_TELEMETRY = True  # TRL 1.16 reports each trainer that is made
-    datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # datasets 4 (load.py) reports each data set, local ones too
+    huggingface_hub.constants.HF_HUB_DISABLE_TELEMETRY = True  # TRL 1.16 reports each trainer
+    datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # datasets 4 (load.py) reports each data set, even local ones
     warnings.filterwarnings("ignore", category=FutureWarning)  # for developers of libraries
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     transformers.logging.set_verbosity_error()

@@ -39,7 +39,7 @@ TRAINER_STATE_FILE = "trainer_state.json"
 SCHEDULER_FILE = "scheduler.pt"
 TIMELINE_FILE = "timeline.json"
 
-# The files by which a directory is recognized as a model.
+# A directory with one of these files is a model.
 _CONFIGURATIONS = (CONFIG_NAME, ADAPTER_CONFIG_NAME)
 
 # Directories of a run for the checkpoint that is being written, replaced or removed. A killed run leaves them behind.
@@ -52,17 +52,14 @@ _VOLATILE = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transfor
 
 _DIRECTORY = re.compile(r"checkpoint-(\d+)")
 
-# RuntimeErrors of torch.save that are about a file. Devices and other ranks raise RuntimeError, too.
+# torch.save's RuntimeErrors about a file. Devices and other ranks also raise RuntimeError.
 _FILE_ERROR = re.compile("inline_container|iostream|Parent|opened")
 
 
 def save_optimizer(optimizer: FusedOptimizer, path: Path, *, write: bool = True) -> None:
     """Writes the `named_state_dict` to a safetensors file: tensors as `parameter/state`, the rest as JSON metadata.
 
-    Gathers one state at a time. Where parameters are sharded, every rank calls it.
-
-    Args:
-        write: whether this rank writes the file. The other ranks do not touch it.
+    Gathers one state at a time. If parameters are sharded, every rank calls it, and only ranks with `write` write.
 
     Raises:
         TypeError: a state or a group has a value that is neither a tensor nor JSON.
@@ -81,10 +78,8 @@ def save_optimizer(optimizer: FusedOptimizer, path: Path, *, write: bool = True)
 
 
 def load_optimizer(optimizer: FusedOptimizer, path: Path) -> None:
-    """Loads a file that `save_optimizer` wrote.
-
-    Raises:
-        CheckpointError: the file is missing or truncated, or belongs to another optimizer or model.
+    """Loads a file that `save_optimizer` wrote. Raises `CheckpointError` if it is missing, truncated, or from another
+    model or optimizer.
     """
     file = SafetensorsFile(path)
     text = (file.metadata() or {}).get("lowmem")
@@ -115,7 +110,7 @@ def check_configuration(model: Any, folder: Path) -> None:
     """Raises `CheckpointError` if the configurations of a model and of a checkpoint differ."""
     if not (folder / CONFIG_NAME).exists() or not hasattr(model, "config"):
         return
-    # as JSON, which has lists for tuples
+    # as JSON, which has lists instead of tuples
     configs = (model.config, type(model.config).from_pretrained(folder))
     now, saved = (json.loads(config.to_json_string()) for config in configs)
     for name in sorted((now.keys() | saved.keys()) - _VOLATILE):
@@ -151,12 +146,8 @@ def check_resumable(folder: Path) -> None:
 
 
 def to_resume(requested: str | bool | None, run_dir: Path) -> Path | None:
-    """Returns the checkpoint to resume from: the requested one, or the last intact one in `run_dir` for `True`.
-
-    Every rank calls it. Rank 0 finds and verifies the checkpoint for all of them.
-
-    Raises:
-        CheckpointError: on every rank, if the checkpoint is missing or damaged, or if `run_dir` has none.
+    """Returns the checkpoint to resume from: the requested one, or the last intact one in `run_dir` for `True`. Every
+    rank calls it, and rank 0 verifies the checkpoint. Every rank raises `CheckpointError` if it is missing or damaged.
     """
     verdict: list[str | None] = [None, None]
     if requested and not (in_group() and dist.get_rank()):
@@ -182,12 +173,10 @@ def to_resume(requested: str | bool | None, run_dir: Path) -> Path | None:
 def saving(run_dir: Path, name: str | None = None, earlier: Sequence[int] = ()) -> Iterator[Path]:
     """A context in which every rank saves into the directory that it yields. When it ends, rank 0 renames the directory
     to the checkpoint `name` in `run_dir`, or without a name moves its files, the final model, into `run_dir` itself.
+    Raises `CheckpointError` if a file cannot be written. Earlier checkpoints stay complete.
 
     Args:
         earlier: the steps of the checkpoints from which this one continues.
-
-    Raises:
-        CheckpointError: a file cannot be written. Earlier checkpoints stay complete.
     """
     state, staged = PartialState(), run_dir / STAGING / (name or "model")
     try:
@@ -216,10 +205,8 @@ def saving(run_dir: Path, name: str | None = None, earlier: Sequence[int] = ()) 
 
 
 def publish(staged: Path, folder: Path) -> None:
-    """Renames a complete checkpoint to `folder` once all of it is on the disk.
-
-    A checkpoint with that name, from before the run was resumed from an earlier step, stays complete and is found by
-    `find_last` until the new one has replaced it.
+    """Flushes a complete checkpoint to the disk and renames it to `folder`. A checkpoint with that name, from before
+    the run was resumed from an earlier step, stays complete and can be found until the new one has replaced it.
     """
     checksums.write(staged)
     flush_tree(staged)
@@ -235,9 +222,8 @@ def publish(staged: Path, folder: Path) -> None:
 
 
 def publish_model(staged: Path, folder: Path) -> None:
-    """Moves the files of a model into a directory that may contain an earlier model, once all are on the disk.
-
-    The old configuration is removed first and the new one moved last: a directory that has one has a complete model.
+    """Flushes a model to the disk and moves its files into a directory that may contain an earlier model. The old
+    configuration is removed first and the new one moved last, so a directory with a configuration has a complete model.
     """
     flush_tree(staged)
     configurations = [name for name in _CONFIGURATIONS if (staged / name).exists()]
@@ -288,18 +274,12 @@ def remove(folder: Path) -> None:
 
 
 class Candidate(NamedTuple):
-    """A checkpoint, complete or not.
+    """A checkpoint, complete or not."""
 
-    Attributes:
-        number: in the order in which checkpoints were saved; 0 if an earlier version did not write it, infinity if its
-            file is damaged.
-        earlier: the steps of the checkpoints from which it continues; None if they are not known.
-    """
-
-    number: float
+    number: float  # in the order of saving; 0 if an earlier version saved it, infinity if it is damaged
     step: int
     folder: Path
-    earlier: list[int] | None
+    earlier: list[int] | None  # the steps of the checkpoints from which it continues, if they are known
 
 
 def candidates(run_dir: Path) -> list[Candidate]:
@@ -347,10 +327,8 @@ def _candidate(folder: Path) -> Candidate:
 
 
 def find_last(run_dir: Path, check: Callable[[Path], None] = check_resumable) -> tuple[Path, list[str]]:
-    """Returns the last checkpoint of the timeline that passes `check`, and the errors of those that did not.
-
-    Raises:
-        CheckpointError: no checkpoint passes.
+    """Returns the last checkpoint of the timeline that passes `check`, and the errors of the checkpoints that did not.
+    Raises `CheckpointError` if none passes.
     """
     damaged: list[str] = []
     for each in timeline(run_dir):

@@ -20,10 +20,8 @@ def write(folder: Path) -> None:
 
 
 def check(folder: Path, unread: Collection[str] = ()) -> None:
-    """Checks every file that `checksums.txt` lists, except those in `unread`.
-
-    Raises:
-        CheckpointError: a file is missing or has another checksum, or `checksums.txt` itself is missing or damaged.
+    """Checks every file that `checksums.txt` lists, except those in `unread`. Raises `CheckpointError` if a file, or
+    `checksums.txt` itself, is missing or damaged.
     """
     for name, expected in read(folder).items():
         file = folder / name
@@ -37,7 +35,7 @@ def check(folder: Path, unread: Collection[str] = ()) -> None:
 
 
 def read(folder: Path) -> dict[str, str]:
-    """The checksums in `checksums.txt`, by the name of the file. Raises `CheckpointError` if it can't be read."""
+    """Reads `checksums.txt`: file name → checksum. Raises `CheckpointError` if it is missing or damaged."""
     path = folder / FILE
     try:
         lines = path.read_text(encoding="utf-8").splitlines()

@@ -13,10 +13,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 @contextmanager
 def loading(*, converts: bool) -> Iterator[None]:
-    """A context in which a trainer loads its model.
-
-    Args:
-        converts: weights are converted to the dtype of the model not here, but when they are sharded or streamed.
+    """A context in which a trainer loads its model. With `converts`, weights keep the dtype of the files until they are
+    sharded or streamed.
     """
     if not converts:
         yield

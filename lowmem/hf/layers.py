@@ -22,8 +22,9 @@ from transformers.utils import ModelOutput
 from lowmem.errors import ConfigError
 from lowmem.layers.logits import LazyHead, Logits
 from lowmem.layers.mlp import tile_mlps
+from lowmem.layers.quantize import quantize_
 from lowmem.layers.tied import share_gradient
-from lowmem.options import LayersConfig
+from lowmem.options import FusedConfig, LayersConfig
 from lowmem.placements.zero3 import gathered
 
 # Names of tables of learned positions in transformers 5.23.
@@ -43,16 +44,23 @@ _OTHERS = ("GRPOTrainer", "RLOOTrainer")
 
 
 def change(model: Any, layers: LayersConfig) -> None:
-    """Tiles the MLPs of a model that is not sharded yet. A tied embedding then adds its gradient to the head's.
-
-    Raises:
-        UnsupportedError: the model has no MLP that can be tiled.
+    """Tiles the MLPs of a model, and lets a tied embedding add its gradient to the head's. Raises `UnsupportedError` if
+    no MLP can be tiled.
     """
     if layers.mlp_tile is not None:
         tile_mlps(model, layers.mlp_tile)
     table, head = embedding(model, "input"), embedding(model, "output")
     if layers.computed_gradients and head is not None and getattr(table, "weight", None) is head.weight:
         share_gradient(table)
+
+
+def quantize(model: Any, fused: FusedConfig | None, device: torch.device | None = None) -> None:
+    """Quantizes the weights if `fused` requests it, and moves each of them to the device when it is quantized."""
+    if fused is None or fused.weight_format is None:
+        return
+    if is_peft_model(model):
+        raise ConfigError("fused.weight_format is for training all weights, but this model has adapters; omit it")
+    quantize_(model, fused.weight_format, device=device)
 
 
 def embedding(model: Any, side: Literal["input", "output"]) -> Any:
@@ -92,11 +100,9 @@ class TokenLosses(ModelOutput):
 
 
 def compute_losses(trainer: Any, layers: LayersConfig) -> list[HeadSlot]:
-    """Replaces the head in the losses of a trainer of TRL and of its reference model by `lowmem.layers.head`, unless
-    `computed_gradients` is False. From TRL 1.15 on, this includes the label smoothing of an `SFTTrainer`.
-
-    Returns:
-        If the trainer's loss reads logits, the heads for `lazily`, otherwise nothing.
+    """Replaces the head in the losses of a TRL trainer and its reference model by `lowmem.layers.head`, unless
+    `computed_gradients` is False. From TRL 1.15 on, this includes the label smoothing of an `SFTTrainer`. Returns the
+    heads for `lazily` if the loss reads logits.
     """
     # by name: importing the class of another trainer may need a package that is not installed
     classes = [cls.__name__ for cls in type(trainer).__mro__ if cls.__module__.startswith("trl.")]

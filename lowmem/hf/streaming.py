@@ -21,11 +21,7 @@ _NOT_STREAMED = ("torch_compile", "use_vllm", "sync_ref_model", "fp16_full_eval"
 
 
 class StreamedSharding:
-    """Streams the layers of a model past the one device of a run, from their home. Nothing is divided among ranks.
-
-    Attributes:
-        converts: weights are converted to another dtype layer by layer, as they get their home.
-    """
+    """Streams the layers of a model through the one device of a run. If `converts`, converts weights layer by layer."""
 
     def __init__(self, args: TrainingArguments, fused: FusedConfig) -> None:
         self._args, self._fused = args, fused
@@ -60,7 +56,7 @@ class StreamedSharding:
 
 
 def in_words(streaming: Streaming, model: nn.Module) -> str:
-    """Describes the layers that are streamed, and the weights that stay on the device."""
+    """Describes the streamed layers, and the weights that stay on the device."""
     sizes = [unit.nbytes for unit in streaming.units]
     stays = sum(map(placements.nbytes, model.parameters())) - sum(sizes)
     if not sizes:
@@ -72,6 +68,18 @@ def in_words(streaming: Streaming, model: nn.Module) -> str:
     )
 
 
-def traffic(streaming: Streaming) -> tuple[float, int, float]:
-    """Returns the time in seconds, and by then: bytes copied to the device and back, seconds waited for copies."""
-    return time.perf_counter(), streaming.fetched + streaming.written, streaming.waited
+class Traffic:
+    """The copies of a streamed model, measured from one log to the next."""
+
+    def __init__(self, streaming: Streaming) -> None:
+        self._streaming, self._before = streaming, self._counts(streaming)
+
+    def metrics(self) -> dict[str, float]:
+        """Returns the speed of copies in both directions, and the share of the time that the device waited for them."""
+        before, self._before = self._before, self._counts(self._streaming)
+        seconds, copied, waited = (now - then for now, then in zip(self._before, before, strict=True))
+        return {"streamed_gb_per_second": copied / seconds / 1e9, "waiting_share": waited / seconds}
+
+    @staticmethod
+    def _counts(streaming: Streaming) -> tuple[float, int, float]:
+        return time.perf_counter(), streaming.fetched + streaming.written, streaming.waited

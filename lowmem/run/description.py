@@ -1,4 +1,4 @@
-"""A run in words, by topic: its model, optimizer and memory options, for its first lines and for a plan."""
+"""Describes the model, optimizer and memory options of a run, for its first lines and for a plan."""
 
 import math
 from typing import Any

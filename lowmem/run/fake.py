@@ -1,6 +1,5 @@
-"""The trainer of a run with fake tensors: nothing is allocated, and nothing is downloaded but the model's config.json.
-
-The model is built from its configuration, and the rows are the longest that can occur in the run.
+"""The trainer of a run with fake tensors. The model is built from its config.json, which is all that is downloaded, and
+the rows are the longest that the run can produce.
 """
 
 import copy
@@ -38,6 +37,7 @@ from lowmem.hf.layers import positions
 from lowmem.hf.streaming import StreamedSharding
 from lowmem.run import build, data, images
 from lowmem.run.boundary import blaming, blaming_libraries
+from lowmem.run.fake_ranks import Patch, patched
 from lowmem.run.memory import StepMemory, step_memory
 from lowmem.run.recipe import Recipe
 
@@ -50,17 +50,17 @@ _DATA_ARGUMENTS: dict[str, Any] = {
 # The options of activation checkpointing, before and since transformers 5.23.
 _KWARGS = ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs")
 
-# Columns of log-probabilities of a reference model, which are in the data if they were computed before.
+# Columns of precomputed log-probabilities of a reference model.
 _REFERENCES = ("ref_chosen_logps", "ref_rejected_logps", "ref_logps", "ref_KL_logps")
 
-_MIN_OFFLOAD = 1024  # TRL offloads activations of at least so many bytes
-_KNOWN, _CONSTANT = 1 << 24, 1 << 16  # largest tensors with known values: computed from others, and from numbers
-MICRO_BATCHES = 3  # a micro-batch after the third needs the same memory as the third
+_MIN_OFFLOAD = 1024  # bytes of the smallest activation that TRL offloads
+_KNOWN, _CONSTANT = 1 << 24, 1 << 16  # largest number of known values: in a tensor that is computed, and in a constant
+MICRO_BATCHES = 3  # later micro-batches need the memory of the third
 LONGEST = 1024  # tokens of a row where max_length is None
 
 
 class FakeRun(NamedTuple):
-    """A trainer with fake weights, which has sharded them; its other models; and its largest batches."""
+    """A trainer whose weights are fake, and sharded if the run shards them; its other models; its largest batches."""
 
     trainer: Any
     others: list[PreTrainedModel]
@@ -90,24 +90,14 @@ class FakeRun(NamedTuple):
 
 @contextmanager
 def running(recipe: Recipe, device: torch.device, *, real: bool = False) -> Iterator[FakeRun]:
-    """A context in which the trainer of a run computes with fake tensors on `device`.
-
-    Args:
-        recipe: the arguments of the run.
-        real: it computes with real tensors, of random weights, to measure what a plan predicts.
+    """A context in which the trainer of a run computes with fake tensors on `device`; if `real`, with real tensors and
+    random weights, to measure what a plan predicts.
     """
     fake = None if real else FakeTensorMode(allow_non_fake_inputs=True)
-    of_args = property(lambda args: args._setup_devices and device)  # which have the CPU
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore")  # of DeepSpeed and PyTorch, about the ranks that do not exist
-        stack.enter_context(patch.object(TrainingArguments, "device", of_args))
-        stack.enter_context(patch.object(Accelerator, "device", property(lambda _: device)))
-        if not real and recipe.training.deepspeed:  # by which TRL shards reference models; Accelerate has none on a CPU
-            plugin = property(lambda _: recipe.training.deepspeed_plugin)
-            stack.enter_context(patch.object(AcceleratorState, "deepspeed_plugin", plugin))
-        if not real:  # the original moves the model to the CPU
-            stack.enter_context(patch.object(Accelerator, "prepare_model", lambda _, model, **__: model))
+        warnings.simplefilter("ignore")  # DeepSpeed and PyTorch warn about ranks that do not exist
+        stack.enter_context(patched(_of_trainer(recipe.training, device, real)))
         folder = stack.enter_context(tempfile.TemporaryDirectory())  # a trainer creates its output folder
         trainer, others = _trainer(recipe, folder, fake, device)
         batches = [_batch(trainer, recipe.training.per_device_train_batch_size)]
@@ -117,11 +107,8 @@ def running(recipe: Recipe, device: torch.device, *, real: bool = False) -> Iter
         for context in () if fake is None else (fake, values):
             stack.enter_context(context)
         stack.enter_context(_recomputed_and_offloaded(trainer.model, recipe.training))
-        stack.enter_context(_autocast_on_meta())
-        stack.enter_context(patch.object(torch, "tensor", _constant))
-        if not real:
-            stack.enter_context(_attention())
-        # these weights are not broadcast: fake ones cannot be replaced by shards of rank 0's
+        stack.enter_context(patched(_of_torch(real)))
+        # fake weights cannot be replaced by broadcast shards
         sharded = trainer._inputs.sharding
         with patch.object(sharded, "broadcasts", False) if hasattr(sharded, "broadcasts") else nullcontext():
             trainer._shard()
@@ -146,20 +133,20 @@ def checkpointing(args: Any) -> str:
 def _trainer(
     recipe: Recipe, folder: str, fake: FakeTensorMode | None, device: torch.device
 ) -> tuple[Any, list[PreTrainedModel]]:
-    """The trainer of a run, with weights that nobody has trained and two rows of data, and its other models."""
+    """Creates the trainer of a run, with random weights and two rows of data. Returns it and its other models."""
     args, adapted = recipe.training, recipe.model.use_peft
     length = args.max_length or LONGEST
     named = images.sees(recipe.config) and (recipe.mixture.datasets or recipe.script.dataset_name)
     pictured = images.largest(recipe, data.first(data.load(recipe)[0])) if named else None
     rows, processor = pictured or (_rows(recipe.command, length), _tokenizer())
     names = ["ref_model"] if recipe.command in ("dpo", "kto") and not adapted else []
-    if not args.deepspeed:  # of an earlier plan: transformers would partition the model
+    if not args.deepspeed:  # left by an earlier plan, for which transformers would partition the model
         unset_hf_deepspeed_config()
     if (sharded := sharding.requested(args, recipe.fused)) is not None:
         if fake is not None and args.deepspeed and (nvme := offloaded_to_nvme(args)):
             nvme["device"] = "cpu"  # fake tensors cannot be written
         sharded.prepare(recipe.dtype)
-    # initial values, which some models draw until all are in a range
+    # some models draw initial values until all are in a range, which fake tensors never are
     initial = nullcontext() if fake is None else patch.object(PreTrainedModel, "initialize_weights", lambda _: None)
     with fake or nullcontext(), nullcontext() if fake is None else _Values(), initial, device:
         model, *others = (_untrained(recipe) for _ in range(1 + len(names)))
@@ -168,12 +155,12 @@ def _trainer(
     for item in () if fake is None else (model, *others):
         item.hf_device_map = dict.fromkeys(("", "model"), device.type)  # keeps Accelerate from moving the model
     changed = {} if pictured else dict(_DATA_ARGUMENTS)
-    if device.type == "meta":  # a trainer on this device raises for offloading, which `_recomputed_and_offloaded` adds
+    if device.type == "meta":  # a trainer would raise for offloading here, so `_recomputed_and_offloaded` adds it
         kwargs = args.gradient_checkpointing_kwargs or {}
         inside = {name: value for name, value in kwargs.items() if name != "offload"} or None
         changed |= {"activation_offloading": False, **dict.fromkeys(_KWARGS, inside)}
     options = {"processing_class": processor, **dict(zip(names, others, strict=True))}
-    later = patch.object(StreamedSharding, "shard", lambda *_, **__: None)  # where new tensors are fake, too
+    later = patch.object(StreamedSharding, "shard", lambda *_, **__: None)  # later, when new tensors are fake
     with device if adapted else nullcontext(), later if fake is not None else nullcontext():  # adapters are on it
         trainer = build.trainer(recipe.probe(folder, sharded=True, **changed), rows, None, model, **options)
     for module in trainer.model.modules() if adapted else ():
@@ -187,7 +174,7 @@ def _trainer(
 
 @contextmanager
 def _recomputed_and_offloaded(model: Any, args: Any) -> Iterator[None]:
-    """Applies what the arguments say of activations."""
+    """Applies activation checkpointing and offloading, as the arguments request."""
     if args.gradient_checkpointing:
         kwargs = {"use_reentrant": False, **(args.gradient_checkpointing_kwargs or {})}
         which = {name: kwargs.pop(name) for name in ("every_n_layers", "offload") if name in kwargs}
@@ -198,18 +185,31 @@ def _recomputed_and_offloaded(model: Any, args: Any) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _autocast_on_meta() -> Iterator[None]:
-    """Lets code ask about autocast on "meta", where torch (2.13) raises: TRL's head, transformers 4, DeepSpeed."""
+def _of_trainer(args: Any, device: torch.device, real: bool) -> Iterator[Patch]:
+    yield TrainingArguments, "device", property(lambda args: args._setup_devices and device)  # arguments have the CPU
+    yield Accelerator, "device", property(lambda _: device)
+    if not real:  # the original moves the model to the CPU
+        yield Accelerator, "prepare_model", lambda _, model, **__: model
+    if not real and args.deepspeed:  # TRL reads it to shard reference models; Accelerate has none on a CPU
+        yield AcceleratorState, "deepspeed_plugin", property(lambda _: args.deepspeed_plugin)
+
+
+def _of_torch(real: bool) -> Iterator[Patch]:
+    """Replacements of functions that torch 2.13 does not support on "meta" or for fake tensors. TRL's head,
+    transformers 4 and DeepSpeed ask about autocast.
+    """
     enabled, dtype, autocast = torch.is_autocast_enabled, torch.get_autocast_dtype, torch.autocast
 
     def on_cpu(device_type: str, *options: Any, **named: Any) -> Any:
         return autocast(device_type.replace("meta", "cpu"), *options, **named)
 
-    asked = patch.object(torch, "is_autocast_enabled", lambda on="cuda": on != "meta" and enabled(on))
-    converted = patch.object(torch, "get_autocast_dtype", lambda on: dtype(on.replace("meta", "cpu")))
-    with asked, converted, patch.object(torch, "autocast", on_cpu):
-        yield
+    yield torch, "autocast", on_cpu
+    yield torch, "is_autocast_enabled", lambda on="cuda": on != "meta" and enabled(on)
+    yield torch, "get_autocast_dtype", lambda on: dtype(on.replace("meta", "cpu"))
+    yield torch, "tensor", _constant
+    if not real:
+        yield masking_utils, "is_tracing", lambda *_: False  # values are known: no mask where none is needed
+        yield nn.functional, "scaled_dot_product_attention", _attend
 
 
 def _constant(data: Any, *, device: Any = None, tensor: Any = torch.tensor, **options: Any) -> Tensor:
@@ -225,7 +225,7 @@ def _untrained(recipe: Recipe) -> PreTrainedModel:
         config.num_labels, kind = 1, AutoModelForSequenceClassification
     with blaming("model_name_or_path: no model can be built from its configuration"):
         options = {"dtype": recipe.dtype, "attn_implementation": recipe.model.attn_implementation}
-        if hasattr(kind, "from_config"):  # an automatic class, which would ask on the terminal
+        if hasattr(kind, "from_config"):  # an automatic class would ask on the terminal
             return kind.from_config(config, trust_remote_code=False, **options)
         return kind._from_config(config, **options)
 
@@ -268,8 +268,8 @@ def _tokenizer() -> PreTrainedTokenizerFast:
 
 
 class _Values(TorchDispatchMode):
-    """Gives code the values of fake tensors that it reads. Those computed from the batch and from constants are known,
-    such as the positions of images. Other integers are 1, other numbers 1/2, and elements of a mask are True.
+    """Values that code reads from fake tensors. Those computed from the batch and from constants are known, such as the
+    positions of images. Other integers are 1, other numbers 1/2, and elements of a mask are True.
     """
 
     def __init__(self) -> None:
@@ -319,7 +319,7 @@ class _Values(TorchDispatchMode):
                 count = self._value(lambda each: int(each.sum()), (mask,), {}) if mask in self.known else mask.numel()
                 selected = (count, *args[0].shape[mask.ndim :])
                 return args[0].new_empty(selected) if func is aten.index.Tensor else torch.empty_like(args[0])
-        if func is aten._grouped_mm.default and args[0].dtype != torch.bfloat16:  # which its fake kernel requires
+        if func is aten._grouped_mm.default and args[0].dtype != torch.bfloat16:  # its fake kernel requires bfloat16
             left, right = args[:2]
             groups = right.shape[:-2] if left.ndim == 3 else args[2].shape if right.ndim == 2 else ()
             return left.new_empty((*groups, left.shape[-2], right.shape[-1]))
@@ -332,26 +332,17 @@ def _offload(saved: Tensor) -> tuple[torch.device, Tensor]:
     return saved.device, saved if stays else saved.cpu()
 
 
-@contextmanager
-def _attention() -> Iterator[None]:
-    """Attention as with real tensors. With fake ones, PyTorch (2.13) takes a kernel for GPUs that holds all scores, and
-    transformers (5.23, masking_utils.py) creates a mask where none is needed.
-    """
-    sdpa = nn.functional.scaled_dot_product_attention
-
-    def attend(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
-               is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False) -> Any:  # fmt: skip
-        if query.device.type != "meta":
-            return sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-        if attn_mask is not None and attn_mask.dtype == torch.bool:  # which is converted to numbers
-            zero, lowest = (torch.full((), x, dtype=query.dtype, device=query.device) for x in (0, -torch.inf))
-            attn_mask = torch.where(attn_mask, zero, lowest)
-        if query.shape[-1] == value.shape[-1]:  # with fewer keys and values than queries, too
-            kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-            return kernel(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[0]
-        kernel = torch.ops.aten._scaled_dot_product_efficient_attention
-        return kernel(query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale)[0]
-
-    values_are_known = patch.object(masking_utils, "is_tracing", lambda *_: False, create=True)
-    with values_are_known, patch.object(nn.functional, "scaled_dot_product_attention", attend):
-        yield
+def _attend(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+            is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+            sdpa: Any = nn.functional.scaled_dot_product_attention) -> Any:  # fmt: skip
+    """Attention as with real tensors. With fake ones, PyTorch (2.13) selects a kernel that stores all scores."""
+    if query.device.type != "meta":
+        return sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    if attn_mask is not None and attn_mask.dtype == torch.bool:  # converted to numbers
+        zero, lowest = (torch.full((), x, dtype=query.dtype, device=query.device) for x in (0, -torch.inf))
+        attn_mask = torch.where(attn_mask, zero, lowest)
+    if query.shape[-1] == value.shape[-1]:  # with fewer keys and values than queries, too
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        return kernel(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[0]
+    kernel = torch.ops.aten._scaled_dot_product_efficient_attention
+    return kernel(query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale)[0]

@@ -35,7 +35,7 @@ from lowmem.run.yaml_file import SECTIONS, Setting, configured
 # Values of `resume_from_checkpoint` for the last intact checkpoint in `output_dir`. AUTO starts a run if it has none.
 LAST, AUTO = "last", "auto"
 
-# By default trainers show a loss that is NaN as 0, and let the progress bar follow the log level of transformers.
+# Without these, trainers log a NaN loss as 0, and the progress bar depends on the log level of transformers.
 _DEFAULTS = {"logging_nan_inf_filter": False, "disable_tqdm": False}
 
 # The optimizer whose hyperparameters are arguments where no rule is set.
@@ -44,31 +44,20 @@ _DEFAULT_RULE = "adamw"
 
 @dataclass(frozen=True)
 class Recipe:
-    """The arguments of a run. `recipe.having(max_length=1024)` is the recipe with another argument.
-
-    Raises:
-        ConfigError: a value is not allowed.
+    """The arguments of a run. `recipe.having(max_length=1024)` is the recipe with another argument. Raises
+    `ConfigError` for a value that is not allowed.
     """
 
-    command: str
-    """The training command, such as "sft"."""
-    settings: Mapping[str, Setting] = field(repr=False)
-    """Every argument that is set, by its name. Options of a section are named `section.option`."""
-    device: str | None = None
-    """The device, "gpu" or "cpu", that the arguments are for. If None, the device of this machine."""
-    file: Path | None = None
-    """The YAML file."""
-    options: argparse.Namespace = field(default_factory=argparse.Namespace)
-    """The options of `plan` and `inspect`."""
+    command: str  # the training command, such as "sft"
+    settings: Mapping[str, Setting] = field(repr=False)  # all that are set; options of a section: `section.option`
+    device: str | None = None  # "gpu" or "cpu", for which the arguments are; None for the device of this machine
+    file: Path | None = None  # the YAML file
+    options: argparse.Namespace = field(default_factory=argparse.Namespace)  # of `plan`, `inspect` and others
 
-    script: Any = field(init=False)
-    """TRL's `ScriptArguments`, or the subclass of the command."""
-    training: Any = field(init=False)
-    """The trainer's own arguments, such as `trl.SFTConfig`."""
-    model: Any = field(init=False)
-    """TRL's `ModelConfig`."""
-    mixture: Any = field(init=False)
-    """TRL's `DatasetMixtureConfig`."""
+    script: Any = field(init=False)  # TRL's `ScriptArguments`, or the subclass of the command
+    training: Any = field(init=False)  # the trainer's own arguments, such as `trl.SFTConfig`
+    model: Any = field(init=False)  # TRL's `ModelConfig`
+    mixture: Any = field(init=False)  # TRL's `DatasetMixtureConfig`
     fused: FusedConfig | None = field(init=False)
     layers: LayersConfig = field(init=False)
 
@@ -97,9 +86,8 @@ class Recipe:
         """Returns the recipe of a trainer in another folder, which reports and evaluates nothing.
 
         Args:
-            folder: its `output_dir`.
             sharded: it shards its model, if this recipe does.
-            attributes: others of the trainer's arguments. They are not checked again, and ignored if it has none.
+            attributes: other arguments of the trainer. They are not checked again, and ignored if it has none.
         """
         recipe, training = copy.copy(self), copy.copy(self.training)
         attributes |= {"output_dir": folder, "report_to": [], "eval_strategy": "no"}
@@ -115,7 +103,7 @@ class Recipe:
         return {name: setting.value for name, setting in self.settings.items()}
 
     def subject_of(self, kind: type) -> str:
-        """Returns what the messages of a dataclass of TRL are about: the file, or the command line."""
+        """Returns the subject of messages about one of TRL's dataclasses: the file, or the command line."""
         return f"{self.file or 'the command line'}: {kind.__name__}"
 
     @cached_property
@@ -128,7 +116,7 @@ class Recipe:
             )
         try:
             return AutoConfig.from_pretrained(name, revision=self.model.model_revision, trust_remote_code=False)
-        except Exception as error:  # libraries do not document which
+        except Exception as error:  # libraries rarely document which
             raise ConfigError(
                 f"model_name_or_path: a plan needs the config.json of {name!r}, which cannot be read "
                 f"(model_name_or_path: {reason(error)}). Download it on a machine with network access (hf download "
@@ -192,16 +180,12 @@ class _Set(argparse.Namespace):
 def parse(
     command: str, argv: Sequence[str], *, device: str | None = None, more: Callable[[Any], None] | None = None
 ) -> Recipe:
-    """Parses the command line of a training command, and the YAML file that it names.
+    """Parses the command line of a training command, and the YAML file that it names. Raises `ConfigError`.
 
     Args:
-        command: one of TRL's, such as "sft".
         argv: the words after the command.
         device: "gpu" or "cpu" makes the recipe of a run on that device, which this machine need not have.
         more: a function that adds the options of `plan` or `inspect` to the parser; their `--device` comes first.
-
-    Raises:
-        ConfigError: an argument or a key is unknown or has an invalid value.
     """
     file, rule, in_file = configured(argv)
     with _located("fused", {} if rule else in_file):
@@ -226,7 +210,7 @@ def _stay_in_place(settings: dict[str, Setting], file: Path | None) -> None:
     if file is None or file.name != CONFIG or not (file.parent / ENVIRONMENT).exists():
         return
     setting, folder = settings.get("output_dir", Setting("output_dir", "")), file.parent.resolve()
-    names = Path(setting.value).parts  # relative to a working directory that is not known
+    names = Path(setting.value).parts  # relative to an unknown working directory
     if folder != Path(setting.value).resolve() and folder.parts[len(folder.parts) - len(names) :] != names:
         warn(f"the run folder was moved or copied from {setting.value}; the run continues in {file.parent}")
     settings["output_dir"] = setting._replace(value=str(file.parent))
@@ -241,7 +225,9 @@ def _for_device(device: str | None, arguments: Mapping[str, Any]) -> dict[str, A
         return {**changed, **off, "use_cpu": True, "bf16": device == "cpu" and bool(autocast[0])}
     if torch.accelerator.is_available():
         if arguments.get("dataloader_pin_memory", True) and "accelerator_config" not in arguments:
-            changed["accelerator_config"] = {"non_blocking": True}  # or the host waits for every tensor of a batch
+            changed["accelerator_config"] = {
+                "non_blocking": True
+            }  # otherwise the host waits for every tensor of a batch
         return changed
     changed["dataloader_pin_memory"] = False
     if not arguments.get("use_cpu") and autocast == (None, None):
@@ -253,7 +239,7 @@ def _for_device(device: str | None, arguments: Mapping[str, Any]) -> dict[str, A
 
 @contextmanager
 def _located(section: str, settings: Mapping[str, Setting]) -> Iterator[None]:
-    """Begins an error about an option of a section, which begins with the option, with the file and line of it."""
+    """Prepends the file and line of an option to an error that begins with its name."""
     try:
         yield
     except LowmemError as error:

@@ -22,27 +22,23 @@ from lowmem.step.program import rounding_of
 
 _SMALL_STATES = ("lomo", "adalomo", "adafactor", "adafactor_t2t")  # rules with almost no states
 _MOMENTUM = {"fused.rule": "adafactor", "fused.beta1": 0.9, "fused.state_storage": "8bit"}  # a byte of state per weight
-_MLP_TILE = 4096  # tokens that an MLP computes at a time, where a plan proposes it
+_MLP_TILE = 4096  # the proposed value of layers.mlp_tile
 
 
 @dataclass(frozen=True)
 class Reduction:
-    """Values of arguments that reduce the memory of a run, and their cost in time and quality.
-
-    Attributes:
-        ranks: processes that these values are for, if they are more than before.
-    """
+    """Values of arguments that reduce the memory of a run, and their cost in time and quality."""
 
     values: dict[str, Any]
     cost: str
-    ranks: int | None = None
+    ranks: int | None = None  # the processes that the values are for, if they are more than before
 
     @property
     def words(self) -> str:
         """The arguments on the command line."""
         texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in self.values.items()}
         words = " ".join(f"--{name} {shlex.quote(text)}" for name, text in texts.items())
-        words = words.replace("--fsdp true", "--fsdp")  # which takes no value
+        words = words.replace("--fsdp true", "--fsdp")  # it takes no value
         return words if self.ranks is None else f"{words} with {self.ranks} processes".lstrip()
 
 
@@ -59,13 +55,11 @@ def reductions(recipe: Recipe, ranks: int = 1) -> list[Reduction]:
 
 def planned(recipe: Recipe, ranks: int, memory: int) -> Iterator[tuple[Reduction, Recipe, int]]:
     """Plans the reductions one by one. If none makes the run fit in `memory`, adds one after the other until it fits.
-
-    Yields:
-        A reduction, the recipe with its values, and the bytes that each device needs.
+    Yields a reduction, the recipe with its values, and the bytes that each device needs.
     """
     least, found = math.inf, reductions(recipe, ranks)
     for reduction in found:
-        with suppress(LowmemError):  # its model may not have what it changes
+        with suppress(LowmemError):  # the model may not support it
             changed = recipe.having(**reduction.values)
             needed = plan(changed, reduction.ranks or ranks).needed
             least = min(least, needed)
@@ -113,7 +107,7 @@ def _of_activations(recipe: Recipe) -> Iterator[Reduction]:
     if not recomputed(args):
         yield Reduction({name: True}, "one more forward per step; equal results")
     elif on_gpu and args.gradient_checkpointing and not offloading(args):
-        with_kwargs = name == "activation_checkpointing"  # of transformers, since 5.23; before, of TRL
+        with_kwargs = name == "activation_checkpointing"  # of transformers since 5.23, of TRL before
         kwargs = {f"{name}_kwargs": {**(args.gradient_checkpointing_kwargs or {}), "offload": True}}
         yield Reduction(kwargs if with_kwargs else {"activation_offloading": True}, "copies to the host; equal results")
     tile, rows, length = recipe.layers.mlp_tile, args.per_device_train_batch_size, _length(args)
@@ -126,7 +120,7 @@ def _of_ranks(recipe: Recipe, ranks: int) -> Iterator[Reduction]:
     if recipe.device == "gpu" and not sharded and ranks == 1 and recipe.optimizer.placement == "auto":
         values = {"fused.placement": "streamed", checkpointing(recipe.training): True}
         yield Reduction(values, "weights on the host, copied in each pass; equal results")
-    possible = sharded or hasattr(recipe.training, "fsdp_plugin_args")  # from transformers 5 on
+    possible = sharded or hasattr(recipe.training, "fsdp_plugin_args")  # since transformers 5
     if recipe.device == "gpu" and not recipe.model.use_peft and possible:
         values = {} if sharded else {"fsdp": True}
         if not sharded and ranks > 1:

@@ -27,13 +27,10 @@ from lowmem.run.terminal import out, print_topics, rank, stage, train_command, w
 
 
 def train(recipe: Recipe) -> int | None:
-    """Trains in `output_dir`, from the beginning or from a checkpoint, and saves the model there.
+    """Trains in `output_dir`, from the beginning or from a checkpoint, and saves the model there. Raises `LowmemError`.
 
     Returns:
         The signal on which the run has stopped, with a checkpoint, or None if it is complete.
-
-    Raises:
-        LowmemError: the arguments, the data, the run folder or a checkpoint are wrong, or memory is exhausted.
     """
     Inputs(None, recipe.training, None, recipe.fused).check_arguments()
     folder = RunFolder(Path(recipe.training.output_dir), recipe.training.resume_from_checkpoint, rank())
@@ -46,8 +43,8 @@ def train(recipe: Recipe) -> int | None:
         stage("loading the model and tokenizing")
         trainer = build.trainer(recipe, train, evaluation)
         counts = data.check(trainer, train, evaluation)
-        with blaming_libraries("this model cannot be trained so"):  # such as with packed samples
-            trainer.create_optimizer()  # raises what it does not support before anything is written
+        with blaming_libraries("this model cannot be trained so"):
+            trainer.create_optimizer()  # raises for unsupported models before anything is written
         topics = {**describe(trainer), "data": counts}
         print_topics(topics)
         _require_metric(trainer)
@@ -57,13 +54,13 @@ def train(recipe: Recipe) -> int | None:
         with report.RunReport(folder.path, out).attached(trainer):
             with stop.handling(), first_step.blaming:
                 trainer.train(resume_from_checkpoint=checkpoint)
-            first_step.on_step_end()  # also if no step was left to train
+            first_step.on_step_end()  # also if no steps remained
             if stop.number is None:
                 folder.save_model(trainer)
         if recipe.training.push_to_hub and stop.number is None and rank() == 0:
             with blaming(f"push_to_hub: {folder.path} has the complete model, but its upload failed"):
                 publishing.publish(trainer, recipe, folder.path, topics)
-        if in_group():  # a process that ends without leaving it aborts
+        if in_group():  # otherwise the process aborts at its end
             distributed.barrier()
             distributed.destroy_process_group()
     if rank() == 0:
@@ -78,7 +75,7 @@ def _require_metric(trainer: Any) -> None:
         return
     handler = trainer.callback_handler
     count = trainer.args.per_device_eval_batch_size * trainer.args.world_size
-    with torch.random.fork_rng(), patch.object(handler, "callbacks", []):  # which would report it
+    with torch.random.fork_rng(), patch.object(handler, "callbacks", []):  # they would report it
         metrics = trainer.evaluate(data.take(min(count, len(data)) if has_length(data) else count))
     names = [metric.removeprefix("eval_") for metric in metrics]
     if name.removeprefix("eval_") not in names:
@@ -86,8 +83,8 @@ def _require_metric(trainer: Any) -> None:
 
 
 class _FirstStep(TrainerCallback):  # type: ignore[misc]
-    """Writes the configuration after the first step. An error that a library raises before that step is blamed on
-    the arguments, and until the first update, the message names the library.
+    """Writes the configuration after the first step. Before that step, library errors are reported as argument errors,
+    and until the first update, the message names the library.
     """
 
     def __init__(self, recipe: Recipe, folder: RunFolder) -> None:
@@ -115,7 +112,7 @@ class _StopOnSignal(TrainerCallback):  # type: ignore[misc]
     """
 
     def __init__(self) -> None:
-        self.number: int | None = None  # of the signal on which training has ended
+        self.number: int | None = None  # the signal that has ended training
         self._received = 0
 
     @contextmanager
@@ -179,7 +176,7 @@ def _print_end(command: str, trainer: Any, run_dir: Path, *, stopped: bool) -> N
         return
     out.print("done", style="bold")
     topics = {"results": f"{run_dir}: model, config.yaml, metrics.jsonl, loss.png"}
-    code = getattr(trainer.model.config, "auto_map", None)  # which `generate` does not execute
+    code = getattr(trainer.model.config, "auto_map", None)  # `generate` does not execute it
     fits = streaming_of(trainer.model) is None  # `generate` loads the model as a whole
     if fits and trainer.model.can_generate() and not (code or (run_dir / OTHERS_FILE).exists()):
         topics["try it"] = f"lowmem generate {shlex.quote(str(run_dir))} 'a prompt'"
@@ -188,7 +185,7 @@ def _print_end(command: str, trainer: Any, run_dir: Path, *, stopped: bool) -> N
 
 @contextmanager
 def _with_advice(recipe: Recipe, folder: RunFolder) -> Iterator[None]:
-    """Adds advice to an error of memory. Writes the traceback of any other error without a message for users."""
+    """Adds advice to an out-of-memory error. Writes the traceback of an error without a message for users."""
     try:
         yield
     except Exception as error:
@@ -196,7 +193,7 @@ def _with_advice(recipe: Recipe, folder: RunFolder) -> Iterator[None]:
             command = train_command(recipe.command, folder.path, recipe.training.save_only_model)
             again = f" Then continue with: {command}" if folder.begun else ""
             advice = ""
-            with suppress(Exception):  # the error of memory matters more
+            with suppress(Exception):  # the first error matters more
                 if found := ", ".join(each.words for each in reductions.reductions(recipe)):
                     advice = f" Arguments that reduce the memory of a step: {found}."
                 plan.require_plannable(recipe, recipe.training.world_size)
