@@ -138,7 +138,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def train(command: argparse.Namespace, rest: Sequence[str]) -> int:
-    """`lowmem sft` and the other training commands."""
     recipe = _recipe(command, rest, _train_options, device=None)
     one = recipe.values.get("use_cpu") or recipe.values.get("fused.placement") == "streamed"
     count = _count("--num_processes", recipe.options.num_processes, 1 if one else max(1, torch.cuda.device_count()))
@@ -164,7 +163,6 @@ def _launch(count: int, words: Sequence[str], values: Mapping[str, Any]) -> NoRe
 
 
 def inspect(command: argparse.Namespace, rest: Sequence[str]) -> None:
-    """`lowmem inspect`."""
     recipe = _recipe(command, rest, _inspect_options)
     from lowmem.run import data
 
@@ -187,7 +185,6 @@ def inspect(command: argparse.Namespace, rest: Sequence[str]) -> None:
 
 
 def plan(command: argparse.Namespace, rest: Sequence[str]) -> int:
-    """`lowmem plan`."""
     recipe = _recipe(command, rest, _plan_options)
     from lowmem.run import plan as planning
 
@@ -218,7 +215,6 @@ def plan(command: argparse.Namespace, rest: Sequence[str]) -> int:
 
 
 def profile(command: argparse.Namespace, rest: Sequence[str]) -> None:
-    """`lowmem profile`."""
     recipe = _recipe(command, rest, _profile_options, device=None)
     from lowmem.run import profile as profiling
 
@@ -302,7 +298,6 @@ def _fitting(recipe: "Recipe", ranks: int, memory: int) -> tuple["Recipe | None"
 
 
 def generate(command: argparse.Namespace, rest: Sequence[str]) -> None:
-    """`lowmem generate`."""
     _quiet()
     from lowmem.run import generation
 
@@ -339,7 +334,6 @@ def _phase_table(planned: "RunPlan", ranks: int) -> Table:
 
 
 def show_rules(arguments: argparse.Namespace, rest: Sequence[str]) -> None:
-    """`lowmem rules`."""
     logging.getLogger("lowmem").setLevel(logging.ERROR)  # rules that round to nearest would warn
     if arguments.rule is not None:
         _show_rule(arguments.rule, arguments.model)

@@ -68,13 +68,11 @@ class FakeRun(NamedTuple):
     evaluated: dict[str, Any] | None
 
     def loss(self) -> Tensor:
-        """The loss of a micro-batch."""
         with self.trainer.compute_loss_context_manager():
             loss: Tensor = self.trainer.compute_loss(self.trainer.model, dict(self.batch))
         return loss
 
     def evaluate(self) -> None:
-        """Evaluates a batch."""
         assert self.evaluated is not None
         self.trainer.prediction_step(self.trainer.model.eval(), dict(self.evaluated), prediction_loss_only=True)
 

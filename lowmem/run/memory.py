@@ -198,7 +198,6 @@ class StepMemory:
         return self.rest + self.largest_gradient
 
     def figures(self) -> dict[str, Any]:
-        """Plain values for a file."""
         names = ("peak", "during", "floor", "host_peak", "items", "largest_gradient", "temporaries", "evaluation")
         return {name.removesuffix("_peak"): getattr(self, name) for name in names}
 

@@ -68,7 +68,6 @@ class RunPlan(NamedTuple):
         return max(phase.device for phase in self.phases.values()) + self.reserve
 
     def figures(self) -> dict[str, Any]:
-        """Plain values for a file."""
         phases = {name: phase._asdict() for name, phase in self.phases.items()}
         return {**self.summary, **self.step.figures(), "phases": phases, "reserve": self.reserve, "needed": self.needed}
 

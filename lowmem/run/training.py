@@ -117,7 +117,6 @@ class _StopOnSignal(TrainerCallback):  # type: ignore[misc]
 
     @contextmanager
     def handling(self) -> Iterator[None]:
-        """Handles the two signals."""
         handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
         def receive(number: int, _: object) -> None:
