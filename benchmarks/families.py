@@ -27,7 +27,7 @@ from benchmarks import pages, reports
 from benchmarks.reports import command
 from lowmem import cli
 from lowmem.run import data
-from lowmem.run.fake import model_config, running
+from lowmem.run.fake import running
 from lowmem.run.plan import plan
 from lowmem.run.recipe import parse
 from scripts.make_model import train_tokenizer
@@ -147,7 +147,7 @@ def planned(words: list[str]) -> str:
     """Returns the relative difference between the plan and the tensors of a step."""
     words = [*words, "--bf16=false", "--max_grad_norm=0", "--fused.compile=false", "--output_dir=unused"]
     real, fake = (parse("sft", words, device=device) for device in (None, "cpu"))
-    with running(real, model_config(real), torch.device("cpu"), real=True) as measured:
+    with running(real, torch.device("cpu"), real=True) as measured:
         peak = measured.step().peak
     apart = plan(fake).step.peak / peak - 1
     return "0" if abs(apart) < 5e-4 else f"{apart:+.1%}"

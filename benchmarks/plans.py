@@ -21,7 +21,7 @@ from transformers import AutoConfig
 from benchmarks import reports
 from benchmarks.pages import ROOT, grouped
 from benchmarks.reports import command
-from lowmem.run.fake import model_config, running
+from lowmem.run.fake import running
 from lowmem.run.plan import plan
 from lowmem.run.recipe import Recipe, parse
 
@@ -89,7 +89,7 @@ def measure(placement: str, models: Sequence[str], rules: Sequence[str], folder:
     """Returns the peaks of this rank, by model and method."""
     peaks: dict[str, dict[str, int]] = {}
     for model, rule, recipe in recipes(placement, models, rules, folder, device=None):
-        with running(recipe, model_config(recipe), torch.device("cpu"), real=True) as run:
+        with running(recipe, torch.device("cpu"), real=True) as run:
             peaks.setdefault(model, {})[rule] = run.step().peak
     return peaks
 

@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 
     The exit status is 0 for success, 1 for a plan that does not fit, 2 for an error with a message, 3 for one without
     (a defect), and 128 + N after signal N: 130 for Ctrl-C, 143 for SIGTERM. A run that was training has saved a
-    checkpoint then, unless a second Ctrl-C ended it.
+    checkpoint, unless a second Ctrl-C ended it.
     """
     out.quiet = err.quiet = rank() > 0
     command, rest = _parser().parse_known_args(argv)
@@ -92,7 +92,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Full-parameter fine-tuning in little more memory than the weights. The training commands take "
         "the arguments and YAML files of `trl`, and two more sections: fused and layers.",
         epilog="example:\n  lowmem sft --config configs/quickstart.yaml --learning_rate 2e-2",
-        formatter_class=argparse.RawDescriptionHelpFormatter,  # an example is copied, and must not be wrapped
+        formatter_class=argparse.RawDescriptionHelpFormatter,  # examples must not be wrapped
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=versions())
@@ -138,7 +138,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def train(command: argparse.Namespace, rest: Sequence[str]) -> int:
-    """`lowmem sft` and the other training commands."""
     recipe = _recipe(command, rest, _train_options, device=None)
     one = recipe.values.get("use_cpu") or recipe.values.get("fused.placement") == "streamed"
     count = _count("--num_processes", recipe.options.num_processes, 1 if one else max(1, torch.cuda.device_count()))
@@ -164,7 +163,6 @@ def _launch(count: int, words: Sequence[str], values: Mapping[str, Any]) -> NoRe
 
 
 def inspect(command: argparse.Namespace, rest: Sequence[str]) -> None:
-    """`lowmem inspect`."""
     recipe = _recipe(command, rest, _inspect_options)
     from lowmem.run import data
 
@@ -181,13 +179,12 @@ def inspect(command: argparse.Namespace, rest: Sequence[str]) -> None:
                         style="bold green" if part.trained else "dim")  # fmt: skip
         out.print(text, soft_wrap=True)
     out.rule(style="dim")
-    counts = data.check(trainer, train)  # after the rows, which show the cause of an error
+    counts = data.check(trainer, train)  # after the rows, which may show why it raises
     marks = "in green" if out.is_terminal else "in ⟦ ⟧"
     out.print(f"Trained on: the text {marks}. First rows: {counts}", soft_wrap=True)
 
 
 def plan(command: argparse.Namespace, rest: Sequence[str]) -> int:
-    """`lowmem plan`."""
     recipe = _recipe(command, rest, _plan_options)
     from lowmem.run import plan as planning
 
@@ -200,7 +197,7 @@ def plan(command: argparse.Namespace, rest: Sequence[str]) -> int:
     out.print(_step_table(planned.step))
     out.print()
     out.print(_phase_table(planned, ranks))
-    figures = {"device": recipe.device, "ranks": ranks, **planned.figures(), "memory": memory, "ways": {}}
+    figures = {"device": recipe.device, "ranks": ranks, **planned.figures(), "memory": memory, "reductions": {}}
     fits = memory is None or planned.needed <= memory
     found: Recipe | None = recipe
     if memory is not None:
@@ -208,7 +205,7 @@ def plan(command: argparse.Namespace, rest: Sequence[str]) -> int:
         verdict = "fits in" if fits else "does not fit in"
         out.print(f"\n{verdict} {size(memory)}: {margin}", style="bold")
         if not fits:
-            found, figures["ways"] = _fitting(recipe, ranks, memory)
+            found, figures["reductions"] = _fitting(recipe, ranks, memory)
     if options.json is not None:
         write_file(options.json, (json.dumps(figures, indent=2) + "\n").encode())
     if options.write is not None and found is not None:
@@ -218,7 +215,6 @@ def plan(command: argparse.Namespace, rest: Sequence[str]) -> int:
 
 
 def profile(command: argparse.Namespace, rest: Sequence[str]) -> None:
-    """`lowmem profile`."""
     recipe = _recipe(command, rest, _profile_options, device=None)
     from lowmem.run import profile as profiling
 
@@ -275,11 +271,8 @@ def _profile_options(parser: Any) -> None:
 
 def _plan_options(parser: Any) -> None:
     group = parser.add_argument_group("lowmem plan")
-    group.add_argument(
-        "--memory",
-        metavar="SIZE",
-        help="free memory of a device, such as 23GiB: whether the run fits, and what to change",
-    )
+    memory = "free memory of a device, such as 23GiB: whether the run fits, and what to change"
+    group.add_argument("--memory", metavar="SIZE", help=memory)
     group.add_argument("--ranks", type=int, metavar="N", help="number of processes, each with one device (1)")
     group.add_argument("--write", type=Path, metavar="FILE", help="write the YAML of the run, or of a change that fits")
     group.add_argument("--device", choices=("gpu", "cpu"), help="the device to train on (gpu)")
@@ -287,23 +280,24 @@ def _plan_options(parser: Any) -> None:
 
 
 def _fitting(recipe: "Recipe", ranks: int, memory: int) -> tuple["Recipe | None", dict[str, int]]:
-    """Plans and prints arguments that reduce memory. Returns the recipe with the first ones that fit, or None, and the
-    bytes that each device needs by the words of the arguments.
+    """Plans and prints arguments that reduce memory. Returns the recipe with the first ones that fit, if any, and the
+    bytes that each device needs with them.
     """
-    from lowmem.run import ways
+    from lowmem.run import reductions
 
     fitting, needs = None, {}
     stage("planning arguments that reduce memory")
-    for way, changed, needed in ways.planned(recipe, ranks, memory):
-        needs[way.words] = needed
+    for reduction, changed, needed in reductions.planned(recipe, ranks, memory):
+        needs[reduction.words] = needed
         verdict = Text("fits", "green") if needed <= memory else "does not fit"
-        out.print(Text.assemble(f"  {way.words}  {size(needed)}, ", verdict, f" ({way.cost})"), soft_wrap=True)
+        out.print(
+            Text.assemble(f"  {reduction.words}  {size(needed)}, ", verdict, f" ({reduction.cost})"), soft_wrap=True
+        )
         fitting = changed if fitting is None and needed <= memory else fitting
     return fitting, needs
 
 
 def generate(command: argparse.Namespace, rest: Sequence[str]) -> None:
-    """`lowmem generate`."""
     _quiet()
     from lowmem.run import generation
 
@@ -340,8 +334,7 @@ def _phase_table(planned: "RunPlan", ranks: int) -> Table:
 
 
 def show_rules(arguments: argparse.Namespace, rest: Sequence[str]) -> None:
-    """`lowmem rules`."""
-    logging.getLogger("lowmem").setLevel(logging.ERROR)  # measuring would warn of rules that round to nearest
+    logging.getLogger("lowmem").setLevel(logging.ERROR)  # rules that round to nearest would warn
     if arguments.rule is not None:
         _show_rule(arguments.rule, arguments.model)
         return
@@ -390,8 +383,8 @@ def _quiet() -> None:
     import huggingface_hub
     import transformers
 
-    huggingface_hub.constants.HF_HUB_DISABLE_TELEMETRY = True  # TRL 1.16 reports each trainer that is made
-    datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # datasets 4 (load.py) reports each data set, local ones too
+    huggingface_hub.constants.HF_HUB_DISABLE_TELEMETRY = True  # TRL 1.16 reports each trainer
+    datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # datasets 4 (load.py) reports each data set, even local ones
     warnings.filterwarnings("ignore", category=FutureWarning)  # for developers of libraries
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     transformers.logging.set_verbosity_error()

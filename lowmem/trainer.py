@@ -10,7 +10,6 @@ import lowmem.hf  # noqa: F401, first, because it says which packages are not in
 
 # isort: split
 import logging
-import math
 import re
 from contextlib import nullcontext
 from dataclasses import replace
@@ -22,15 +21,15 @@ import torch
 from accelerate.utils import is_peft_model, purge_accelerate_environment
 from torch import Tensor, nn
 from transformers import PreTrainedModel, Trainer, TrainingArguments
-from transformers.trainer_utils import has_length
 
-from lowmem.errors import ConfigError, StepError, require_packages
+from lowmem.errors import StepError, require_packages
 from lowmem.hf import adapters, arguments, checkpoint, optim, packing, processes, resuming
 from lowmem.hf import layers as model_layers
 from lowmem.hf.accelerator import FusedAccelerator
-from lowmem.hf.sharding import StreamedSharding, in_words, loading, traffic
+from lowmem.hf.deferred import loading
+from lowmem.hf.metrics import step_metrics
+from lowmem.hf.streaming import StreamedSharding, Traffic, in_words
 from lowmem.hf.weights import load_weights, save_weights
-from lowmem.layers.quantize import quantize_
 from lowmem.optimizer import FusedOptimizer
 from lowmem.options import FusedConfig, LayersConfig
 from lowmem.placements import find, streaming_of
@@ -86,22 +85,19 @@ class FusedTrainerMixin(_Base):
     ) -> None:
         classes = type(self).__mro__
         bases = classes[classes.index(FusedTrainerMixin) + 1 :]
-        self._inputs = arguments.Inputs.of(bases, args, kwargs, fused)
-        if self._inputs.args is not None:  # otherwise the class creates the arguments
+        self._inputs = arguments.Inputs.from_call(bases, args, kwargs, fused)
+        if self._inputs.args is not None:  # otherwise the class creates them
             self._inputs.prepare()
         self.layers, self._run = layers or LayersConfig(), resuming.Run()
-        with loading(self._inputs.args and self._inputs.sharding):
+        sharding = None if self._inputs.args is None else self._inputs.sharding
+        with loading(converts=sharding is not None and sharding.converts):
             super().__init__(*args, **kwargs)
-        self._adopt()
-
-    def _adopt(self) -> None:
-        """Checks the constructed trainer, and modifies its model and its loss."""
         self._inputs.check(self)
         self._hide_sharding()
-        self._quantize(self.model)  # unless already quantized when the trainer moved the model
-        fused = self._inputs.options(self.args)
+        model_layers.quantize(self.model, self._inputs.fused)  # unless the trainer has done so when it moved the model
+        options = self._inputs.options(self.args)
         if self.optimizer is None:
-            self.args = optim.with_learning_rate(self.args, fused, self.model)
+            self.args = optim.with_learning_rate(self.args, options, self.model)
         model_layers.change(self.model, self.layers)
         self._lazy = model_layers.compute_losses(self, self.layers)
 
@@ -134,21 +130,12 @@ class FusedTrainerMixin(_Base):
         FusedAccelerator.adopt(self)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        sharding = self._inputs.sharding  # moves the model, unless it is None
-        self._quantize(model, device if sharding is None else None)
+        sharding = self._inputs.sharding  # moves the model, if there is one
+        model_layers.quantize(model, self._inputs.fused, device if sharding is None else None)
         if sharding is None:
             super()._move_model_to_device(model, device)
         elif isinstance(sharding, StreamedSharding):  # already here, because TRL may run the model before training
             sharding.shard(model)
-
-    def _quantize(self, model: nn.Module, device: torch.device | None = None) -> None:
-        """Quantizes the weights if `fused.weight_format` is set, and moves each quantized weight to the device."""
-        fused = self._inputs.fused
-        if fused is None or fused.weight_format is None:
-            return
-        if is_peft_model(model):
-            raise ConfigError("fused.weight_format is for training all weights, but this model has adapters; omit it")
-        quantize_(model, fused.weight_format, device=device)
 
     def _shard(self) -> None:
         """Shards the model if the arguments request it, and frees gathered parameters."""
@@ -173,32 +160,25 @@ class FusedTrainerMixin(_Base):
     def set_initial_training_values(self, args: TrainingArguments, dataloader: Any, *rest: Any) -> Any:
         """Checks that the ranks agree, and that the rows match the checkpoint, before the first step."""
         epochs, steps_per_epoch, *others, max_steps = super().set_initial_training_values(args, dataloader, *rest)
-        samples = len(self.train_dataset) if has_length(self.train_dataset) else None
-        saves, resumed = self.args.save_strategy != "no", self._run.resumed
-        compared = saves or resumed is not None or self.args.world_size > 1
-        order = resuming.Order(self, dataloader, max_steps, compared=compared)
-        data = None if order.is_stream else order.record["data"]  # a stream may be split by rank
-        processes.require_alike(self.args, self.fused, self.layers, samples, data, resumed)
-        if saves:
-            processes.require_shared_disk(Path(self.args.output_dir))
-        self.remove_callback(resuming.Rows)
-        self._run.rows = rows = resuming.Rows(self, dataloader, order, steps_per_epoch, max_steps, resumed)
-        self.add_callback(rows)
-        if not rows.left:  # transformers 5.23 (trainer.py) would train a step of an incomplete epoch
-            epochs = min(epochs, rows.start[0])
+        self.remove_callback(resuming.DataPosition)
+        position = resuming.DataPosition(self, dataloader, steps_per_epoch, max_steps, self._run.resumed)
+        self._run.position = position
+        self.add_callback(position)
+        if not position.left:  # transformers 5.23 (trainer.py) would train a step of an epoch that is not complete
+            epochs = min(epochs, position.start[0])
         return epochs, steps_per_epoch, *others, max_steps
 
     def _init_training_state(self, *args: Any) -> tuple[int, int]:
         """Starts a resumed run with the row after the last trained row."""
         super()._init_training_state(*args)
-        assert self._run.rows is not None
-        return self._run.rows.start
+        assert self._run.position is not None
+        return self._run.position.start
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         samples, items = super().get_batch_samples(*args, **kwargs)
-        if self._run.rows is not None:
-            self._run.rows.fetched += len(samples)
-            self._run.rows.ended = not samples
+        if self._run.position is not None:
+            self._run.position.fetched += len(samples)
+            self._run.position.ended = not samples
         return samples, items
 
     def create_optimizer(self, model: nn.Module | None = None) -> FusedOptimizer:
@@ -228,7 +208,7 @@ class FusedTrainerMixin(_Base):
         logger.info("fused optimizer: %s, weights in %s, policy %s (%s)", names, formats, opt.policy, opt.policy_reason)
         if (streaming := streaming_of(model)) is not None:
             logger.info("streamed: %s", in_words(streaming, model))
-            self._run.traffic = traffic(streaming)
+            self._run.traffic = Traffic(streaming)
         # Accelerate 1.15 (accelerator.py, prepare_optimizer and optimizer_step_was_skipped) wraps an optimizer without
         # the first of these attributes, and reads the second attribute
         opt._is_accelerate_prepared = True
@@ -269,39 +249,17 @@ class FusedTrainerMixin(_Base):
     def log(self, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """Logs like the trainer, and adds the metrics of the policy and the rule, which are also sent to trackers."""
         if isinstance(self.optimizer, FusedOptimizer) and self.optimizer.last_step is not None and "loss" in logs:
-            logs.update(self._step_metrics())
+            logs |= step_metrics(self.optimizer)
+            if self._run.traffic is not None:
+                logs |= self._run.traffic.metrics()
         super().log(logs, *args, **kwargs)  # adds to `logs`, which evaluate() and train() return
-
-    def _step_metrics(self) -> dict[str, Any]:
-        """Returns metrics of the last step, such as norms, share of changed weights, clip coefficient, loss scale."""
-        last = self.optimizer.last_step
-        scale, nonfinite_steps = last.loss_scale, self.optimizer.nonfinite_steps  # each is copied to the host
-        metrics: dict[str, Any] = {"grad_norm": float(last.grad_norm)}
-        if not math.isnan(changed_share := float(last.changed_share)):
-            metrics["changed_share"] = changed_share
-        if last.clip_coef is not None:
-            metrics["clip_coef"] = float(last.clip_coef)
-        if scale is not None:
-            metrics["loss_scale"] = scale
-        if scale is not None or nonfinite_steps:
-            metrics["nonfinite_steps"] = nonfinite_steps
-        if self.optimizer.config.log_norms:
-            metrics |= {f"grad_norm/{name}": norm for name, norm in zip(last.names, last.norms.tolist(), strict=True)}
-        if (streaming := streaming_of(self.model)) is not None:
-            before, self._run.traffic = self._run.traffic, traffic(streaming)
-            seconds, copied, waited = (now - then for now, then in zip(self._run.traffic, before, strict=True))
-            metrics |= {"streamed_gb_per_second": copied / seconds / 1e9, "waiting_share": waited / seconds}
-        return {**metrics, **last.statistics}
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
     @processes.explained()
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Trains like the trainer. `resume_from_checkpoint=True` resumes from the last complete checkpoint.
-
-        Raises:
-            CheckpointError: the checkpoint is missing or damaged, or no checkpoint exists.
-            UnsupportedError: the model has adapters that could not be saved or resumed.
+        """Trains as the trainer does. `resume_from_checkpoint=True` resumes from the last complete checkpoint. Raises
+        `CheckpointError` if there is none, and `UnsupportedError` for adapters that could not be saved or resumed.
         """
         saves = self.args.save_strategy != "no" or bool(resume_from_checkpoint)
         if self.model is not None:  # otherwise the next trial of a hyperparameter search creates a model
@@ -381,8 +339,8 @@ class FusedTrainerMixin(_Base):
         write = self.args.should_save
         if write or self._inputs.sharding is not None:
             checkpoint.save_optimizer(self.optimizer, Path(output_dir) / checkpoint.OPTIMIZER_FILE, write=write)
-        if self._run.rows is not None:
-            self._run.rows.save(Path(output_dir), self.state.epoch, write=write)
+        if self._run.position is not None:
+            self._run.position.save(Path(output_dir), self.state.epoch, write=write)
         if write:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / checkpoint.SCHEDULER_FILE)
 

@@ -100,7 +100,7 @@ def test_a_plan_is_the_memory_of_real_steps(write, command, rows):
     planned = plan.plan(recipe)
     words = "2 x 128 tokens, with images of 88 x 40 pixels" if rows is None else "2 x 128 tokens, without images"
     assert planned.summary["step"] == words and "ForConditionalGeneration" in planned.summary["model"]
-    with fake.running(recipe, fake.model_config(recipe), torch.device("cpu"), real=True) as run:
+    with fake.running(recipe, torch.device("cpu"), real=True) as run:
         measured = run.step(1)
     assert planned.step.items["weights"] == measured.items["weights"]
     assert planned.step.peak == pytest.approx(measured.peak, rel=0.01)

@@ -31,7 +31,7 @@ def check_version(package: str) -> None:
     installed, (oldest, newest) = version(package), TESTED[package]
     if installed is None:
         return
-    from packaging.version import Version  # which transformers needs, too
+    from packaging.version import Version  # transformers requires it
 
     minor, first, last = (Version(number).release[:2] for number in (installed, oldest, newest))
     if not first <= minor <= last:

@@ -11,16 +11,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lowmem.errors import ConfigError
-from lowmem.hf.sharding import StreamedSharding
+from lowmem.hf.streaming import StreamedSharding
 
 
 class FusedAccelerator(Accelerator):  # type: ignore[misc]
-    """The accelerator of a trainer.
-
-    Attributes:
-        trainer: the trainer, with its model, optimizer and sharding.
-        updates: whether `backward` updates parameters: once the trainer has created its optimizer.
-    """
+    """The accelerator of a trainer. Its `backward` updates parameters once `updates` is true."""
 
     trainer: Any
     updates: bool

@@ -30,9 +30,8 @@ _PREFIXES = ("PREFIX_TUNING", "CARTRIDGE")
 
 
 def check(model: Any, args: TrainingArguments, *, sharded: bool, saves: bool) -> None:
-    """Raises `UnsupportedError` for adapters that cannot be trained, saved or resumed.
-
-    Logs a warning if there are trained parameters that PEFT does not save.
+    """Raises `UnsupportedError` for adapters that cannot be trained, saved or resumed, and logs a warning if PEFT does
+    not save all trained parameters.
     """
     if not is_peft_model(model):
         if saves and getattr(model, "peft_config", None):
@@ -71,10 +70,8 @@ def check(model: Any, args: TrainingArguments, *, sharded: bool, saves: bool) ->
 
 
 def files(folder: Path) -> list[Path]:
-    """The safetensors files that a directory with PEFT adapters should contain. Empty if it has no adapters.
-
-    Raises:
-        CheckpointError: the configuration of an adapter is missing or damaged.
+    """Returns the safetensors files of a directory's PEFT adapters, of which it may have none. Raises `CheckpointError`
+    if the configuration of an adapter is missing or damaged.
     """
     names = (ADAPTER_CONFIG_NAME, ADAPTER_SAFE_WEIGHTS_NAME)
     parents = {path.parent for name in names for path in folder.glob(name)}
@@ -92,10 +89,7 @@ def save(model: Any, folder: Path, save_adapters: Any, *, write: bool) -> None:
 
     Args:
         save_adapters: `model.save_pretrained`, or a function with its arguments that calls it.
-        write: whether this rank writes the files. The other ranks do not touch them.
-
-    Raises:
-        OSError: a file cannot be written.
+        write: whether this rank writes the files.
     """
     state, path = model.state_dict(keep_vars=True), folder / OTHERS_FILE
     saved = {id(tensor) for tensors in _adapters(model, state, "auto").values() for tensor in tensors.values()}
@@ -111,10 +105,8 @@ def save(model: Any, folder: Path, save_adapters: Any, *, write: bool) -> None:
 
 
 def load(model: Any, folder: Path) -> None:
-    """Copies adapters and other trained tensors into a `PeftModel`. Nothing is copied unless everything fits.
-
-    Raises:
-        CheckpointError: a file or tensor is missing or truncated, or its name or shape differs from the model's.
+    """Copies adapters and other trained tensors into a `PeftModel`. Raises `CheckpointError`, and copies nothing, if a
+    file or a tensor is missing or does not match the model.
     """
     paths = files(folder)
     if not paths:
@@ -172,15 +164,13 @@ def compare(path: Path, saved: Mapping[str, Any], shapes: Mapping[str, Sequence[
 
 
 def _path(folder: Path, adapter: str) -> Path:
-    """The file in which `PeftModel.save_pretrained` saves the weights of an adapter."""
+    """Returns the file in which `PeftModel.save_pretrained` saves an adapter."""
     return (folder if adapter == "default" else folder / adapter) / ADAPTER_SAFE_WEIGHTS_NAME
 
 
 def _adapters(model: Any, state: dict[str, Tensor], embeddings: bool | Literal["auto"]) -> dict[str, dict[str, Tensor]]:
-    """For each adapter, the tensors in its file, by their names there. Empty for prompts, which PEFT computes.
-
-    Args:
-        embeddings: whether PEFT saves embeddings, as in `save_pretrained`.
+    """Returns the tensors in the file of each adapter, by their names there, but no prompts, which PEFT computes. With
+    `embeddings`, PEFT saves embeddings, as in `save_pretrained`.
     """
     from peft import get_peft_model_state_dict
 
@@ -193,7 +183,7 @@ def _adapters(model: Any, state: dict[str, Tensor], embeddings: bool | Literal["
 
 
 def _others(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The trained tensors, prompt encoders and buffers that PEFT does not save, by their names in the model."""
+    """Returns the trained tensors, prompt encoders and buffers that PEFT does not save, by their names in the model."""
     seen = {id(tensor) for tensors in _adapters(model, state, False).values() for tensor in tensors.values()}
     buffers = {id(buffer) for buffer in model.buffers()}
     others: dict[str, Tensor] = {}

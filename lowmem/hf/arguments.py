@@ -62,25 +62,18 @@ _NUMBERS = {
 
 @dataclass(frozen=True)
 class Inputs:
-    """The arguments of a fused trainer's constructor that lowmem reads, and everything that follows from them alone.
+    """The arguments of a fused trainer's constructor that lowmem reads, and what follows from them alone."""
 
-    Attributes:
-        model: the model or its name.
-        args: the trainer's arguments; None if its class creates them.
-        optimizer: the optimizer in `optimizers`.
-        fused: the options of lowmem, which the trainer completes with its arguments.
-    """
-
-    model: Any
-    args: Any
-    optimizer: Any
+    model: Any  # the model or its name
+    args: Any  # the trainer's arguments; None if its class creates them
+    optimizer: Any  # the optimizer in `optimizers`
     fused: FusedConfig | None
 
     @classmethod
-    def of(
+    def from_call(
         cls, bases: tuple[type, ...], args: tuple[Any, ...], kwargs: dict[str, Any], fused: FusedConfig | None
     ) -> "Inputs":
-        """Finds them among the arguments of the constructor that a trainer inherits from `bases`."""
+        """Finds them among the arguments of a trainer's constructor, which it inherits from `bases`."""
         signatures = (inspect.signature(base.__init__).parameters for base in bases)  # type: ignore[misc]
         # a constructor that passes all its arguments on does not name them
         names = next(names for names in signatures if all(p.kind is not p.VAR_POSITIONAL for p in names.values()))
@@ -91,8 +84,8 @@ class Inputs:
 
     @cached_property
     def sharding(self) -> Sharding | None:
-        """The sharding that the trainer's arguments ask for, or the streaming that `fused` asks for."""
-        return sharding.of(self.args, self.fused)
+        """The sharding or streaming that the arguments request."""
+        return sharding.requested(self.args, self.fused)
 
     @property
     def sharded(self) -> bool:
@@ -107,7 +100,8 @@ class Inputs:
     def check_arguments(self) -> None:
         """Checks the arguments, before any data are tokenized and any model is loaded."""
         check_devices(self.model, self.args)
-        check_activations(self.args)
+        if (offload := offloading(self.args)) and self.args.device.type == "cpu":  # where TRL would fail
+            raise ConfigError(f"{offload}: this run computes on the CPU, where its activations already are; omit it")
         check_services(self.args)
         if self.optimizer is None:
             optim.with_learning_rate(self.args, self.options(self.args), self.model)
@@ -120,20 +114,26 @@ class Inputs:
 
     def check(self, trainer: Any) -> None:
         """Checks the model, the data and the optimizer of the trainer that was constructed with them."""
-        check_devices(trainer.model, trainer.args)  # a trainer of TRL may have loaded it
-        check_windows(trainer.args, trainer.train_dataset)
+        args = trainer.args
+        check_devices(trainer.model, args)  # a trainer of TRL may have loaded it
+        by_epoch = args.save_strategy == "epoch" and not has_length(trainer.train_dataset)
+        if by_epoch and args.gradient_accumulation_steps > 1:
+            raise UnsupportedError(
+                "save_strategy='epoch': an epoch of unknown length may end in the middle of an accumulation, and "
+                "checkpoints cannot store accumulated gradients. Set save_strategy='steps' and save_steps"
+            )
         if trainer.optimizer_cls_and_kwargs is not None:
             raise ConfigError("optimizer_cls_and_kwargs: name the class in fused.rule instead")
         if self.optimizer is None:
             return
-        check_optimizer(self.optimizer, trainer.args)
+        check_optimizer(self.optimizer, args)
         if self.fused is not None:
             raise ConfigError("fused=... has no effect on the optimizer in `optimizers`; give only one of them")
-        for name, value in optim.changed(trainer.args).items():
+        for name, value in optim.changed(args).items():
             raise ConfigError(f"{name}={value!r} has no effect on the optimizer in `optimizers`; omit it")
 
     def options(self, args: TrainingArguments) -> FusedConfig:
-        """The options of the optimizer that `fused` and the trainer's arguments describe. Raises as `complete` does."""
+        """Returns the options of the optimizer, completed by the trainer's arguments. Raises as `complete` does."""
         return complete(optim.choose(args, self.fused), args, self.sharding)
 
 
@@ -221,23 +221,8 @@ def check_services(args: TrainingArguments) -> None:
             raise ConfigError("push_to_hub=True, but there is no token. Run: hf auth login. Or set HF_TOKEN")
 
 
-def check_windows(args: TrainingArguments, dataset: Any) -> None:
-    """Raises if a checkpoint would be saved between the micro-batches of a step."""
-    if args.gradient_accumulation_steps > 1 and args.save_strategy == "epoch" and not has_length(dataset):
-        raise UnsupportedError(
-            "save_strategy='epoch': an epoch of unknown length may end in the middle of an accumulation, and "
-            "checkpoints cannot store accumulated gradients. Set save_strategy='steps' and save_steps"
-        )
-
-
-def check_activations(args: TrainingArguments) -> None:
-    """Raises if activations would be offloaded from the CPU to itself, with which TRL would fail."""
-    if (offload := offloading(args)) and args.device.type == "cpu":
-        raise ConfigError(f"{offload}: this run computes on the CPU, where its activations already are; omit it")
-
-
 def offloading(args: TrainingArguments) -> str | None:
-    """Returns the argument that offloads activations to the host, with its value, or None."""
+    """Returns the argument that offloads activations to the host, with its value; None if there is none."""
     if getattr(args, "activation_offloading", False):
         return "activation_offloading=True"
     offloads = (args.gradient_checkpointing_kwargs or {}).get("offload")
@@ -271,8 +256,8 @@ def check_optimizer(optimizer: Any, args: TrainingArguments) -> None:
 
 
 def check_callbacks(callbacks: Iterable[Any], *, resumed: bool) -> None:
-    """Warns about callbacks that may read gradients, which are freed before they are called, and, in a resumed run,
-    about callbacks with averages of weights that checkpoints do not contain.
+    """Warns about callbacks that may read gradients, which are already freed, and, in a resumed run, about callbacks
+    that average weights into a model that checkpoints do not contain.
     """
     for callback in callbacks:
         if resumed and _AVERAGES & {cls.__name__ for cls in type(callback).__mro__}:

@@ -1,9 +1,9 @@
-"""Checkpoints: a Hugging Face model directory with `optimizer.safetensors`, which is complete or does not exist.
+"""Checkpoints: Hugging Face model directories with `optimizer.safetensors`. Each is complete or does not exist.
 
-`saving` writes into a staging directory, adds checksums of all files, waits for the disk, and renames the directory.
-`to_resume` verifies the checksums once, on rank 0; the functions that load a checkpoint rely on it. Optimizer states
-are saved by parameter name, in logical shapes and dtypes. They are written and read one at a time, as weights
-are, so that saving and resuming need no more memory than training.
+`saving` writes into a staging directory, adds checksums, flushes all files to the disk, and renames the directory.
+`to_resume` verifies the checksums on rank 0; the functions that load a checkpoint do not repeat it. Optimizer states
+are saved by parameter name, in logical shapes and dtypes. They are written and read one at a time, as weights are, so
+that saving and resuming need no more memory than training.
 """
 
 import functools
@@ -13,10 +13,10 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path, PurePosixPath
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,7 @@ from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME
 
 from lowmem.errors import CheckpointError
 from lowmem.files import SafetensorsFile, checksum, flush, flush_tree, read_json, write_safetensors
+from lowmem.hf import checksums
 from lowmem.hf.weights import weight_files
 from lowmem.optimizer import FusedOptimizer
 from lowmem.placements import in_group
@@ -36,14 +37,12 @@ logger = logging.getLogger(__name__)
 OPTIMIZER_FILE = "optimizer.safetensors"
 TRAINER_STATE_FILE = "trainer_state.json"
 SCHEDULER_FILE = "scheduler.pt"
-CHECKSUMS_FILE = "checksums.txt"
 TIMELINE_FILE = "timeline.json"
 
-# The files by which a directory is recognized as a model.
+# A directory with one of these files is a model.
 _CONFIGURATIONS = (CONFIG_NAME, ADAPTER_CONFIG_NAME)
 
-# Directories in a run directory: the checkpoint that is being written, the one that it replaces, and the one that is
-# being removed. A run that is killed leaves them behind.
+# Directories of a run for the checkpoint that is being written, replaced or removed. A killed run leaves them behind.
 STAGING = ".saving"
 _REPLACED = ".replaced"
 _REMOVED = ".removed"
@@ -52,19 +51,15 @@ _REMOVED = ".removed"
 _VOLATILE = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"}
 
 _DIRECTORY = re.compile(r"checkpoint-(\d+)")
-_CHECKSUM = re.compile(r"([0-9a-f]{32})  (.+)")  # a line of CHECKSUMS_FILE
 
-# RuntimeErrors of torch.save that are about a file. Devices and other ranks raise RuntimeError, too.
+# torch.save's RuntimeErrors about a file. Devices and other ranks also raise RuntimeError.
 _FILE_ERROR = re.compile("inline_container|iostream|Parent|opened")
 
 
 def save_optimizer(optimizer: FusedOptimizer, path: Path, *, write: bool = True) -> None:
     """Writes the `named_state_dict` to a safetensors file: tensors as `parameter/state`, the rest as JSON metadata.
 
-    Gathers one state at a time. Where parameters are sharded, every rank calls it.
-
-    Args:
-        write: whether this rank writes the file. The other ranks do not touch it.
+    Gathers one state at a time. If parameters are sharded, every rank calls it, and only ranks with `write` write.
 
     Raises:
         TypeError: a state or a group has a value that is neither a tensor nor JSON.
@@ -83,10 +78,8 @@ def save_optimizer(optimizer: FusedOptimizer, path: Path, *, write: bool = True)
 
 
 def load_optimizer(optimizer: FusedOptimizer, path: Path) -> None:
-    """Loads a file that `save_optimizer` wrote.
-
-    Raises:
-        CheckpointError: the file is missing or truncated, or belongs to another optimizer or model.
+    """Loads a file that `save_optimizer` wrote. Raises `CheckpointError` if it is missing, truncated, or from another
+    model or optimizer.
     """
     file = SafetensorsFile(path)
     text = (file.metadata() or {}).get("lowmem")
@@ -117,7 +110,7 @@ def check_configuration(model: Any, folder: Path) -> None:
     """Raises `CheckpointError` if the configurations of a model and of a checkpoint differ."""
     if not (folder / CONFIG_NAME).exists() or not hasattr(model, "config"):
         return
-    # as JSON, which has lists for tuples
+    # as JSON, which has lists instead of tuples
     configs = (model.config, type(model.config).from_pretrained(folder))
     now, saved = (json.loads(config.to_json_string()) for config in configs)
     for name in sorted((now.keys() | saved.keys()) - _VOLATILE):
@@ -129,12 +122,11 @@ def check_configuration(model: Any, folder: Path) -> None:
 
 
 def check_model(folder: Path) -> None:
-    """Raises `CheckpointError` unless the weights in `folder` are complete and the configuration, if any, is valid.
-
-    The optimizer's file is not read.
+    """Raises `CheckpointError` if weights in `folder` are missing or damaged, or its configuration is not valid. Does
+    not read the optimizer's file.
     """
-    if (folder / CHECKSUMS_FILE).exists():
-        check_checksums(folder, unread=(OPTIMIZER_FILE,))
+    if (folder / checksums.FILE).exists():
+        checksums.check(folder, unread=(OPTIMIZER_FILE,))
         return
     if (folder / CONFIG_NAME).exists():
         read_json(folder / CONFIG_NAME)
@@ -143,73 +135,19 @@ def check_model(folder: Path) -> None:
 
 
 def check_resumable(folder: Path) -> None:
-    """Raises `CheckpointError` unless `folder` contains optimizer states and every file has its checksum."""
+    """Raises `CheckpointError` if `folder` does not contain optimizer states, or a checksum does not match."""
     if not folder.is_dir():
         raise CheckpointError(f"Can't find a valid checkpoint at {folder}: there is no such directory")
     if not (folder / OPTIMIZER_FILE).exists():
         raise CheckpointError(
             f"{folder} does not contain {OPTIMIZER_FILE}. It contains only weights, so training cannot resume from it"
         )
-    check_checksums(folder)
-
-
-def write_checksums(folder: Path) -> None:
-    """Writes the checksums of all files in a directory, in the format of `xxh128sum -c checksums.txt`."""
-    names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
-    lines = [f"{checksum(folder / name)}  {name}\n" for name in names if name != CHECKSUMS_FILE]
-    (folder / CHECKSUMS_FILE).write_text("".join(lines), encoding="utf-8")
-
-
-def check_checksums(folder: Path, unread: Collection[str] = ()) -> None:
-    """Checks every file that `checksums.txt` lists, except those in `unread`.
-
-    Raises:
-        CheckpointError: a file is missing or has another checksum, or `checksums.txt` itself is missing or damaged.
-    """
-    for name, expected in _listed(folder).items():
-        file = folder / name
-        if not file.is_file():
-            raise CheckpointError(f"{file} is missing")
-        if name not in unread and checksum(file) != expected:
-            raise CheckpointError(
-                f"{file} is damaged: its checksum differs from the one in {CHECKSUMS_FILE}. If you changed the file on "
-                f"purpose, remove its line from {CHECKSUMS_FILE}"
-            )
-
-
-def _listed(folder: Path) -> dict[str, str]:
-    """The checksums in `checksums.txt`, by the name of the file. Raises `CheckpointError` if it can't be read."""
-    path = folder / CHECKSUMS_FILE
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except FileNotFoundError:
-        raise CheckpointError(
-            f"{path} is missing: {folder} is incomplete or was written by another program. You can load it as a model, "
-            "but training cannot resume from it"
-        ) from None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} is damaged: {error}") from None
-    if not lines:
-        raise CheckpointError(f"{path} is damaged: it is empty")
-    listed = {}
-    for number, line in enumerate(lines, 1):
-        match = _CHECKSUM.fullmatch(line)
-        if match is None:
-            raise CheckpointError(f"{path} is damaged: line {number} is not a checksum and a name")
-        expected, name = match.groups()
-        if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
-            raise CheckpointError(f"{path}: line {number} names {name[:100]!r}, which is outside the checkpoint")
-        listed[name] = expected
-    return listed
+    checksums.check(folder)
 
 
 def to_resume(requested: str | bool | None, run_dir: Path) -> Path | None:
-    """Returns the checkpoint to resume from: the requested one, or the last intact one in `run_dir` for `True`.
-
-    Every rank calls it. Rank 0 finds and verifies the checkpoint for all of them.
-
-    Raises:
-        CheckpointError: on every rank, if the checkpoint is missing or damaged, or if `run_dir` has none.
+    """Returns the checkpoint to resume from: the requested one, or the last intact one in `run_dir` for `True`. Every
+    rank calls it, and rank 0 verifies the checkpoint. Every rank raises `CheckpointError` if it is missing or damaged.
     """
     verdict: list[str | None] = [None, None]
     if requested and not (in_group() and dist.get_rank()):
@@ -235,12 +173,10 @@ def to_resume(requested: str | bool | None, run_dir: Path) -> Path | None:
 def saving(run_dir: Path, name: str | None = None, earlier: Sequence[int] = ()) -> Iterator[Path]:
     """A context in which every rank saves into the directory that it yields. When it ends, rank 0 renames the directory
     to the checkpoint `name` in `run_dir`, or without a name moves its files, the final model, into `run_dir` itself.
+    Raises `CheckpointError` if a file cannot be written. Earlier checkpoints stay complete.
 
     Args:
         earlier: the steps of the checkpoints from which this one continues.
-
-    Raises:
-        CheckpointError: a file cannot be written. Earlier checkpoints stay complete.
     """
     state, staged = PartialState(), run_dir / STAGING / (name or "model")
     try:
@@ -252,8 +188,9 @@ def saving(run_dir: Path, name: str | None = None, earlier: Sequence[int] = ()) 
         if state.is_main_process and name is None:
             publish_model(staged, run_dir)
         elif state.is_main_process:
-            saved = [number for number, _ in map(_history, candidates(run_dir)) if number < math.inf]
-            (staged / TIMELINE_FILE).write_text(json.dumps({"saved": max(saved, default=0) + 1, "earlier": [*earlier]}))
+            numbers = [each.number for each in candidates(run_dir) if each.number < math.inf]
+            place = {"saved": max(numbers, default=0) + 1, "earlier": [*earlier]}
+            (staged / TIMELINE_FILE).write_text(json.dumps(place))
             publish(staged, run_dir / str(name))
     except (OSError, RuntimeError, SafetensorError) as error:
         if isinstance(error, RuntimeError) and not _FILE_ERROR.search(str(error)):
@@ -268,12 +205,10 @@ def saving(run_dir: Path, name: str | None = None, earlier: Sequence[int] = ()) 
 
 
 def publish(staged: Path, folder: Path) -> None:
-    """Renames a complete checkpoint to `folder` once all of it is on the disk.
-
-    A checkpoint with that name, from before the run was resumed from an earlier step, stays complete and is found by
-    `find_last` until the new one has replaced it.
+    """Flushes a complete checkpoint to the disk and renames it to `folder`. A checkpoint with that name, from before
+    the run was resumed from an earlier step, stays complete and can be found until the new one has replaced it.
     """
-    write_checksums(staged)
+    checksums.write(staged)
     flush_tree(staged)
     replaced = _set_aside(folder, _REPLACED) if os.path.lexists(folder) else None
     try:
@@ -287,9 +222,8 @@ def publish(staged: Path, folder: Path) -> None:
 
 
 def publish_model(staged: Path, folder: Path) -> None:
-    """Moves the files of a model into a directory that may contain an earlier model, once all are on the disk.
-
-    The old configuration is removed first and the new one moved last: a directory that has one has a complete model.
+    """Flushes a model to the disk and moves its files into a directory that may contain an earlier model. The old
+    configuration is removed first and the new one moved last, so a directory with a configuration has a complete model.
     """
     flush_tree(staged)
     configurations = [name for name in _CONFIGURATIONS if (staged / name).exists()]
@@ -303,17 +237,17 @@ def publish_model(staged: Path, folder: Path) -> None:
 
 
 def rotate(run_dir: Path, step: int, limit: int | None, *kept: str | Path | None) -> None:
-    """Removes the oldest checkpoints until `limit` are left, but never the checkpoint of `step` or those of `kept`.
-
-    Those that are not in the timeline of the last checkpoint are removed first.
+    """Removes the oldest checkpoints until `limit` remain, but never the checkpoint of `step` or those in `kept`.
+    Checkpoints outside the timeline of the last one are removed first.
     """
     remove(run_dir / _REMOVED)  # left by a run that was killed here
     if limit is None or limit <= 0:
         return
     line = timeline(run_dir)
-    folders = sorted(candidates(run_dir), key=lambda folder: (folder in line, _number(folder)))
+    found = sorted(candidates(run_dir), key=lambda each: (each in line, each.step))
     protected = {Path(path).resolve() for path in (run_dir / f"checkpoint-{step}", *kept) if path}
-    for folder in [folder for folder in folders if folder.resolve() not in protected][: max(0, len(folders) - limit)]:
+    removable = [each.folder for each in found if each.folder.resolve() not in protected]
+    for folder in removable[: max(0, len(found) - limit)]:
         _set_aside(folder, _REMOVED)  # so that a partly removed directory does not look like a checkpoint
         remove(run_dir / _REMOVED)
 
@@ -339,69 +273,69 @@ def remove(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def candidates(run_dir: Path) -> list[Path]:
-    """The checkpoints in a run directory, complete or not, also one that was being replaced, the last saved first."""
+class Candidate(NamedTuple):
+    """A checkpoint, complete or not."""
+
+    number: float  # in the order of saving; 0 if an earlier version saved it, infinity if it is damaged
+    step: int
+    folder: Path
+    earlier: list[int] | None  # the steps of the checkpoints from which it continues, if they are known
+
+
+def candidates(run_dir: Path) -> list[Candidate]:
+    """Returns the checkpoints in a run directory, including one that was being replaced, the last saved first."""
     paths = [path for home in (run_dir / _REPLACED, run_dir) for path in home.glob("checkpoint-*")]
     checkpoints = {path.name: path for path in paths if _DIRECTORY.fullmatch(path.name)}
-    return sorted(checkpoints.values(), key=lambda folder: (_history(folder)[0], _number(folder)), reverse=True)
+    return sorted(map(_candidate, checkpoints.values()), reverse=True)
 
 
-def timeline(run_dir: Path) -> list[Path]:
-    """The last saved checkpoint, and after it those from which it continues. Checkpoints of later steps than the one
-    from which a run was resumed are not among them.
+def timeline(run_dir: Path) -> list[Candidate]:
+    """Returns the last saved checkpoint, followed by the checkpoints from which it continues. A run that was resumed
+    from an earlier step does not continue from the checkpoints after that step.
     """
-    found: list[Path] = []
+    found: list[Candidate] = []
     steps = None
-    for folder in candidates(run_dir):
-        if steps is None or _number(folder) in steps:
-            found.append(folder)
-            steps = _history(folder)[1] if steps is None else steps
+    for each in candidates(run_dir):
+        if steps is None or each.step in steps:
+            found.append(each)
+            steps = each.earlier if steps is None else steps
     return found
 
 
 def earlier_steps(folder: Path | None, run_dir: Path) -> list[int]:
-    """The steps of the checkpoints in `run_dir` from which a run continues that resumes from `folder`."""
+    """Returns the steps of the checkpoints in `run_dir` that a run resumed from `folder` continues from."""
     if folder is None or run_dir.resolve() not in folder.resolve().parents:
         return []
-    step, steps = _number(folder), _history(folder)[1]
-    steps = [_number(each) for each in candidates(run_dir)] if steps is None else steps
+    _, step, _, steps = _candidate(folder)
+    steps = [each.step for each in candidates(run_dir)] if steps is None else steps
     return [*(each for each in steps if each < step), step]
 
 
-def _number(folder: Path) -> int:
-    return int(folder.name.rpartition("-")[2])
-
-
-def _history(folder: Path) -> tuple[float, list[int] | None]:
-    """The number of a checkpoint in the order in which they were saved, and the steps of those before it. An earlier
-    version did not write them: 0 and None. Where they are damaged: infinity and None.
-    """
-    path = folder / TIMELINE_FILE
+def _candidate(folder: Path) -> Candidate:
+    path, step = folder / TIMELINE_FILE, int(folder.name.rpartition("-")[2])
     try:
-        expected = _listed(folder).get(TIMELINE_FILE) if path.exists() or (folder / CHECKSUMS_FILE).exists() else None
+        listed = path.exists() or (folder / checksums.FILE).exists()
+        expected = checksums.read(folder).get(TIMELINE_FILE) if listed else None
         if expected is None and not path.exists():
-            return 0, None
+            return Candidate(0, step, folder, None)
         match read_json(path):
             case {"saved": int(saved), "earlier": list(earlier)} if expected in (None, checksum(path)):
-                return saved, earlier
+                return Candidate(saved, step, folder, earlier)
     except (CheckpointError, OSError):
         pass
-    return math.inf, None
+    return Candidate(math.inf, step, folder, None)
 
 
 def find_last(run_dir: Path, check: Callable[[Path], None] = check_resumable) -> tuple[Path, list[str]]:
-    """Returns the last checkpoint of the timeline that passes `check`, and the errors of the checkpoints after it.
-
-    Raises:
-        CheckpointError: no checkpoint passes.
+    """Returns the last checkpoint of the timeline that passes `check`, and the errors of the checkpoints that did not.
+    Raises `CheckpointError` if none passes.
     """
-    damaged = []
-    for folder in timeline(run_dir):
+    damaged: list[str] = []
+    for each in timeline(run_dir):
         try:
-            check(folder)
+            check(each.folder)
+            return each.folder, damaged
         except CheckpointError as error:
             damaged.append(str(error))
-            continue
-        return folder, damaged
     reasons = f": {'; '.join(damaged)}" if damaged else ""
     raise CheckpointError(f"No valid checkpoint found in output directory ({run_dir}){reasons}")

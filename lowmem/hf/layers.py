@@ -22,15 +22,16 @@ from transformers.utils import ModelOutput
 from lowmem.errors import ConfigError
 from lowmem.layers.logits import LazyHead, Logits
 from lowmem.layers.mlp import tile_mlps
+from lowmem.layers.quantize import quantize_
 from lowmem.layers.tied import share_gradient
-from lowmem.options import LayersConfig
+from lowmem.options import FusedConfig, LayersConfig
 from lowmem.placements.zero3 import gathered
 
 # Names of tables of learned positions in transformers 5.23.
 _POSITIONS = ("wpe", "embed_positions", "position_embeddings", "position_embedding", "positions_embed")
 
-# A module, the name of the output embedding in it, and the layer that replaces it.
-Place = tuple[nn.Module, str, LazyHead]
+# Where a model has its output embedding: the parent module and its attribute; and the layer that replaces it.
+HeadSlot = tuple[nn.Module, str, LazyHead]
 
 # Trainers of TRL with a language-model loss, and the metrics of tokens that they log. Trainers without an entry here
 # or below may use the entropy in their loss.
@@ -43,16 +44,23 @@ _OTHERS = ("GRPOTrainer", "RLOOTrainer")
 
 
 def change(model: Any, layers: LayersConfig) -> None:
-    """Tiles the MLPs of a model, and lets a tied embedding add its gradient to the head's, before it is sharded.
-
-    Raises:
-        UnsupportedError: the model has no MLP that can be tiled.
+    """Tiles the MLPs of a model, and lets a tied embedding add its gradient to the head's. Raises `UnsupportedError` if
+    no MLP can be tiled.
     """
     if layers.mlp_tile is not None:
         tile_mlps(model, layers.mlp_tile)
     table, head = embedding(model, "input"), embedding(model, "output")
     if layers.computed_gradients and head is not None and getattr(table, "weight", None) is head.weight:
         share_gradient(table)
+
+
+def quantize(model: Any, fused: FusedConfig | None, device: torch.device | None = None) -> None:
+    """Quantizes the weights if `fused` requests it, and moves each of them to the device when it is quantized."""
+    if fused is None or fused.weight_format is None:
+        return
+    if is_peft_model(model):
+        raise ConfigError("fused.weight_format is for training all weights, but this model has adapters; omit it")
+    quantize_(model, fused.weight_format, device=device)
 
 
 def embedding(model: Any, side: Literal["input", "output"]) -> Any:
@@ -65,7 +73,7 @@ def embedding(model: Any, side: Literal["input", "output"]) -> Any:
 
 
 def positions(model: Any) -> int | None:
-    """The number of tokens for which a model has learned positions; None if its positions are computed."""
+    """Returns the number of learned positions of a model, or None if it computes its positions."""
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model  # without a tower of images
     for name, table in decoder.named_modules():
         if isinstance(table, nn.Embedding) and name.rpartition(".")[2] in _POSITIONS:
@@ -76,10 +84,10 @@ def positions(model: Any) -> int | None:
 
 @dataclass
 class TokenLosses(ModelOutput):
-    """Output of a model in place of logits, with the field names that trainers of TRL read."""
+    """The output of a model in place of logits, with the field names that TRL's trainers read."""
 
     loss: Tensor | None = None
-    log_probs: Tensor | None = None  # [batch, tokens], like the following ones to is_top1; 0 where there is no label
+    log_probs: Tensor | None = None  # this and the next five: [batch, tokens], 0 where there is no label
     label_mask: Tensor | None = None
     entropy: Tensor | None = None
     log_sum_sq_probs: Tensor | None = None
@@ -91,12 +99,10 @@ class TokenLosses(ModelOutput):
     aux_loss: Tensor | None = None
 
 
-def compute_losses(trainer: Any, layers: LayersConfig) -> list[Place]:
-    """Replaces the head in the losses of a trainer of TRL and of its reference model by `lowmem.layers.head`, unless
-    `computed_gradients` is False. From TRL 1.15 on, this includes the label smoothing of an `SFTTrainer`.
-
-    Returns:
-        The places of output embeddings for `lazily`, if the loss of the trainer reads logits.
+def compute_losses(trainer: Any, layers: LayersConfig) -> list[HeadSlot]:
+    """Replaces the head in the losses of a TRL trainer and its reference model by `lowmem.layers.head`, unless
+    `computed_gradients` is False. From TRL 1.15 on, this includes the label smoothing of an `SFTTrainer`. Returns the
+    heads for `lazily` if the loss reads logits.
     """
     # by name: importing the class of another trainer may need a package that is not installed
     classes = [cls.__name__ for cls in type(trainer).__mro__ if cls.__module__.startswith("trl.")]
@@ -110,35 +116,35 @@ def compute_losses(trainer: Any, layers: LayersConfig) -> list[Place]:
         smoothing, trainer.label_smoother = args.label_smoothing_factor, None
     if getattr(args, "use_weighting", False):
         metrics = (*metrics, "log_sum_sq_probs")
-    places: list[Place] = []
+    slots: list[HeadSlot] = []
     for model in (trainer.model, getattr(trainer, "ref_model", None)):
         if model is None:
             continue
         base = model.get_base_model() if is_peft_model(model) else model
-        place = _place(base, layers)
+        slot = _slot(base, layers)
         if metrics and (fused or chunked):
             logged = metrics if model is trainer.model else ()
-            base.forward = MethodType(_forward(base, place, logged, smoothing, chunked), base)
+            base.forward = MethodType(_forward(base, slot, logged, smoothing, chunked), base)
         elif not fused and not trainer._inputs.sharded:  # sharded, it would be gathered for every row
-            places += place
-    return places
+            slots += slot
+    return slots
 
 
 @contextmanager
-def lazily(places: Sequence[Place]) -> Iterator[None]:
+def lazily(slots: Sequence[HeadSlot]) -> Iterator[None]:
     """A context in which models return logits that are computed as they are read."""
-    before = [getattr(parent, name) for parent, name, _ in places]
-    for parent, name, head in places:
+    before = [getattr(parent, name) for parent, name, _ in slots]
+    for parent, name, head in slots:
         setattr(parent, name, head)
     try:
         yield
     finally:
-        for (parent, name, _), output in zip(places, before, strict=True):
+        for (parent, name, _), output in zip(slots, before, strict=True):
             setattr(parent, name, output)
 
 
-def _place(model: Any, layers: LayersConfig) -> list[Place]:
-    """The place of the output embedding. Empty, so that it stays, if it is not a linear layer or has an adapter."""
+def _slot(model: Any, layers: LayersConfig) -> list[HeadSlot]:
+    """Returns the head of a model. If it is not a linear layer or has an adapter, it cannot be replaced."""
     output = embedding(model, "output")
     linear = output.original_module if hasattr(output, "modules_to_save") else output  # PEFT trains a copy of it
     if getattr(type(linear), "forward", None) is not nn.Linear.forward:
@@ -148,8 +154,8 @@ def _place(model: Any, layers: LayersConfig) -> list[Place]:
     return [(model.get_submodule(parent), name, head)]
 
 
-def _forward(model: Any, place: list[Place], metrics: tuple[str, ...], smoothing: float, chunked: bool) -> Any:
-    """A forward that returns `TokenLosses` where TRL asks for them, and otherwise the output of the model's forward."""
+def _forward(model: Any, slot: list[HeadSlot], metrics: tuple[str, ...], smoothing: float, chunked: bool) -> Any:
+    """Creates a forward that returns `TokenLosses` if TRL requests them, and otherwise what the model returns."""
     inner = model.forward
 
     @functools.wraps(type(model).forward)  # `generate` reads its signature
@@ -158,7 +164,7 @@ def _forward(model: Any, place: list[Place], metrics: tuple[str, ...], smoothing
         if not fused_lm_head and not (chunked and labelled):
             return inner(*args, **options)
         labels, shifted, count = (options.pop(n, None) for n in ("labels", "shift_labels", "num_items_in_batch"))
-        with lazily(place):
+        with lazily(slot):
             output = inner(*args, **{**options, "use_cache": False})
             logits, targets = (output.logits[:, :-1], labels[:, 1:]) if shifted is None else (output.logits, shifted)
             targets = targets.to(logits.device)

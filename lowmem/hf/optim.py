@@ -1,5 +1,5 @@
-"""The rule, hyperparameters and groups of a trainer: from its arguments (`optim`, `optim_args`, `adam_beta1`, ...), or
-from an optimizer that a method of its class creates.
+"""The rule, hyperparameters and groups of a trainer, from its arguments (`optim`, `optim_args`, `adam_beta1`, ...) or
+from an optimizer that its class creates.
 """
 
 import copy
@@ -65,14 +65,12 @@ def choose(args: TrainingArguments, fused: FusedConfig | None) -> FusedConfig:
 
 
 def read(optimizer: Any, fused: FusedConfig) -> tuple[FusedConfig, list[dict[str, Any]]]:
-    """Reads an optimizer that a trainer's class has created.
+    """Reads an optimizer that a trainer's class has created. Raises `ConfigError` if it is not an optimizer, or has
+    hooks, states or options that cannot be read from it.
 
     Returns:
-        `fused` with the class and options of the optimizer, unless it names a rule; and the groups of the optimizer,
-        each with the options that differ from the defaults and its weight decay (None for 0).
-
-    Raises:
-        ConfigError: it is not an optimizer, or has hooks, states or options that cannot be read from it.
+        `fused`, with the optimizer's class and options if it names no rule; and the optimizer's groups, each with the
+        options that differ from the defaults and its weight decay (None for 0).
     """
     cls = type(optimizer)
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -112,13 +110,9 @@ def parts_by_decay(trainer: Trainer, model: nn.Module) -> list[dict[str, Any]]:
 
 
 def param_groups(fused: FusedConfig, model: nn.Module, parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The groups of `fused`, each split by the options that its parameters have in `parts`.
-
-    Args:
-        parts: groups of parameters, as `read` and `parts_by_decay` return them.
-
-    Raises:
-        UnsupportedError: a parameter is only in the model or only in `parts`, and the trainer clips.
+    """Splits the groups of `fused` by the options that their parameters have in `parts`, which `read` or
+    `parts_by_decay` returned. Raises `UnsupportedError` if the trainer clips and a parameter is only in the model or
+    only in `parts`.
     """
     # without the prefix that FSDP's activation checkpointing adds: checkpoints are the same with it and without
     names = {param: name.replace("_checkpoint_wrapped_module.", "") for name, param in model.named_parameters()}
@@ -143,8 +137,8 @@ def param_groups(fused: FusedConfig, model: nn.Module, parts: list[dict[str, Any
 
 
 def _options(default: UpdateRule, part: dict[str, Any], group: dict[str, Any]) -> dict[str, Any]:
-    """The options of parameters in a part and in a group of `fused`. The options of the part are for the default rule,
-    except that a part without weight decay has none with any rule.
+    """Returns the options of parameters in a part and in a group of `fused`. The part's options are for the default
+    rule, except that a part without weight decay has none with any rule.
     """
     rule = resolve(group["rule"]) if "rule" in group else default
     options: dict[str, Any] = {}
@@ -167,10 +161,10 @@ def _settings(optimizer: torch.optim.Optimizer) -> str:
 
 
 def with_learning_rate(args: TrainingArguments, fused: FusedConfig, model: Any) -> TrainingArguments:
-    """Returns arguments whose `learning_rate` is `fused.lr`, if that is set. `args` is not changed.
+    """Returns arguments with `fused.lr` as their `learning_rate`, if it is set. `args` is not changed.
 
     Args:
-        model: for the rate that an error suggests; also the name of a model that is not loaded yet, or None.
+        model: an error suggests a rate for its weights. It may be a name or None.
 
     Raises:
         ConfigError: both are set and differ, or neither is set and the default is chosen for another rule.

@@ -17,9 +17,8 @@ _SAMPLE = 8
 
 
 def check(trainer: Any) -> None:
-    """Raises `UnsupportedError` if an `SFTTrainer` of TRL packs samples that its model does not separate.
-
-    Every rank of a sharded model calls it. No parameter gets a gradient.
+    """Raises `UnsupportedError` if TRL's `SFTTrainer` packs samples that its model does not separate. Every rank of a
+    sharded model calls it. No parameter gets a gradient.
     """
     module, model = sys.modules.get("trl.trainer.sft_trainer"), trainer.model
     if module is None or not isinstance(trainer, module.SFTTrainer) or not trainer.padding_free:
@@ -40,7 +39,6 @@ def check_borders(model: Any, collate: Callable[[list[Any]], Any], device: torch
     Args:
         model: on the device and in the mode in which it is trained.
         collate: creates a batch of samples, without padding.
-        device: the device of the batch.
     """
     vocabulary = model.config.get_text_config().vocab_size
     middle = vocabulary // 2  # special tokens are at the ends

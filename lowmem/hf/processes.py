@@ -1,6 +1,5 @@
-"""The processes of a distributed run: they start alike, share a disk, and explain the failure of another one.
-
-Processes that differ would train on the wrong data, or wait for one another until the timeout.
+"""The processes of a distributed run: they start alike, share a disk, and explain another rank's failure. Processes
+that differ would train on the wrong data, or wait for one another until the timeout.
 """
 
 import re
@@ -36,27 +35,21 @@ _TOO_SLOW = re.compile(r"tim(?:ed|e)[ -]?out", re.IGNORECASE)
 
 
 def require_alike(
-    args: "TrainingArguments",
-    config: FusedConfig,
-    layers: LayersConfig,
-    samples: int | None,
-    data: str | None,
+    args: "TrainingArguments", config: FusedConfig, layers: LayersConfig, samples: int | None, data: str | None,
     resumed: Path | None,
-) -> None:
+) -> None:  # fmt: skip
     """Raises `ConfigError` on every rank of the process group unless all were started alike.
 
     Args:
-        samples: the number of training samples; None if it is unknown.
-        data: a fingerprint of them, tokenized; None if it is unknown.
+        samples: the number of training samples, if it is known.
+        data: a fingerprint of the tokenized training data, if it is known.
         resumed: the checkpoint that the run resumes from.
     """
     if not in_group():
         return
     facts: dict[str, Any] = {f"the version of {name}": version(name) for name in ("torch", "transformers")}
-    facts["the version of lowmem"] = lowmem.__version__
-    facts["the number of training samples"] = samples
-    facts["the fingerprint of the tokenized training data"] = data
-    facts["the checkpoint"] = resumed and resumed.name
+    facts |= {"the version of lowmem": lowmem.__version__, "the number of training samples": samples}
+    facts |= {"the fingerprint of the tokenized training data": data, "the checkpoint": resumed and resumed.name}
     facts |= {name: getattr(args, name) for name in _ARGUMENTS if hasattr(args, name)}
     facts |= {f"fused.{option.name}": getattr(config, option.name) for option in fields(config)}
     facts |= {f"layers.{name}": value for name, value in vars(layers).items()}
@@ -64,7 +57,7 @@ def require_alike(
 
 
 def require_shared_disk(folder: Path) -> None:
-    """Raises `ConfigError` unless every rank sees the files that the others write in the directory of checkpoints."""
+    """Raises `ConfigError` unless every rank sees the files that the others write in `folder`."""
     if not in_group():
         return
     folder.mkdir(parents=True, exist_ok=True)
@@ -82,9 +75,8 @@ def require_shared_disk(folder: Path) -> None:
 
 
 def set_timeout(args: "TrainingArguments") -> None:
-    """Sets the timeout of collectives to `ddp_timeout`.
-
-    Accelerate 1.15 (state.py) does it, but transformers 5.23 (training_args.py) does not tell it with `use_cpu`.
+    """Sets the timeout of collectives to `ddp_timeout`. Accelerate 1.15 (state.py) does it, but transformers 5.23
+    (training_args.py) does not pass it with `use_cpu`.
     """
     default = type(args).__dataclass_fields__["ddp_timeout"].default
     if in_group() and args.ddp_timeout != default:

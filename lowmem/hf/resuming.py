@@ -1,4 +1,4 @@
-"""The training rows of a run: a checkpoint records its place, and a resumed run continues with the next row or raises.
+"""The position of a run in its training data. A resumed run continues with the next row, or raises.
 
 transformers 5.23 (trainer.py) skips the number of steps of the checkpoint, whatever rows a step has now.
 """
@@ -25,7 +25,9 @@ from transformers.trainer_utils import has_length
 
 from lowmem.errors import CheckpointError, DataError
 from lowmem.files import read_json
+from lowmem.hf import processes
 from lowmem.hf.checkpoint import TRAINER_STATE_FILE
+from lowmem.hf.streaming import Traffic
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +35,7 @@ RECORD_FILE = "data.json"
 _EPOCH = "epoch_"  # prefix of files with the random states of each rank at the beginning of the epoch
 _GENERATOR = "generator.pt"
 
-# Arguments that decide the order of rows. transformers 5 has the first one in place of the second.
+# Arguments that decide the order of rows. transformers 5 has replaced the second by the first.
 _ORDER = ("train_sampling_strategy", "group_by_length", "data_seed", "seed", "dataloader_drop_last")
 _SHAPE = "per_device_train_batch_size, gradient_accumulation_steps, processes"
 
@@ -42,21 +44,16 @@ _ROWS, _BYTES = 100, 4 << 30
 
 
 class Order:
-    """The order in which a run trains on the rows of its data. If `compared` is true, `record` has their fingerprint.
-
-    Attributes:
-        is_stream: whether the data are an `IterableDataset`.
-        batches: micro-batches per epoch, or of all steps if the data are a stream.
-        per_batch: rows per micro-batch, of all ranks.
-        record: the properties of the data, the order and the batches that decide which rows a step has.
+    """The order in which a run trains on the rows of its data. `record` has the properties of the data, the order and
+    the batches that decide which rows a step has and, if `compared` is true, a fingerprint of the rows.
     """
 
     def __init__(self, trainer: Any, loader: Any, max_steps: int, *, compared: bool) -> None:
         args, accumulation = trainer.args, trainer.args.gradient_accumulation_steps
         data = getattr(loader, "dataset", loader)  # or a custom iterable of batches
         self.is_stream = isinstance(data, IterableDataset)
-        self.batches = len(loader) if has_length(loader) else max_steps * accumulation
-        self.per_batch = trainer.get_total_train_batch_size(args) // accumulation
+        self.batches = len(loader) if has_length(loader) else max_steps * accumulation  # per epoch, or of all steps
+        self.per_batch = trainer.get_total_train_batch_size(args) // accumulation  # rows of all ranks
         sampler = getattr(loader, "batch_sampler", None)
         self._batch_sampler = getattr(sampler, "batch_sampler", sampler)
         self._sampler: Any = getattr(self._batch_sampler, "sampler", None)
@@ -88,49 +85,53 @@ class Order:
             self._sampler.epoch, self._sampler.set_epoch = epoch, lambda epoch: None
 
 
-class Rows(TrainerCallback):  # type: ignore[misc]
-    """The place of a run in its training data.
+class DataPosition(TrainerCallback):  # type: ignore[misc]
+    """The position of a run in its training data.
 
     Args:
-        trainer: the trainer of this rank.
-        loader: its training data, prepared by Accelerate.
-        order: of its rows.
+        loader: the training data, prepared by Accelerate.
         steps_per_epoch, max_steps: as the trainer counts them.
         checkpoint: the directory from which the run resumes, or None.
 
     Attributes:
-        left: whether there is a step left to train.
+        left: whether steps remain.
         start: the numbers of trained epochs, and of trained micro-batches in the next epoch.
-        epoch, fetched: the number of epochs before this one, and of micro-batches that this one has fetched.
-        ended: whether this epoch has no more of them.
+        epoch, fetched, ended: the epochs before this one, its fetched micro-batches, and whether it has no more.
 
     Raises:
         CheckpointError: the remaining steps would train on other rows.
+        ConfigError: the ranks were not started alike, or do not share a disk.
         DataError: the data differ from the data of the checkpoint.
     """
 
     def __init__(
-        self, trainer: Any, loader: Any, order: Order, steps_per_epoch: int, max_steps: int, checkpoint: Path | None
+        self, trainer: Any, loader: Any, steps_per_epoch: int, max_steps: int, checkpoint: Path | None
     ) -> None:
-        args = trainer.args
+        args, saves = trainer.args, trainer.args.save_strategy != "no"
+        compared = saves or checkpoint is not None or args.world_size > 1
+        order = Order(trainer, loader, max_steps, compared=compared)
         self._trainer, self._loader, self._order, self._folder = trainer, loader, order, checkpoint
+        samples = len(trainer.train_dataset) if has_length(trainer.train_dataset) else None
+        data = None if order.is_stream else order.record["data"]  # a stream may be split by rank
+        processes.require_alike(args, trainer.fused, trainer.layers, samples, data, checkpoint)
+        if saves:
+            processes.require_shared_disk(Path(args.output_dir))
         self._random_states = TemporaryDirectory()  # of the beginning of this epoch
         step = 0 if checkpoint is None else read_json(checkpoint / TRAINER_STATE_FILE)["global_step"]
         self.left = checkpoint is None or step < max_steps
-        by_trainer = step // steps_per_epoch, step % steps_per_epoch * args.gradient_accumulation_steps
+        self.start = by_trainer = step // steps_per_epoch, step % steps_per_epoch * args.gradient_accumulation_steps
         if not self.left and trainer.is_world_process_zero():
             logger.warning(
                 "training is already complete: %s is at step %d of %d, and its weights are loaded. Raise max_steps or "
                 "num_train_epochs to continue.", checkpoint, step, max_steps
             )  # fmt: skip
-        self.start = by_trainer
         if args.ignore_data_skip:
             self.start = by_trainer[0], 0
         elif checkpoint is not None and self.left:
             require_step_with_completions(args, step, checkpoint)
             saved = read_json(checkpoint / RECORD_FILE)
-            require_same_rows(saved, self._order.record, checkpoint, steps=max_steps - step)
-            self.start = saved["epoch"], saved["row"] // self._order.per_batch
+            require_same_rows(saved, order.record, checkpoint, steps=max_steps - step)
+            self.start = saved["epoch"], saved["row"] // order.per_batch
             if self.start != by_trainer and not hasattr(Trainer, "_init_training_state"):
                 raise CheckpointError(
                     f"{checkpoint} has trained {self.start[0]} epochs and {self.start[1]} batches, and transformers "
@@ -170,10 +171,8 @@ class Rows(TrainerCallback):  # type: ignore[misc]
             torch.save(generator.get_state(), Path(self._random_states.name) / _GENERATOR)
 
     def save(self, folder: Path, epoch: float, *, write: bool) -> None:
-        """Writes the place at `epoch`, as in the trainer's state, and the random states. Every rank calls it.
-
-        Args:
-            write: whether this rank writes the place.
+        """Writes the random states and, with `write`, the position at `epoch`, as in the trainer's state. Every rank
+        calls it.
         """
         batch, order = round((epoch - self.epoch) * self._order.batches), self._order
         ended = batch == self.fetched if self.ended else batch == order.batches and not order.is_stream
@@ -183,39 +182,30 @@ class Rows(TrainerCallback):  # type: ignore[misc]
         for path in Path(self._random_states.name).iterdir():
             shutil.copy(path, folder / f"{_EPOCH}{path.name}")
         if write:
-            place = {"epoch": self.epoch + ended, "row": 0 if ended else batch * order.per_batch}
-            (folder / RECORD_FILE).write_text(json.dumps(order.record | place))
+            position = {"epoch": self.epoch + ended, "row": 0 if ended else batch * order.per_batch}
+            (folder / RECORD_FILE).write_text(json.dumps(order.record | position))
 
 
 @dataclass
 class Run:
-    """The run that `train` has begun.
+    """The run that `train` has begun."""
 
-    Attributes:
-        resumed: the checkpoint that it resumes from.
-        earlier: the steps of the checkpoints that it has saved or resumed from.
-        rows: its place in the training data; None in a custom training loop.
-        staged: the directory of the checkpoint that is being saved.
-        published: the checkpoints that the last uploads read.
-        traffic: of a streamed model, when it was last logged (see `sharding.traffic`).
-    """
-
-    resumed: Path | None = None
-    earlier: list[int] = field(default_factory=list)
-    rows: Rows | None = None
-    staged: Path | None = None
-    published: tuple[Path, ...] = ()
-    traffic: tuple[float, int, float] = (0.0, 0, 0.0)
+    resumed: Path | None = None  # the checkpoint that it resumes from
+    earlier: list[int] = field(default_factory=list)  # the steps of the checkpoints that it has saved or resumed from
+    position: DataPosition | None = None  # None in a custom training loop
+    staged: Path | None = None  # the directory of the checkpoint that is being saved
+    published: tuple[Path, ...] = ()  # the checkpoints that the last uploads read
+    traffic: Traffic | None = None  # of a streamed model
 
 
 def steps_with_completions(args: TrainingArguments) -> int:
-    """The number of steps that share completions, of TRL's GRPO and RLOO."""
+    """Returns the number of steps of TRL's GRPO and RLOO that share completions."""
     micro_batches = getattr(args, "steps_per_generation", 1) * getattr(args, "num_iterations", 1)
     return math.lcm(micro_batches, args.gradient_accumulation_steps) // args.gradient_accumulation_steps
 
 
 def require_step_with_completions(args: TrainingArguments, step: int, checkpoint: Path) -> None:
-    """Raises `CheckpointError` if the next step of TRL's GRPO or RLOO reuses completions of the steps before it."""
+    """Raises `CheckpointError` if the next step of TRL's GRPO or RLOO reuses completions of an earlier step."""
     every = steps_with_completions(args)
     if step % every:
         raise CheckpointError(
@@ -225,7 +215,7 @@ def require_step_with_completions(args: TrainingArguments, step: int, checkpoint
 
 
 def require_same_rows(saved: dict[str, Any], now: dict[str, Any], checkpoint: Path, steps: int) -> None:
-    """Compares the records of a checkpoint and of the run that resumes from it. steps: the number that remain.
+    """Compares the record of a checkpoint with the record of a run that resumes from it and has `steps` left.
 
     Raises:
         CheckpointError: the order or the batches differ.
@@ -259,7 +249,7 @@ def require_same_rows(saved: dict[str, Any], now: dict[str, Any], checkpoint: Pa
 
 
 def fingerprint(dataset: Any) -> str | None:
-    """A hash of the rows in their order, which depends only on their values and not on how `datasets` stores them.
+    """Returns a hash of the rows in their order, which depends on their values and not on how `datasets` stores them.
 
     Above 4 GiB it samples blocks of 1,000 rows, of a list it samples 100 rows, and of a stream of `datasets` it reads
     the first 100. Returns None for other data, whose rows may change each time they are read.

@@ -1,5 +1,4 @@
-"""Shards the model of a trainer over ranks by DeepSpeed ZeRO-3 or FSDP2, as the trainer's arguments say, or streams its
-layers through the device.
+"""Shards the model of a trainer with DeepSpeed ZeRO-3 or FSDP2, as the trainer's arguments request.
 
 The Trainer and Accelerate would wrap the model and replace the optimizer. Here their arguments keep their meaning and
 their code shards the model, but the model is not wrapped, and `lowmem.placements` recognizes its shards.
@@ -7,10 +6,6 @@ their code shards the model, but the model is not wrapped, and `lowmem.placement
 
 import copy
 import os
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -19,21 +14,19 @@ import torch
 import torch.distributed as dist
 from accelerate.utils import FullyShardedDataParallelPlugin, parse_flag_from_env
 from accelerate.utils.fsdp_utils import fsdp2_apply_ac, fsdp2_prepare_model
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.distributed.fsdp import FSDPModule
 from transformers import AutoConfig, TrainingArguments
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from lowmem import placements
 from lowmem.errors import ConfigError, UnsupportedError, did_you_mean
 from lowmem.hf import check_version
+from lowmem.hf.deferred import shard_unit
+from lowmem.hf.streaming import StreamedSharding
 from lowmem.options import DynamicScale, FusedConfig
-from lowmem.placements.homes import FileHome
 from lowmem.placements.ranks import set_timeout
-from lowmem.placements.streamed import stream
-from lowmem.placements.streaming import Streaming
 from lowmem.tiles.quantized import in_codes
 
 # Keys of a DeepSpeed configuration that have no effect here: the values that are accepted, and the reason.
@@ -74,12 +67,12 @@ _FSDP2: dict[str, tuple[str, Any]] = {
 _FSDP2_TOO = ("min_num_params", "cpu_ram_efficient_loading", "xla", "xla_fsdp_v2", "xla_fsdp_grad_ckpt")
 
 
-def of(args: TrainingArguments, fused: FusedConfig | None) -> "Sharding | None":
-    """Returns the sharding that a trainer's arguments ask for, the streaming that `fused` asks for, or None.
+def requested(args: TrainingArguments, fused: FusedConfig | None) -> "Sharding | None":
+    """Returns the sharding or streaming that the arguments of a trainer request, or None.
 
     Raises:
         ConfigError, UnsupportedError: an argument, or a key of DeepSpeed's or FSDP's configuration, is not supported;
-            or `accelerate launch` asks for a sharding and the arguments do not.
+            or `accelerate launch` requests a sharding and the arguments do not.
     """
     for variable, argument in (("ACCELERATE_USE_DEEPSPEED", "deepspeed"), ("ACCELERATE_USE_FSDP", "fsdp")):
         if parse_flag_from_env(variable) and not getattr(args, argument):
@@ -115,61 +108,6 @@ def prepare(sharding: "Sharding | None", model: Any, args: TrainingArguments, *,
         trusted, revision = options.get("trust_remote_code", False), options.get("revision")
         dtype = AutoConfig.from_pretrained(model, trust_remote_code=trusted, revision=revision).dtype or "float32"
     sharding.prepare(getattr(torch, dtype) if isinstance(dtype, str) else dtype)
-
-
-@contextmanager
-def loading(sharding: "Sharding | None") -> Iterator[None]:
-    """A context in which a trainer loads its model. Weights may be converted to another dtype when they are sharded."""
-    if sharding is None or not sharding.converts:
-        yield
-        return
-    from transformers import core_model_loading  # of transformers 5
-
-    def materialize(weight: Any, device: Any = None, dtype: torch.dtype | None = None) -> Tensor:
-        mapped: Tensor = weight[...]
-        now = dtype in (None, mapped.dtype) or torch.device(device or "cpu").type != "cpu"
-        return mapped.to(device, dtype) if now else _Deferred([mapped], dtype)
-
-    sharded = patch("torch.distributed.fsdp.fully_shard", _shard_unit)  # of a reference model, by TRL
-    with patch.object(core_model_loading, "_materialize_copy", materialize), sharded:
-        yield
-
-
-class _Deferred(Tensor):
-    """A weight in the mapped files, which is converted when an operation uses it or when its unit is sharded."""
-
-    held: list[Tensor]  # one, which aliases share
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-    def __new__(cls, held: list[Tensor], dtype: torch.dtype | None) -> "_Deferred":
-        new: Any = torch.Tensor._make_wrapper_subclass(cls, held[0].shape, dtype=dtype)  # type: ignore[attr-defined]
-        new.held = held
-        return new  # type: ignore[no-any-return]
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        if func is torch.ops.aten.detach.default:
-            return cls(args[0].held, args[0].dtype)
-        for used in (each for each in tree_leaves((args, kwargs)) if isinstance(each, cls)):
-            used.held[0] = used.held[0].to(used.dtype)
-        args, kwargs = tree_map_only(cls, lambda used: used.held[0], (args, kwargs or {}))
-        return func(*args, **kwargs)
-
-
-def _convert(weight: Tensor) -> None:
-    """Converts a weight if it is deferred. It stays the same object, also where it is tied."""
-    if isinstance(weight, _Deferred):
-        value = weight.held[0].to(weight.dtype)
-        trained = nn.Parameter(value, weight.requires_grad) if isinstance(weight, nn.Parameter) else value
-        torch.utils.swap_tensors(weight, trained)
-
-
-def _shard_unit(modules: Any, **options: Any) -> Any:
-    """`fully_shard`, which converts the deferred weights of a unit first."""
-    unit = nn.ModuleList(modules if isinstance(modules, list | tuple) else [modules])
-    for weight in (*unit.parameters(), *unit.buffers()):
-        _convert(weight)
-    return fully_shard(modules, **options)
 
 
 def _require_process_group(argument: str) -> None:
@@ -311,14 +249,19 @@ def _check_fsdp2(config: dict[str, Any]) -> None:
 
 
 class FSDP2Sharding:
-    """Shards with Accelerate's functions and settings for FSDP2, except that weights keep their dtype."""
+    """Shards with Accelerate's functions and settings for FSDP2, except that weights keep their dtype.
+
+    Attributes:
+        broadcasts: rank 0 loads the weights and broadcasts them when they are sharded.
+        converts: weights are converted to another dtype when they are sharded.
+    """
 
     def __init__(self, args: TrainingArguments) -> None:
         self._args = args
         if not hasattr(args, "fsdp_plugin_args"):  # transformers 4 sets environment variables that Accelerate reads
             raise UnsupportedError("fsdp: run pip install 'transformers>=5', or set deepspeed")
-        self._settings = args.fsdp_plugin_args
-        version = self._settings["fsdp_version"]
+        settings = args.fsdp_plugin_args
+        version = settings["fsdp_version"]
         if version != 2:
             raise UnsupportedError(
                 f"fsdp: version {version} stores parameters in flat buffers, which lowmem does not support. Set "
@@ -327,9 +270,10 @@ class FSDP2Sharding:
         if args.fsdp_config.get("xla"):
             raise UnsupportedError("fsdp: xla is not supported; omit it")
         _check_fsdp2(args.fsdp_config)
-        if self._settings.get("cpu_offload") and args.device.type == "cpu":
+        if settings.get("cpu_offload") and args.device.type == "cpu":
             raise UnsupportedError("fsdp: cpu_offload needs an accelerator to offload from; omit it")
-        self.converts = not self._settings.get("cpu_ram_efficient_loading")
+        self.broadcasts = bool(settings.get("cpu_ram_efficient_loading"))
+        self.converts = not self.broadcasts
 
     def prepare(self, dtype: torch.dtype) -> None:
         """Prepares this process to load a model whose weights have `dtype`."""
@@ -349,7 +293,8 @@ class FSDP2Sharding:
                 "fsdp: cpu_ram_efficient_loading can only broadcast ordinary weights. Set it to false with "
                 "fused.weight_format"
             )
-        plugin = FullyShardedDataParallelPlugin(**self._settings)
+        settings = self._args.fsdp_plugin_args | {"cpu_ram_efficient_loading": self.broadcasts}
+        plugin = FullyShardedDataParallelPlugin(**settings)
         if self._args.bf16 or self._args.fp16:
             plugin.set_mixed_precision("bf16" if self._args.bf16 else "fp16")
         mesh = init_device_mesh(self._args.device.type, (dist.get_world_size(),), mesh_dim_names=("fsdp",))
@@ -369,7 +314,7 @@ class FSDP2Sharding:
             raise ConfigError(f"fsdp: {error}") from error
         if plugin.activation_checkpointing:
             fsdp2_apply_ac(stand_in, model)
-        with patch("torch.distributed.fsdp.fully_shard", _shard_unit):  # where Accelerate finds it
+        with patch("torch.distributed.fsdp.fully_shard", shard_unit):  # where Accelerate finds it
             fsdp2_prepare_model(stand_in, model)
 
     def release(self, model: nn.Module) -> None:
@@ -377,67 +322,6 @@ class FSDP2Sharding:
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
-
-
-# Arguments that read or convert weights where they are not on the device, or compile them.
-_NOT_STREAMED = ("torch_compile", "use_vllm", "sync_ref_model", "fp16_full_eval", "bf16_full_eval")
-
-
-class StreamedSharding:
-    """Streams the layers of a model past the one device of a run, from their home. Nothing is divided among ranks.
-
-    Attributes:
-        converts: weights are converted to another dtype layer by layer, as they get their home.
-    """
-
-    def __init__(self, args: TrainingArguments, fused: FusedConfig) -> None:
-        self._args, self._fused = args, fused
-        for argument in ("deepspeed", "fsdp"):
-            if getattr(args, argument):
-                raise ConfigError(f"fused.placement='streamed' contradicts {argument}. Set only one of them")
-        if args.world_size > 1:
-            raise UnsupportedError(
-                f"fused.placement='streamed' supports one process, but there are {args.world_size}. Set fsdp or "
-                "deepspeed, or start one process"
-            )
-        if not args.gradient_checkpointing:
-            raise ConfigError(
-                "fused.placement='streamed' needs gradient_checkpointing=True. Otherwise the activations of all layers "
-                "are on the device"
-            )
-        for name in _NOT_STREAMED:
-            if getattr(args, name, False):
-                raise UnsupportedError(f"{name}=True is not supported with fused.placement='streamed'; omit it")
-        self.converts = find_spec("transformers.core_model_loading") is not None  # of transformers 5
-
-    def prepare(self, dtype: torch.dtype) -> None:
-        """Does nothing: a model is loaded on the host."""
-
-    def shard(self, model: nn.Module, accelerator: Any = None, *, reference: bool = False) -> None:
-        """Streams a model unless it is streamed already. No layers of a reference model stay on the device."""
-        memory = None if reference else self._fused.device_bytes
-        stream(model, self._args.device, home=self._fused.home, device_memory=memory, load=_convert)
-
-    def release(self, model: nn.Module) -> None:
-        """Does nothing: layers leave the device when others need its memory."""
-
-
-def in_words(streaming: Streaming, model: nn.Module) -> str:
-    """Describes the layers that are streamed, and the weights that stay on the device."""
-    sizes = [unit.nbytes for unit in streaming.units]
-    stays = sum(map(placements.nbytes, model.parameters())) - sum(sizes)
-    if not sizes:
-        return f"no layer, because all {stays / 2**20:,.1f} MiB of weights fit on the device"
-    home, wear = streaming.units[0].home, ". Each step writes the trained layers to the disk, which wears it out"
-    return (
-        f"{len(sizes)} layers of up to {max(sizes) / 2**20:,.1f} MiB in {home}, two of them on the device at a time, "
-        f"where {stays / 2**20:,.1f} MiB of other weights stay{wear * isinstance(home, FileHome)}"
-    )
-
-
-def traffic(streaming: Streaming) -> tuple[float, int, float]:
-    """Returns the time in seconds, and by then: bytes copied to the device and back, seconds waited for copies."""
-    return time.perf_counter(), streaming.fetched + streaming.written, streaming.waited
 
 
 Sharding = Zero3Sharding | FSDP2Sharding | StreamedSharding

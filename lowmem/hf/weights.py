@@ -1,8 +1,8 @@
 """The weights of a model, saved to and loaded from Hugging Face files one parameter at a time.
 
-The files are equal to those of `save_pretrained`. transformers 5.23 (modeling_utils.py, save_pretrained) needs all
-tensors of a file in host memory to write it, the full model if it is sharded, and a copy of every weight that it
-converts. Here only one full parameter exists at a time, or those that a conversion combines.
+The files equal those of `save_pretrained`, which needs more memory in transformers 5.23 (modeling_utils.py): all
+tensors of a file on the host, the full model if it is sharded, and a copy of every weight that it converts. Here only
+one full parameter exists at a time, or those that a conversion combines.
 """
 
 import json
@@ -39,24 +39,17 @@ INDEX_FILE = "model.safetensors.index.json"
 
 
 def save_weights(
-    model: nn.Module,
-    folder: str | Path,
-    *,
-    write: bool = True,
-    max_shard_size: int | str = "50GB",
+    model: nn.Module, folder: str | Path, *, write: bool = True, max_shard_size: int | str = "50GB",
     save: Callable[..., Any] | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Writes the files of `save_pretrained` on one device: weights and configuration. For a module that is not a
     `PreTrainedModel` it writes only the weights; for a `PeftModel`, the adapters and a file of other trained tensors.
     Every rank calls it.
 
     Args:
-        write: whether this rank writes the files. The other ranks do not touch them.
+        write: whether this rank writes the files.
         max_shard_size: the largest size of a file, as in `save_pretrained`.
         save: writes everything else, in place of `model.save_pretrained` and with its arguments.
-
-    Raises:
-        OSError: a file cannot be written.
     """
     folder = Path(folder)
     if save is None and isinstance(model, PreTrainedModel):
@@ -105,10 +98,8 @@ def load_weights(model: nn.Module, folder: str | Path) -> None:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files that should contain the weights of a directory, or its adapters.
-
-    Raises:
-        CheckpointError: a configuration or an index that names files is missing or damaged.
+    """Returns the files that a model directory, or its adapters, should have. Raises `CheckpointError` if an index or a
+    configuration is damaged.
     """
     if paths := adapters.files(folder):
         return paths
@@ -146,7 +137,7 @@ class _FileLayout:
     Attributes:
         state: the weights and buffers of the model, by name.
         tensors: the tensors in files, in the order of `save_pretrained`, on `meta`.
-        groups: the weights that are converted together, and the tensors that they are converted to.
+        groups: the weights that are converted together, with their tensors.
     """
 
     def __init__(self, model: nn.Module) -> None:

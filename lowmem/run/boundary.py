@@ -20,14 +20,14 @@ _OUT_OF_MEMORY = (
     "Cannot allocate memory",
 )  # fmt: skip
 
-# Of transformers: a configuration for which an automatic class has no model.
+# transformers raises this for a configuration that an automatic class does not support.
 _UNKNOWN = r"Unrecognized configuration class <class '.*?(\w+)'> for this kind of AutoModel: (\w+)\..*"
 
 
 @contextmanager
 def blaming(subject: str, kind: type[LowmemError] = ConfigError) -> Iterator[None]:
-    """Raises `kind`, which names the subject, in place of what a library raises for it. Libraries do not document which
-    exceptions that can be. Errors of lowmem and of memory pass.
+    """Raises `kind`, which names the subject, in place of a library's error, whose type is rarely documented. Errors of
+    lowmem and of memory pass.
     """
     try:
         yield
@@ -39,8 +39,8 @@ def blaming(subject: str, kind: type[LowmemError] = ConfigError) -> Iterator[Non
 
 @contextmanager
 def blaming_libraries(subject: str) -> Iterator[None]:
-    """Raises `UnsupportedError`, which names the subject and the place, in place of an error in other code than ours.
-    PyTorch and Python, which everyone calls, are not at fault. Errors of lowmem and of memory pass.
+    """Raises `UnsupportedError`, which names the subject and the place, in place of an error in a third-party package
+    other than PyTorch. Errors of lowmem and of memory pass.
     """
     try:
         yield
@@ -63,7 +63,7 @@ def blaming_libraries(subject: str) -> Iterator[None]:
 def reason(error: BaseException, longest: int = 600) -> str:
     """Returns the message of a library's error in one line."""
     text = " ".join(str(error).split()) or type(error).__name__
-    # in place of a list of all classes that transformers could load
+    # transformers would list all classes that it can load
     text = re.sub(_UNKNOWN, r"\2 has no class for a \1. Use a language model of text, such as Llama", text)
     text = f"{text} is missing" if isinstance(error, KeyError) else text
     return text if len(text) <= longest else f"{text[: longest - 4]} ..."

@@ -25,7 +25,7 @@ from lowmem.trainer import FusedSFTTrainer, FusedTrainerMixin
 # The commands whose trainers take reward functions.
 _WITH_REWARDS = ("grpo", "rloo")
 
-# The rows that are tokenized before others.
+# The number of rows that are tokenized first.
 FIRST_ROWS = 100
 
 
@@ -37,16 +37,16 @@ class EvaluationStopped(Exception):
 def trainer_class(name: str) -> Any:
     """Returns the fused subclass of one of TRL's trainers for a run: `FusedDPOTrainer` for "DPOTrainer"."""
     bases = (FusedSFTTrainer,) if name == "SFTTrainer" else (FusedTrainerMixin, getattr(trl, name))
-    return type(f"Fused{name}", (_OfRun, *bases), {})
+    return type(f"Fused{name}", (_RunTrainer, *bases), {})
 
 
-class _OfRun:
-    """Names the row that TRL cannot prepare, and stops evaluations. `whole` has the data of `sft` before `max_length`
-    cuts off rows.
+class _RunTrainer:
+    """Names the row that TRL cannot prepare, and stops evaluations. `untruncated` has the rows of `sft` before
+    `max_length` cuts them off, as "train" and "eval".
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        self.whole: dict[str, Any] = {}  # by their names: "train" and "eval"
+        self.untruncated: dict[str, Any] = {}
         super().__init__(*args, **options)
         _require_template(self.train_dataset, self.processing_class, self.args)  # type: ignore[attr-defined]
 
@@ -68,7 +68,7 @@ class _OfRun:
             uncut, (_, *others) = copy.copy(args), options
             uncut.max_length, uncut.shuffle_dataset = None, False
             rows = _by_row(lambda rows: prepare(rows, processing_class, uncut, False, *others), dataset)
-            self.whole[others[-1]] = rows
+            self.untruncated[others[-1]] = rows
             return prepare(rows, processing_class, args, *options) if len(rows) else rows
         return _by_row(lambda rows: prepare(rows, processing_class, args, *options), dataset)
 
@@ -84,11 +84,11 @@ def _require_template(dataset: Any, processing_class: Any, args: Any) -> None:
 
 
 def _by_row(prepare: Callable[[Any], Any], dataset: Any) -> Any:
-    """Prepares a data set. If that fails, finds the first row that fails by bisection, and raises `DataError`."""
+    """Prepares a data set. Raises `DataError` for the first row that fails, which it finds by bisection."""
     if not isinstance(dataset, datasets.Dataset):
         return prepare(dataset)
     try:
-        # TRL's warnings about rows come while it tokenizes them, and not from the cache: these rows are never in it
+        # TRL warns about rows only while it tokenizes them, so these rows must not come from the cache
         prepare(dataset.select(range(min(FIRST_ROWS, len(dataset)))).flatten_indices(keep_in_memory=True))
         return prepare(dataset)
     except (OSError, LowmemError):
@@ -102,7 +102,7 @@ def _by_row(prepare: Callable[[Any], Any], dataset: Any) -> Any:
                 first = middle
             except Exception as failure:
                 last, cause = middle, failure
-        row, in_file = dataset[first], datasets.Dataset(dataset.data)  # all rows, in their first order
+        row, in_file = dataset[first], datasets.Dataset(dataset.data)  # all rows, in the order of the file
         number = next((number for number, other in enumerate(in_file) if other == row), first)
         content = json.dumps(row, default=str, ensure_ascii=False)[:300]
         raise DataError(
@@ -120,7 +120,6 @@ def trainer(recipe: Recipe, train: Any, evaluation: Any, model: Any = None, **op
     """Creates the trainer of a run, with its model loaded and its data tokenized.
 
     Args:
-        recipe: the arguments of the run.
         train, evaluation: data sets as `lowmem.run.data.load` returns them.
         model: a model in place of the one that the recipe names.
         options: further arguments of the trainer.
@@ -134,19 +133,20 @@ def trainer(recipe: Recipe, train: Any, evaluation: Any, model: Any = None, **op
     if model is None:
         model = names.model_name_or_path
         args.model_init_kwargs = {
-            **recipe.source,
+            **recipe.loading_options,
             "attn_implementation": names.attn_implementation,
             "dtype": names.dtype,
-            "use_safetensors": True,  # and never pickles
+            "use_safetensors": True,  # never load pickles
             **(args.model_init_kwargs or {}),
         }
     else:
         args.model_init_kwargs = None
     if recipe.command in _WITH_REWARDS:
         options["reward_funcs"] = _reward_functions(recipe.script)
-    if recipe.command == "kto" and hasattr(args, "max_prompt_length"):  # before TRL 1.0 it loads no tokenizer
-        options.setdefault("processing_class", AutoTokenizer.from_pretrained(names.model_name_or_path, **recipe.source))
-    with blaming(recipe.place_of(type(args))):
+    if recipe.command == "kto" and hasattr(args, "max_prompt_length"):  # TRL before 1.0 loads no tokenizer
+        tokenizer = AutoTokenizer.from_pretrained(names.model_name_or_path, **recipe.loading_options)
+        options.setdefault("processing_class", tokenizer)
+    with blaming(recipe.subject_of(type(args))):
         if (quantization := get_quantization_config(names)) is not None and args.model_init_kwargs is not None:
             args.model_init_kwargs["quantization_config"] = quantization
         try:

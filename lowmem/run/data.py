@@ -44,7 +44,7 @@ class Segment(NamedTuple):
 
 
 def load(recipe: Recipe) -> tuple[Any, Any]:
-    """Loads the training data and the evaluation data, or None, with `datasets`.
+    """Loads the training data and, if the run evaluates, the evaluation data with `datasets`.
 
     Raises:
         ConfigError: no data set is named, or it does not have such a split.
@@ -58,7 +58,7 @@ def load(recipe: Recipe) -> tuple[Any, Any]:
         raise ConfigError(
             f"dataset_name {name!r} is the name of a file; write datasets: [{{path: {builder}, data_files: {name}}}]"
         )
-    set_seed(recipe.training.seed)  # TRL splits by the state of NumPy, which every rank and every start needs alike
+    set_seed(recipe.training.seed)  # TRL splits by NumPy's random state, which must be the same on every rank and start
     try:
         splits = _splits(script, mixture)
     except Exception as error:  # each reader of `datasets` raises its own types
@@ -139,7 +139,7 @@ def _fault(entries: list[Any]) -> str | None:
 
 
 def first(train: Any, samples: int = 0) -> Any:
-    """Returns the rows that `inspect` counts, among them the `samples` that it shows, as a data set in memory."""
+    """Returns the rows that `inspect` counts, which include the `samples` that it shows, as a data set in memory."""
     count = max(build.FIRST_ROWS, samples)
     if isinstance(train, datasets.Dataset):
         return train.select(range(min(count, len(train))))
@@ -147,9 +147,9 @@ def first(train: Any, samples: int = 0) -> Any:
 
 
 def stand_in(recipe: Recipe, train: Any) -> Any:
-    """Creates the trainer of a run for some rows, with a tiny model in place of the run's, and the run's tokenizer."""
+    """Creates the trainer of a run for some rows, with the run's tokenizer and a tiny model."""
     with blaming("model_name_or_path"):
-        tokenizer = AutoProcessor.from_pretrained(recipe.model.model_name_or_path, **recipe.source)
+        tokenizer = AutoProcessor.from_pretrained(recipe.model.model_name_or_path, **recipe.loading_options)
     size = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
     words = len(getattr(tokenizer, "tokenizer", tokenizer))
     config = LlamaConfig(vocab_size=words, num_labels=1, eos_token_id=None, **size)
@@ -157,20 +157,16 @@ def stand_in(recipe: Recipe, train: Any) -> Any:
     with tempfile.TemporaryDirectory() as folder:  # a trainer creates its output folder, and loads a reference model
         model.config._name_or_path = folder
         model.save_pretrained(folder)
-        for file in ("config.json", "generation_config.json"):  # where generation ends; a model may have only the first
+        for file in ("config.json", "generation_config.json"):  # a model may have only the first
             with contextlib.suppress(OSError):
                 name, revision = recipe.model.model_name_or_path, recipe.model.model_revision
                 model.generation_config = GenerationConfig.from_pretrained(name, file, revision=revision)
-        return build.trainer(recipe.alone(folder), train, None, model, processing_class=tokenizer)
+        return build.trainer(recipe.probe(folder), train, None, model, processing_class=tokenizer)
 
 
 def check(trainer: Any, loaded: Any, evaluation: Any = None) -> str:
-    """Checks the tokenized data of a trainer, and returns its counts in words.
-
-    Args:
-        trainer: the trainer of a run.
-        loaded: its training data before it was tokenized.
-        evaluation: its evaluation data before it was tokenized, or None.
+    """Checks the tokenized data of a trainer, and returns its counts in words. `loaded` and `evaluation` are the data
+    before they were tokenized.
 
     Raises:
         ConfigError: a token is outside the model's embedding, or a row is longer than its positions.
@@ -194,13 +190,13 @@ def _counts(trainer: Any, loaded: Any, name: str) -> str:
     if getattr(trainer, "_is_vision_dataset", False):
         loaded = first(loaded)
         rows += f", of which the first {len(loaded)} are counted" if len(loaded) < len(tokenized) else ""
-        (trainer.whole[name], tokenized), has_labels = images.tokenized(trainer, loaded), True
+        (trainer.untruncated[name], tokenized), has_labels = images.tokenized(trainer, loaded), True
     packed = getattr(args, "eval_packing", None) if name == "eval" else None
     packed = getattr(args, "packing", False) if packed is None else packed
     tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
     special = [token for token, added in tokenizer.added_tokens_decoder.items() if added.special]
     longest = None if packed and args.packing_strategy != "bfd" else limit
-    whole, counts = _measured(trainer.whole.pop(name, tokenized), longest, special), _measured(tokenized)
+    whole, counts = _measured(trainer.untruncated.pop(name, tokenized), longest, special), _measured(tokenized)
     highest = max(counts.highest, tokenizer.pad_token_id or 0)
     _require_places(trainer.model, tokenizer, highest, min(counts.longest, limit or counts.longest))
     if has_labels and counts.trained == 0:
@@ -239,7 +235,7 @@ class _Counts(NamedTuple):
     over: int  # tokens of these rows beyond `max_length`
     highest: int  # the highest token
     longest: int  # the length of the longest row, with its prompt
-    endings: set[int]  # special tokens that are the last trained token of a row, or the one before; -1 for other rows
+    endings: set[int]  # special tokens at the end of rows, or before their last trained token; -1 for other rows
 
 
 def _measured(tokenized: datasets.Dataset, limit: int | None = None, special: Sequence[int] = ()) -> _Counts:
@@ -279,7 +275,7 @@ def _measured(tokenized: datasets.Dataset, limit: int | None = None, special: Se
 
 def _warn_of_answers_without_end(model: Any, tokenizer: Any, endings: set[int]) -> None:
     """Warns if all rows end with one special token, and generation with the trained model ends at others."""
-    ends: Any = getattr(getattr(model, "generation_config", None), "eos_token_id", None)  # a list, too
+    ends: Any = getattr(getattr(model, "generation_config", None), "eos_token_id", None)  # an id or a list
     if len(endings) == 1 and not endings & {-1, tokenizer.eos_token_id, *np.atleast_1d(ends)}:
         (token,) = tokenizer.convert_ids_to_tokens([*endings])
         warn(
@@ -306,12 +302,9 @@ def rows(trainer: Any, count: int) -> Iterator[list[Segment]]:
     """Yields the first rows of a trainer's data: each column of tokens, split where the loss begins or ends."""
     tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
     for row in islice(trainer.train_dataset, count):
-        if getattr(trainer, "_is_vision_dataset", False):
-            sequences = images.tokenized(trainer, [row])[1]
+        if (has_images := getattr(trainer, "_is_vision_dataset", False)) or "labels" in row:
+            sequences = images.tokenized(trainer, [row])[1] if has_images else [row]
             yield [part for each in sequences for part in segments(each, trainer.processing_class)]
-            continue
-        if "labels" in row:
-            yield segments(row, tokenizer)
             continue
         columns = [name for name in row if name.endswith(("_ids", "prompt", "completion", "chosen", "rejected"))]
         parts = []

@@ -1,9 +1,10 @@
-"""A run in words, by topic: its model, optimizer and memory options, for its first lines and for a plan."""
+"""Describes the model, optimizer and memory options of a run, for its first lines and for a plan."""
 
 import math
 from typing import Any
 
-from lowmem.hf import arguments, sharding
+from lowmem.hf import arguments
+from lowmem.hf.streaming import in_words
 from lowmem.placements import in_group, shape_of, streaming_of
 from lowmem.step.record import states_in_words, weights_in_words
 
@@ -26,7 +27,7 @@ def describe(trainer: Any) -> dict[str, str]:
         share = "a shard of the parameters" if optimizer.placement in ("zero3", "fsdp2") else "all parameters"
         topics["placement"] = f"{optimizer.placement}: each of {args.world_size} processes has {share}"
     if (streaming := streaming_of(model)) is not None:
-        topics["placement"] = f"streamed: {sharding.in_words(streaming, model)}"
+        topics["placement"] = f"streamed: {in_words(streaming, model)}"
     why = "" if optimizer.policy == "immediate" else f": {optimizer.policy_reason}"
     topics["updates"] = f"{_WHEN[optimizer.policy]} (policy {optimizer.policy}{why})"
     topics["activations"] = _activations(args, trainer.layers.mlp_tile)

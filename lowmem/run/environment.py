@@ -17,7 +17,7 @@ from lowmem.hf import version
 from lowmem.run.secrets import redacted
 
 CONFIG, ENVIRONMENT = "config.yaml", "environment.json"
-# Whose versions decide what a run does.
+# The packages whose versions are reported.
 PACKAGES = ("torch", "transformers", "trl", "accelerate", "datasets", "deepspeed", "peft")
 
 

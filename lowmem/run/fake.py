@@ -1,6 +1,5 @@
-"""The trainer of a run with fake tensors: nothing is allocated, and nothing is downloaded but the model's config.json.
-
-The model is built from its configuration, and the rows are the longest that can occur in the run.
+"""The trainer of a run with fake tensors. The model is built from its config.json, which is all that is downloaded, and
+the rows are the longest that the run can produce.
 """
 
 import copy
@@ -24,7 +23,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 from transformers import (
-    AutoConfig,
     AutoModelForSequenceClassification,
     PreTrainedModel,
     PreTrainedTokenizerFast,
@@ -36,13 +34,15 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from lowmem.errors import ConfigError
 from lowmem.hf import sharding
 from lowmem.hf.layers import positions
+from lowmem.hf.streaming import StreamedSharding
 from lowmem.run import build, data, images
 from lowmem.run.boundary import blaming, blaming_libraries
+from lowmem.run.fake_ranks import Patch, patched
 from lowmem.run.memory import StepMemory, step_memory
 from lowmem.run.recipe import Recipe
 
 # Arguments that are unset, because a plan creates its own rows.
-_OF_DATA: dict[str, Any] = {
+_DATA_ARGUMENTS: dict[str, Any] = {
     "dataset_num_proc": None, "assistant_only_loss": False, "completion_only_loss": None, "chat_template_path": None,
     "eos_token": None, "pad_token": None, "precompute_ref_log_probs": False,
 }  # fmt: skip
@@ -50,17 +50,17 @@ _OF_DATA: dict[str, Any] = {
 # The options of activation checkpointing, before and since transformers 5.23.
 _KWARGS = ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs")
 
-# Columns of log-probabilities of a reference model, which are in the data if they were computed before.
+# Columns of precomputed log-probabilities of a reference model.
 _REFERENCES = ("ref_chosen_logps", "ref_rejected_logps", "ref_logps", "ref_KL_logps")
 
-_MIN_OFFLOAD = 1024  # TRL offloads activations of at least so many bytes
-_KNOWN, _CONSTANT = 1 << 24, 1 << 16  # largest tensors with known values: computed from others, and from numbers
-MICRO_BATCHES = 3  # a micro-batch after the third needs the same memory as the third
+_MIN_OFFLOAD = 1024  # bytes of the smallest activation that TRL offloads
+_KNOWN, _CONSTANT = 1 << 24, 1 << 16  # largest number of known values: in a tensor that is computed, and in a constant
+MICRO_BATCHES = 3  # later micro-batches need the memory of the third
 LONGEST = 1024  # tokens of a row where max_length is None
 
 
 class FakeRun(NamedTuple):
-    """A trainer with fake weights, which has sharded them; its other models; and its largest batches."""
+    """A trainer whose weights are fake, and sharded if the run shards them; its other models; its largest batches."""
 
     trainer: Any
     others: list[PreTrainedModel]
@@ -68,13 +68,11 @@ class FakeRun(NamedTuple):
     evaluated: dict[str, Any] | None
 
     def loss(self) -> Tensor:
-        """The loss of a micro-batch."""
         with self.trainer.compute_loss_context_manager():
             loss: Tensor = self.trainer.compute_loss(self.trainer.model, dict(self.batch))
         return loss
 
     def evaluate(self) -> None:
-        """Evaluates a batch."""
         assert self.evaluated is not None
         self.trainer.prediction_step(self.trainer.model.eval(), dict(self.evaluated), prediction_loss_only=True)
 
@@ -89,28 +87,17 @@ class FakeRun(NamedTuple):
 
 
 @contextmanager
-def running(recipe: Recipe, config: Any, device: torch.device, *, real: bool = False) -> Iterator[FakeRun]:
-    """A context in which the trainer of a run computes with fake tensors on `device`.
-
-    Args:
-        recipe: the arguments of the run.
-        config: of its model; see `model_config`.
-        real: it computes with real tensors, of random weights, to measure what a plan predicts.
+def running(recipe: Recipe, device: torch.device, *, real: bool = False) -> Iterator[FakeRun]:
+    """A context in which the trainer of a run computes with fake tensors on `device`; if `real`, with real tensors and
+    random weights, to measure what a plan predicts.
     """
     fake = None if real else FakeTensorMode(allow_non_fake_inputs=True)
-    of_args = property(lambda args: args._setup_devices and device)  # which have the CPU
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore")  # of DeepSpeed and PyTorch, about the ranks that do not exist
-        stack.enter_context(patch.object(TrainingArguments, "device", of_args))
-        stack.enter_context(patch.object(Accelerator, "device", property(lambda _: device)))
-        if not real and recipe.training.deepspeed:  # by which TRL shards reference models; Accelerate has none on a CPU
-            plugin = property(lambda _: recipe.training.deepspeed_plugin)
-            stack.enter_context(patch.object(AcceleratorState, "deepspeed_plugin", plugin))
-        if not real:  # the original moves the model to the CPU
-            stack.enter_context(patch.object(Accelerator, "prepare_model", lambda _, model, **__: model))
+        warnings.simplefilter("ignore")  # DeepSpeed and PyTorch warn about ranks that do not exist
+        stack.enter_context(patched(_of_trainer(recipe.training, device, real)))
         folder = stack.enter_context(tempfile.TemporaryDirectory())  # a trainer creates its output folder
-        trainer, others = _trainer(recipe, config, folder, fake, device)
+        trainer, others = _trainer(recipe, folder, fake, device)
         batches = [_batch(trainer, recipe.training.per_device_train_batch_size)]
         if recipe.training.eval_strategy != "no":
             batches.append(_batch(trainer, recipe.training.per_device_eval_batch_size))
@@ -118,35 +105,16 @@ def running(recipe: Recipe, config: Any, device: torch.device, *, real: bool = F
         for context in () if fake is None else (fake, values):
             stack.enter_context(context)
         stack.enter_context(_recomputed_and_offloaded(trainer.model, recipe.training))
-        stack.enter_context(_autocast_on_meta())
-        stack.enter_context(patch.object(torch, "tensor", _constant))
-        if not real:
-            stack.enter_context(_attention())
-        # these weights are not broadcast: fake ones cannot be replaced by shards of rank 0's
-        with patch.dict(getattr(trainer._inputs.sharding, "_settings", {}), cpu_ram_efficient_loading=False):
+        stack.enter_context(patched(_of_torch(real)))
+        # fake weights cannot be replaced by broadcast shards
+        sharded = trainer._inputs.sharding
+        with patch.object(sharded, "broadcasts", False) if hasattr(sharded, "broadcasts") else nullcontext():
             trainer._shard()
-        if isinstance(streaming := trainer._inputs.sharding, sharding.StreamedSharding):
-            for other in others:
-                streaming.shard(other, reference=True)
+        for other in others if isinstance(sharded, StreamedSharding) else ():
+            sharded.shard(other, reference=True)
         to_device = Tensor.to if real else values.fake
         batches = tree_map_only(Tensor, lambda value: to_device(value, device), batches)
         yield FakeRun(trainer, others, batches[0], batches[1] if len(batches) > 1 else None)
-
-
-def model_config(recipe: Recipe) -> Any:
-    """Returns the configuration of a recipe's model. Raises `ConfigError` if it cannot be read."""
-    name = recipe.model.model_name_or_path
-    if name is None:
-        raise ConfigError("no model: set model_name_or_path to a directory with a config.json, or a name on the Hub")
-    try:
-        with blaming("model_name_or_path"):
-            return AutoConfig.from_pretrained(name, revision=recipe.model.model_revision, trust_remote_code=False)
-    except ConfigError as error:
-        raise ConfigError(
-            f"model_name_or_path: a plan needs the config.json of {name!r}, which cannot be read ({error}). Download "
-            f"it on a machine with network access (hf download {name} config.json), and set model_name_or_path to its "
-            "directory"
-        ) from error
 
 
 def offloaded_to_nvme(args: Any) -> dict[str, Any] | None:
@@ -161,38 +129,38 @@ def checkpointing(args: Any) -> str:
 
 
 def _trainer(
-    recipe: Recipe, config: Any, folder: str, fake: FakeTensorMode | None, device: torch.device
+    recipe: Recipe, folder: str, fake: FakeTensorMode | None, device: torch.device
 ) -> tuple[Any, list[PreTrainedModel]]:
-    """The trainer of a run, with weights that nobody has trained and two rows of data, and its other models."""
+    """Creates the trainer of a run, with random weights and two rows of data. Returns it and its other models."""
     args, adapted = recipe.training, recipe.model.use_peft
     length = args.max_length or LONGEST
-    named = images.sees(config) and (recipe.mixture.datasets or recipe.script.dataset_name)
+    named = images.sees(recipe.config) and (recipe.mixture.datasets or recipe.script.dataset_name)
     pictured = images.largest(recipe, data.first(data.load(recipe)[0])) if named else None
     rows, processor = pictured or (_rows(recipe.command, length), _tokenizer())
     names = ["ref_model"] if recipe.command in ("dpo", "kto") and not adapted else []
-    if not args.deepspeed:  # of an earlier plan: transformers would partition the model
+    if not args.deepspeed:  # left by an earlier plan, for which transformers would partition the model
         unset_hf_deepspeed_config()
-    if (sharded := sharding.of(args, recipe.fused)) is not None:
+    if (sharded := sharding.requested(args, recipe.fused)) is not None:
         if fake is not None and args.deepspeed and (nvme := offloaded_to_nvme(args)):
             nvme["device"] = "cpu"  # fake tensors cannot be written
         sharded.prepare(recipe.dtype)
-    # initial values, which some models draw until all are in a range
+    # some models draw initial values until all are in a range, which fake tensors never are
     initial = nullcontext() if fake is None else patch.object(PreTrainedModel, "initialize_weights", lambda _: None)
     with fake or nullcontext(), nullcontext() if fake is None else _Values(), initial, device:
-        model, *others = (_untrained(recipe, config) for _ in range(1 + len(names)))
+        model, *others = (_untrained(recipe) for _ in range(1 + len(names)))
     if (places := positions(model)) is not None and places < length:
         raise ConfigError(f"max_length={length}: the model has {places:,} positions; set max_length: {places}")
     for item in () if fake is None else (model, *others):
         item.hf_device_map = dict.fromkeys(("", "model"), device.type)  # keeps Accelerate from moving the model
-    changed = {} if pictured else dict(_OF_DATA)
-    if device.type == "meta":  # a trainer on this device raises for offloading, which `_recomputed_and_offloaded` adds
+    changed = {} if pictured else dict(_DATA_ARGUMENTS)
+    if device.type == "meta":  # a trainer would raise for offloading here, so `_recomputed_and_offloaded` adds it
         kwargs = args.gradient_checkpointing_kwargs or {}
         inside = {name: value for name, value in kwargs.items() if name != "offload"} or None
         changed |= {"activation_offloading": False, **dict.fromkeys(_KWARGS, inside)}
     options = {"processing_class": processor, **dict(zip(names, others, strict=True))}
-    later = patch.object(sharding.StreamedSharding, "shard", lambda *_, **__: None)  # where new tensors are fake, too
+    later = patch.object(StreamedSharding, "shard", lambda *_, **__: None)  # later, when new tensors are fake
     with device if adapted else nullcontext(), later if fake is not None else nullcontext():  # adapters are on it
-        trainer = build.trainer(recipe.alone(folder, sharded=True, **changed), rows, None, model, **options)
+        trainer = build.trainer(recipe.probe(folder, sharded=True, **changed), rows, None, model, **options)
     for module in trainer.model.modules() if adapted else ():
         for name, param in module.named_parameters(recurse=False):
             if fake is not None and not is_fake(param):
@@ -204,7 +172,7 @@ def _trainer(
 
 @contextmanager
 def _recomputed_and_offloaded(model: Any, args: Any) -> Iterator[None]:
-    """Applies what the arguments say of activations."""
+    """Applies activation checkpointing and offloading, as the arguments request."""
     if args.gradient_checkpointing:
         kwargs = {"use_reentrant": False, **(args.gradient_checkpointing_kwargs or {})}
         which = {name: kwargs.pop(name) for name in ("every_n_layers", "offload") if name in kwargs}
@@ -215,18 +183,31 @@ def _recomputed_and_offloaded(model: Any, args: Any) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _autocast_on_meta() -> Iterator[None]:
-    """Lets code ask about autocast on "meta", where torch (2.13) raises: TRL's head, transformers 4, DeepSpeed."""
+def _of_trainer(args: Any, device: torch.device, real: bool) -> Iterator[Patch]:
+    yield TrainingArguments, "device", property(lambda args: args._setup_devices and device)  # arguments have the CPU
+    yield Accelerator, "device", property(lambda _: device)
+    if not real:  # the original moves the model to the CPU
+        yield Accelerator, "prepare_model", lambda _, model, **__: model
+    if not real and args.deepspeed:  # TRL reads it to shard reference models; Accelerate has none on a CPU
+        yield AcceleratorState, "deepspeed_plugin", property(lambda _: args.deepspeed_plugin)
+
+
+def _of_torch(real: bool) -> Iterator[Patch]:
+    """Replacements of functions that torch 2.13 does not support on "meta" or for fake tensors. TRL's head,
+    transformers 4 and DeepSpeed ask about autocast.
+    """
     enabled, dtype, autocast = torch.is_autocast_enabled, torch.get_autocast_dtype, torch.autocast
 
     def on_cpu(device_type: str, *options: Any, **named: Any) -> Any:
         return autocast(device_type.replace("meta", "cpu"), *options, **named)
 
-    asked = patch.object(torch, "is_autocast_enabled", lambda on="cuda": on != "meta" and enabled(on))
-    converted = patch.object(torch, "get_autocast_dtype", lambda on: dtype(on.replace("meta", "cpu")))
-    with asked, converted, patch.object(torch, "autocast", on_cpu):
-        yield
+    yield torch, "autocast", on_cpu
+    yield torch, "is_autocast_enabled", lambda on="cuda": on != "meta" and enabled(on)
+    yield torch, "get_autocast_dtype", lambda on: dtype(on.replace("meta", "cpu"))
+    yield torch, "tensor", _constant
+    if not real:
+        yield masking_utils, "is_tracing", lambda *_: False  # values are known: no mask where none is needed
+        yield nn.functional, "scaled_dot_product_attention", _attend
 
 
 def _constant(data: Any, *, device: Any = None, tensor: Any = torch.tensor, **options: Any) -> Tensor:
@@ -235,14 +216,14 @@ def _constant(data: Any, *, device: Any = None, tensor: Any = torch.tensor, **op
     return tensor(data, **options).to(device)
 
 
-def _untrained(recipe: Recipe, config: Any) -> PreTrainedModel:
+def _untrained(recipe: Recipe) -> PreTrainedModel:
     """The model that the run loads, from its configuration, on the device of the context."""
-    config, kind = copy.deepcopy(config), build.model_class(config)
+    config, kind = copy.deepcopy(recipe.config), build.model_class(recipe.config)
     if recipe.command == "reward":
         config.num_labels, kind = 1, AutoModelForSequenceClassification
     with blaming("model_name_or_path: no model can be built from its configuration"):
         options = {"dtype": recipe.dtype, "attn_implementation": recipe.model.attn_implementation}
-        if hasattr(kind, "from_config"):  # an automatic class, which would ask on the terminal
+        if hasattr(kind, "from_config"):  # an automatic class would ask on the terminal
             return kind.from_config(config, trust_remote_code=False, **options)
         return kind._from_config(config, **options)
 
@@ -285,8 +266,8 @@ def _tokenizer() -> PreTrainedTokenizerFast:
 
 
 class _Values(TorchDispatchMode):
-    """Gives code the values of fake tensors that it reads. Those computed from the batch and from constants are known,
-    such as the positions of images. Other integers are 1, other numbers 1/2, and elements of a mask are True.
+    """Values that code reads from fake tensors. Those computed from the batch and from constants are known, such as the
+    positions of images. Other integers are 1, other numbers 1/2, and elements of a mask are True.
     """
 
     def __init__(self) -> None:
@@ -336,7 +317,7 @@ class _Values(TorchDispatchMode):
                 count = self._value(lambda each: int(each.sum()), (mask,), {}) if mask in self.known else mask.numel()
                 selected = (count, *args[0].shape[mask.ndim :])
                 return args[0].new_empty(selected) if func is aten.index.Tensor else torch.empty_like(args[0])
-        if func is aten._grouped_mm.default and args[0].dtype != torch.bfloat16:  # which its fake kernel requires
+        if func is aten._grouped_mm.default and args[0].dtype != torch.bfloat16:  # its fake kernel requires bfloat16
             left, right = args[:2]
             groups = right.shape[:-2] if left.ndim == 3 else args[2].shape if right.ndim == 2 else ()
             return left.new_empty((*groups, left.shape[-2], right.shape[-1]))
@@ -349,26 +330,17 @@ def _offload(saved: Tensor) -> tuple[torch.device, Tensor]:
     return saved.device, saved if stays else saved.cpu()
 
 
-@contextmanager
-def _attention() -> Iterator[None]:
-    """Attention as with real tensors. With fake ones, PyTorch (2.13) takes a kernel for GPUs that holds all scores, and
-    transformers (5.23, masking_utils.py) creates a mask where none is needed.
-    """
-    sdpa = nn.functional.scaled_dot_product_attention
-
-    def attend(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
-               is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False) -> Any:  # fmt: skip
-        if query.device.type != "meta":
-            return sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-        if attn_mask is not None and attn_mask.dtype == torch.bool:  # which is converted to numbers
-            zero, lowest = (torch.full((), x, dtype=query.dtype, device=query.device) for x in (0, -torch.inf))
-            attn_mask = torch.where(attn_mask, zero, lowest)
-        if query.shape[-1] == value.shape[-1]:  # with fewer keys and values than queries, too
-            kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-            return kernel(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[0]
-        kernel = torch.ops.aten._scaled_dot_product_efficient_attention
-        return kernel(query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale)[0]
-
-    values_are_known = patch.object(masking_utils, "is_tracing", lambda *_: False, create=True)
-    with values_are_known, patch.object(nn.functional, "scaled_dot_product_attention", attend):
-        yield
+def _attend(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+            is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+            sdpa: Any = nn.functional.scaled_dot_product_attention) -> Any:  # fmt: skip
+    """Attention as with real tensors. With fake ones, PyTorch (2.13) selects a kernel that stores all scores."""
+    if query.device.type != "meta":
+        return sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    if attn_mask is not None and attn_mask.dtype == torch.bool:  # converted to numbers
+        zero, lowest = (torch.full((), x, dtype=query.dtype, device=query.device) for x in (0, -torch.inf))
+        attn_mask = torch.where(attn_mask, zero, lowest)
+    if query.shape[-1] == value.shape[-1]:  # with fewer keys and values than queries, too
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        return kernel(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[0]
+    kernel = torch.ops.aten._scaled_dot_product_efficient_attention
+    return kernel(query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale)[0]

@@ -1,11 +1,11 @@
-"""The process group of a plan: this process is rank 0, and the other ranks do not exist.
+"""The process group of a plan: this process is rank 0, and only this process is simulated.
 
 PyTorch's "fake" backend does nothing in a collective, so a plan needs neither processes nor a launcher. FSDP2 and
 DeepSpeed ZeRO-3 run their own code, and take a GPU's fake tensors, which are on "meta", for those of an accelerator.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -21,35 +21,42 @@ from torch.utils._python_dispatch import _disable_current_modes
 from lowmem.hf import sharding
 from lowmem.placements import agreement
 
+# An object, the name of an attribute, and what replaces it.
+Patch = tuple[Any, str, Any]
+
+
+@contextmanager
+def patched(patches: Iterable[Patch]) -> Iterator[None]:
+    """A context with these replacements. torch.meta is new, and transformers 4 has no is_tracing."""
+    with ExitStack() as stack:
+        for place, name, replacement in patches:
+            stack.enter_context(patch.object(place, name, replacement, create=name in ("meta", "is_tracing")))
+        yield
+
 
 @contextmanager
 def fake_ranks(count: int, device: torch.device, *, zero3: bool) -> Iterator[None]:
-    """A context in which this process is rank 0 of `count`. Trainers' arguments that are parsed in it see the ranks.
-
-    Args:
-        device: of the fake tensors.
-        zero3: DeepSpeed shards the model.
+    """A context in which this process is rank 0 of `count`, also for trainers' arguments that are parsed in it. With
+    `zero3`, DeepSpeed shards the model.
     """
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     values = ("0", "0", str(count), str(count), "localhost", "0")
     with ExitStack() as stack:
         stack.enter_context(patch.dict(os.environ, dict(zip(names, values, strict=True)), ACCELERATE_USE_CPU="true"))
         dist.init_process_group("cpu:fake,meta:fake", store=FakeStore(), rank=0, world_size=count)
-        AcceleratorState._reset_state(reset_partial_state=True)  # of a plan of one device
+        AcceleratorState._reset_state(reset_partial_state=True)  # left by a plan of one device
         stack.callback(AcceleratorState._reset_state, reset_partial_state=True)
         stack.callback(dist.destroy_process_group)
-        for place, name, replacement in (*_PATCHES, *(_of_deepspeed(device) if zero3 else ())):
-            stack.enter_context(patch.object(place, name, replacement, create=name == "meta"))
+        stack.enter_context(patched((*_PATCHES, *(_of_deepspeed(device) if zero3 else ()))))
         yield
 
 
 def _mesh(device_type: str, *shape: Any, **names: Any) -> Any:
-    with _disable_current_modes():  # it computes with the numbers of the ranks
+    with _disable_current_modes():  # it reads values of a tensor of ranks
         return init_device_mesh(device_type, *shape, **names)
 
 
-# Objects, their attributes, and what replaces these.
-_PATCHES: tuple[tuple[Any, str, Any], ...] = (
+_PATCHES: tuple[Patch, ...] = (
     (agreement, "_gathered", lambda value, _: [value]),
     (sharding, "init_device_mesh", _mesh),
     (torch, "meta", torch.cpu),  # streams and events that do nothing
@@ -58,13 +65,13 @@ _PATCHES: tuple[tuple[Any, str, Any], ...] = (
 )
 
 
-def _of_deepspeed(device: torch.device) -> Iterator[tuple[Any, str, Any]]:
+def _of_deepspeed(device: torch.device) -> Iterator[Patch]:
     import deepspeed
     from deepspeed.accelerator import get_accelerator
     from deepspeed.runtime.zero import partitioned_param_coordinator
 
     for name in ("device_name", "current_device_name", "current_device"):
         yield get_accelerator(), name, lambda *_: device.type
-    yield torch.nn.functional, "linear", torch.nn.functional.linear  # which zero.Init replaces for good
-    yield deepspeed.comm.comm, "cdb", None  # another plan may have had another number of ranks
+    yield torch.nn.functional, "linear", torch.nn.functional.linear  # zero.Init replaces it permanently
+    yield deepspeed.comm.comm, "cdb", None  # an earlier plan may have had more ranks
     yield partitioned_param_coordinator, "assert_ints_same_as_other_ranks", lambda ints: None

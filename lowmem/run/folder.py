@@ -20,7 +20,7 @@ from lowmem.run.secrets import redacted
 from lowmem.run.terminal import train_command, warn
 
 LOCK = ".lock"
-TRACEBACK = "traceback"  # the beginning of a file name per rank
+TRACEBACK = "traceback"  # prefix of a file per rank
 
 _HEADER = """\
 # The arguments of a run of `lowmem {command}`. To continue it, here or where this folder was moved to:
@@ -64,7 +64,13 @@ class RunFolder:
             raise ConfigError(f"output_dir {self.path} is a file. Set output_dir to another path.")
         with writing(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
-            self._check_links()
+            links = [path for path in self.path.iterdir() if path.is_symlink()]
+        for path in links:
+            if not (path.is_dir() or path.name.startswith("checkpoint-")):
+                raise ConfigError(
+                    f"{path} is a symbolic link, and writing would change its target. Replace it with the file, or "
+                    "delete it."
+                )
         try:
             with self._locked():
                 self._check_use()
@@ -114,17 +120,9 @@ class RunFolder:
         with checkpoint.saving(self.path) as staged:
             trainer.save_model(str(staged), _internal_call=True)
 
-    def _check_links(self) -> None:
-        for path in self.path.iterdir():
-            if path.is_symlink() and not (path.is_dir() or path.name.startswith("checkpoint-")):
-                raise ConfigError(
-                    f"{path} is a symbolic link, and writing would change its target. Replace it with the file, or "
-                    "delete it."
-                )
-
     def _check_use(self) -> None:
         names = {path.name for path in self.path.iterdir() if not path.name.startswith((TRACEBACK, ".rank-"))}
-        names -= {LOCK, METRICS, "runs"}  # which a run that is killed in its first step leaves, TensorBoard's too
+        names -= {LOCK, METRICS, "runs"}  # left by a run that was killed in its first step
         is_run = self.begun or checkpoint.candidates(self.path)
         if self.resume == LAST and not is_run:
             raise ConfigError(
@@ -139,7 +137,7 @@ class RunFolder:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Holds the lock of the folder. The system releases it when the process ends, however it ends."""
+        """Locks the folder. The system releases the lock when the process ends, however it ends."""
         path = self.path / LOCK
         lock = FileLock(path, timeout=0)
         with writing(path):
@@ -154,7 +152,7 @@ class RunFolder:
             yield
         finally:
             with contextlib.suppress(OSError):
-                path.unlink()  # while it is held, so that no other process locks a file that is gone
+                path.unlink()  # before the lock is released, so that no other process locks a deleted file
             lock.release()
 
     def _clear(self, before: set[Path]) -> None:

@@ -37,7 +37,7 @@ def generate(
         processor = AutoProcessor.from_pretrained(folder, trust_remote_code=False)
         base = read_json(file)["base_model_name_or_path"] if (file := folder / ADAPTER_CONFIG_NAME).exists() else folder
         kind = build.model_class(AutoConfig.from_pretrained(base, trust_remote_code=False))
-        model = kind.from_pretrained(  # adapters with the base model that they name
+        model = kind.from_pretrained(  # adapters are loaded with their base model
             folder, trust_remote_code=False, dtype="auto", use_safetensors=True
         )
     if not model.can_generate():

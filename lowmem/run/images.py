@@ -20,17 +20,17 @@ def sees(config: Any) -> bool:
 
 
 def largest(recipe: Recipe, rows: Iterable[Any]) -> tuple[Dataset, Any] | None:
-    """The row with the largest images, twice, and the processor. None if no row has images."""
+    """Returns the row with the largest images, twice, and the processor; None if no row has images."""
     row: Any = max(rows, key=lambda row: sum(width * height for width, height in _sizes(row)))
     if not _sizes(row):
         return None
     with blaming("model_name_or_path: a plan with images needs the processor"):
-        processor = AutoProcessor.from_pretrained(recipe.model.model_name_or_path, **recipe.source)
+        processor = AutoProcessor.from_pretrained(recipe.model.model_name_or_path, **recipe.loading_options)
     return Dataset.from_list([row] * 2), processor
 
 
 def described(row: dict[str, Any]) -> str:
-    """The images of a row in words."""
+    """Describes the images of a row."""
     sizes = ", ".join(f"{width} x {height}" for width, height in _sizes(row))
     return f", with images of {sizes} pixels" if sizes else ", without images"
 
@@ -41,10 +41,8 @@ def _sizes(row: dict[str, Any]) -> list[tuple[int, int]]:
 
 
 def tokenized(trainer: Any, rows: Iterable[Any]) -> tuple[Dataset, Dataset]:
-    """The tokens and labels of rows with images: whole, and cut off at `max_length`.
-
-    Raises:
-        DataError: a row cannot be tokenized, or would lose tokens of its images.
+    """Returns the tokens and labels of rows with images: whole, and cut off at `max_length`. Raises `DataError` if a
+    row cannot be tokenized, or would lose tokens of its images.
     """
     collator, limit, sequences = copy.copy(trainer.data_collator), trainer.args.max_length, []
     collator.max_length = None
@@ -65,7 +63,7 @@ def tokenized(trainer: Any, rows: Iterable[Any]) -> tuple[Dataset, Dataset]:
 
 
 def decoded(processor: Any, tokens: Sequence[int]) -> str:
-    """The text of tokens, in which those that stand for an image are counted."""
+    """Returns the text of tokens, in which image tokens are counted."""
     tokenizer, image = getattr(processor, "tokenizer", processor), getattr(processor, "image_token_id", None)
     runs = [[*run] for _, run in groupby(tokens, lambda token: token == image)]
     texts = (f"{tokenizer.decode(image)} x {len(run)} " if run[0] == image else tokenizer.decode(run) for run in runs)

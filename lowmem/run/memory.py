@@ -62,13 +62,13 @@ class _Tracker(TorchDispatchMode, Observer):
     def __init__(self) -> None:
         super().__init__()
         self.now = 0  # a clock that advances by one with every allocation and every release
-        self.seconds: list[float] = []  # when each moment was, except in updates of fake tensors
+        self.seconds: list[float] = []  # the time of each moment, except in updates of fake tensors
         self.allocations: list[_Allocation] = []
         self._by_storage = WeakIdKeyDictionary()
-        self._firsts: dict[Any, tuple[Result, int, list[tuple[_Allocation, int, int]]]] = {}  # updates of programs
+        self._firsts: dict[Any, tuple[Result, int, list[tuple[_Allocation, int, int]]]] = {}  # first updates by program
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if QuantizedWeight in types or DTensor in types:  # their operations on plain tensors are recorded
+        if QuantizedWeight in types or DTensor in types:  # only their operations on plain tensors are recorded
             return NotImplemented
         result = func(*args, **(kwargs or {}))
         for value in filter(torch.is_tensor, tree_leaves(result)):
@@ -78,7 +78,7 @@ class _Tracker(TorchDispatchMode, Observer):
     def __enter__(self) -> "_Tracker":
         resize, tracker = torch.UntypedStorage.resize_, self
 
-        def resize_(storage: torch.UntypedStorage, size: int) -> None:  # no operation: weights are freed by it
+        def resize_(storage: torch.UntypedStorage, size: int) -> None:  # frees weights, but is not dispatched
             resize(storage, size)
             old = tracker._by_storage.get(storage)
             if old is None:
@@ -86,7 +86,7 @@ class _Tracker(TorchDispatchMode, Observer):
             elif old.nbytes != storage.nbytes():
                 tracker._release(old)
                 new = tracker._allocate(storage, old.device, old.tensor)
-                new.kind = WEIGHTS if old.kind == WEIGHTS else ""  # of a layer that is streamed
+                new.kind = WEIGHTS if old.kind == WEIGHTS else ""  # a streamed layer
 
         self._resizing = patch.object(torch.UntypedStorage, "resize_", resize_)
         self._resizing.start()
@@ -97,7 +97,7 @@ class _Tracker(TorchDispatchMode, Observer):
         self._resizing.stop()
 
     def label(self, tensors: Iterable[Tensor], kind: str) -> None:
-        """Sets the kind of the storages of tensors. Those that are new are allocated now, those that stay at first."""
+        """Sets the kind of the storages of tensors. Those that stay count from the beginning."""
         for tensor in tensors:
             for part in tensors_of(tensor):
                 allocation = self._allocation(part)
@@ -115,9 +115,8 @@ class _Tracker(TorchDispatchMode, Observer):
         self.label([grad], GRADIENTS)
 
     def update(self, program: Program, tiles: StoredTiles, state: dict[str, Any]) -> Result:
-        """Runs an update. If its gradient is a fake tensor, the first update of a program runs, and its storages are
-        recorded again for every further parameter. An update that leaves storages behind, such as states of a
-        third-party optimizer, runs each time.
+        """Runs an update. With fake gradients, only the first update of a program runs, and its storages are recorded
+        again for other parameters, unless it leaves storages behind, such as states of a third-party optimizer.
         """
         if not is_fake(tiles.grad):
             return super().update(program, tiles, state)
@@ -160,19 +159,12 @@ class _Tracker(TorchDispatchMode, Observer):
 
 
 class Timeline(NamedTuple):
-    """The bytes of tensors on the model's device at the moments of recorded steps.
+    """The bytes of tensors on the model's device at the moments of recorded steps."""
 
-    Attributes:
-        live: by kind, int64 [moments].
-        seconds: when each moment was, float64 [moments]. Fake tensors have fewer.
-        backwards: the first and last moment of each backward.
-        end: the moment at which the last step ends; an evaluation may follow.
-    """
-
-    live: dict[str, Any]
-    seconds: Any
-    backwards: list[tuple[int, int]]
-    end: int
+    live: dict[str, Any]  # by kind, int64 [moments]
+    seconds: Any  # the time of each moment, float64 [moments]; fake tensors have fewer
+    backwards: list[tuple[int, int]]  # the first and last moment of each backward
+    end: int  # the moment at which the last step ends; an evaluation may follow
 
 
 @dataclass(frozen=True)
@@ -180,14 +172,14 @@ class StepMemory:
     """Bytes of tensors at the peak of one training step, once the optimizer has its states."""
 
     items: dict[str, int]  # kind → bytes on the model's device
-    during: str  # the part of the step that the peak is in
+    during: str  # the part of the step with the peak
     host_peak: int  # bytes on the host, if the model is on a GPU
     largest_gradient: int
     temporaries: tuple[tuple[str, int], ...]  # dtype and shape, and bytes, of the three largest
     host_weights: int = 0  # bytes of weights on the host
     host_states: int = 0
     host_gradients: int = 0  # until the step is decided
-    # bytes of streamed weights and states: to the device and back, and to the device for a micro-batch before the last
+    # bytes of streamed weights and states: to the device, back, and to the device for each micro-batch but the last
     copied: tuple[int, int, int] = (0, 0, 0)
     evaluation: int = 0  # bytes at the peak of an evaluation after the step; 0 without one
     timeline: Timeline | None = field(default=None, compare=False, repr=False)
@@ -198,7 +190,7 @@ class StepMemory:
 
     @property
     def rest(self) -> int:
-        """Weights, states, buffers and the batch, which stay between two steps."""
+        """Weights, states, buffers and the batch, which stay between steps."""
         return sum(self.items[kind] for kind in (WEIGHTS, STATES, BUFFERS))
 
     @property
@@ -207,7 +199,6 @@ class StepMemory:
         return self.rest + self.largest_gradient
 
     def figures(self) -> dict[str, Any]:
-        """Plain values for a file."""
         names = ("peak", "during", "floor", "host_peak", "items", "largest_gradient", "temporaries", "evaluation")
         return {name.removesuffix("_peak"): getattr(self, name) for name in names}
 
@@ -220,7 +211,6 @@ def step_memory(model: nn.Module, make_optimizer: Callable[[], FusedOptimizer],
 
     Args:
         model: in training mode, and sharded. Its parameters have no optimizer hooks yet.
-        make_optimizer: returns the optimizer that takes the step.
         losses: one callable per micro-batch, which computes its loss.
         batch: tensors that exist during the whole step.
         others: models that are not trained, such as a reference model.
@@ -230,7 +220,7 @@ def step_memory(model: nn.Module, make_optimizer: Callable[[], FusedOptimizer],
     tracker = _Tracker()
     tracker.label((stored(param) for each in (model, *others) for param in each.parameters()), WEIGHTS)
     streamings = [streaming for each in (model, *others) if (streaming := streaming_of(each)) is not None]
-    tracker.label((param for streaming in streamings for param in streaming.owners), WEIGHTS)  # while they are there
+    tracker.label((param for streaming in streamings for param in streaming.owners), WEIGHTS)  # on the device
     tracker.label([*(buffer for each in (model, *others) for buffer in each.buffers()), *batch], BUFFERS)
     tracker.now, tracker.seconds = 0, [time.perf_counter()]
     backwards, fetched = [], list[int]()
@@ -255,7 +245,7 @@ def step_memory(model: nn.Module, make_optimizer: Callable[[], FusedOptimizer],
         tracker.label((leaf for leaf in leaves if isinstance(leaf, Tensor)), STATES)
         tracker.label_unknown(GRADIENTS, since=0)  # memory on the host for them
         end = tracker.now
-        # the first layers are still there when the next step begins
+        # the first layers are still on the device when the next step begins
         there = sum(unit.nbytes for streaming in streamings for unit in streaming.units[:2] if unit.present)
         again = fetched[1] - fetched[0] if len(losses) > 2 else 0
         copied = fetched[-1] - there, sum(streaming.written for streaming in streamings), again
@@ -269,16 +259,14 @@ def _at_peak(
     tracker: _Tracker, device: torch.device, backwards: list[tuple[int, int]], end: int, copied: tuple[int, int, int],
     *, evaluated: bool,
 ) -> StepMemory:  # fmt: skip
-    """Sums the recorded storages by kind at each moment, and at the peak of the steps, which end at the moment `end`.
-    An evaluation may follow.
-    """
+    """Sums the recorded storages by kind at each moment, and at the peak of the steps, which end at moment `end`."""
     last = tracker.now + 1
     rows = {kind: row for row, kind in enumerate(KINDS)}
     changes = np.zeros((len(KINDS) + 1, last + 1), dtype=np.int64)  # on the model's device, and on the host
     spans, kept = [], Counter[str]()  # on the host
     for allocation in tracker.allocations:
         on_host, kind = int(allocation.device.type != device.type), allocation.kind or TEMPORARIES
-        died = last if allocation.died is None else min(allocation.died, last)  # a collection may have begun since
+        died = last if allocation.died is None else min(allocation.died, last)  # it may have been collected since
         row = -1 if on_host else rows[kind]
         changes[row, allocation.born] += allocation.nbytes
         changes[row, died] -= allocation.nbytes

@@ -18,8 +18,7 @@ from lowmem.rules import resolve
 from lowmem.run.boundary import reason
 from lowmem.run.yaml_file import SECTIONS, Setting, yaml_value
 
-# Arguments of earlier versions and of other programs that no similar name replaces, and what to write instead; None if
-# nothing replaces them.
+# Arguments of earlier versions and other programs, and what to write instead; None if nothing replaces them.
 FORMER = {
     "dataset_probs": "datasets: [{path: A, fraction: 0.7}, {path: B, fraction: 0.3}]",  # if TRL has shares
     "group_by_length": "train_sampling_strategy: group_by_length",
@@ -35,12 +34,12 @@ FORMER = {
 }
 
 # Options of `accelerate launch`, which `trl` takes.
-_OF_LAUNCHERS = (
+_LAUNCHER_OPTIONS = (
     "accelerate_config", "config_file", "gpu_ids", "machine_rank", "main_process_ip", "main_process_port",
     "mixed_precision", "num_machines", "num_processes",
 )  # fmt: skip
 
-_FILES = (".json", ".yaml", ".yml")  # ends of a value that names a file in place of a mapping
+_FILES = (".json", ".yaml", ".yml")  # suffixes of a value that names a file instead of a mapping
 
 
 @cache
@@ -60,7 +59,6 @@ class Parser(TrlParser):
     """TRL's parser of one command, with the options of the two sections. It raises `ConfigError` instead of exiting.
 
     Args:
-        command: one of TRL's, such as "sft".
         rule: the rule whose hyperparameters are arguments.
         more: a function that adds the options of `plan` or `inspect`.
     """
@@ -69,7 +67,7 @@ class Parser(TrlParser):
         self.rule = resolve(rule)
         types = dataclasses_of(command)
         super().__init__(types, prog=f"lowmem {command}", allow_abbrev=False, add_help=False)
-        self.argument_default = SUPPRESS  # --help shows those of the dataclasses
+        self.argument_default = SUPPRESS  # --help shows the defaults of the dataclasses
         self.hints = {name: hint for kind in types for name, hint in get_type_hints(kind).items()}
         self.items: dict[str, Any] = {}  # arguments that take a list of mappings, and the dataclass of one
         for action in self._actions:
@@ -98,20 +96,18 @@ class Parser(TrlParser):
         return [option[2:] for option, action in self._option_string_actions.items() if action.nargs != 0]
 
     def convert(self, setting: Setting) -> Setting:
-        """Returns the setting of a YAML file with the name and the value that the command line would give.
-
-        Raises:
-            ConfigError: there is no such argument, or the value is not of its type.
+        """Returns the setting of a YAML file with the name and the value that the command line would give. Raises
+        `ConfigError` if there is no such argument, or the value is not of its type.
         """
         action = self._option_string_actions.get(f"--{setting.name}")
-        if action is None or action.nargs == 0 or setting.name == "config" or setting.name in _OF_LAUNCHERS:
+        if action is None or action.nargs == 0 or setting.name == "config" or setting.name in _LAUNCHER_OPTIONS:
             self.unknown(setting.name, setting.place)
         hint, value, takes_list = self.hints.get(action.dest, Any), setting.value, action.nargs == "+"
         is_list = isinstance(value, list)
         plain = isinstance(value, bool | float | dict | NoneType) or (is_list and not takes_list)
         if hint is Any or (plain and _accepts(hint, type(value))) or (is_list and takes_list and not setting.texts):
-            pass  # the value itself. A list is empty, or has items that nest
-        elif setting.name == "fsdp" and isinstance(value, bool):  # `--fsdp` since transformers 5.16, and text before
+            pass  # not text: the value itself, or a list that is empty or nested
+        elif setting.name == "fsdp" and isinstance(value, bool):  # a flag since transformers 5.16, a text before
             value = (action.const or "full_shard auto_wrap") if value else None
         elif setting.texts is None or (is_list and not takes_list):
             raise ConfigError(f"{setting}: expected {'a list' if takes_list else 'a single value'}, found {value!r}")
@@ -124,9 +120,7 @@ class Parser(TrlParser):
 
     def nested(self, setting: Setting) -> Setting:
         """Returns the setting of an argument that takes a mapping, or a list of them, which may be a text in YAML.
-
-        Raises:
-            ConfigError: it is something else, or a mapping has an unknown key.
+        Raises `ConfigError` if it is something else, or a mapping has an unknown key.
         """
         name, value, *_ = setting
         if isinstance(value, str) and _accepts(self.hints.get(name), dict) and not value.endswith(_FILES):
@@ -157,7 +151,7 @@ class Parser(TrlParser):
             hint = (
                 f" It belongs to an earlier version or another program: {f'write {now} instead' if now else 'omit it'}."
             )
-        elif name in _OF_LAUNCHERS:
+        elif name in _LAUNCHER_OPTIONS:
             launch = f"accelerate launch OPTIONS -m {self.prog} ..."
             hint = f" Write the options of the launcher before the command: {launch}"
         else:

@@ -1,7 +1,7 @@
 """Predicts the memory of a run: the run's own trainer takes one step with fake tensors.
 
-The step has the run's own rule, policy, loss, checkpointing and placement, and the largest batch that can occur in the
-run. Nothing is allocated, and every machine predicts the same.
+The step has the run's rule, policy, loss, checkpointing and placement, and the largest batch that the run can produce.
+Nothing is allocated, and every machine predicts the same.
 """
 
 import math
@@ -19,7 +19,7 @@ from lowmem.placements import nbytes, shape_of, streaming_of
 from lowmem.placements.streaming import moves
 from lowmem.run import images
 from lowmem.run.description import describe, recomputed
-from lowmem.run.fake import LONGEST, MICRO_BATCHES, model_config, offloaded_to_nvme, running
+from lowmem.run.fake import LONGEST, MICRO_BATCHES, offloaded_to_nvme, running
 from lowmem.run.fake_ranks import fake_ranks
 from lowmem.run.memory import ACTIVATIONS, BUFFERS, STATES, WEIGHTS, StepMemory
 from lowmem.run.recipe import Recipe
@@ -29,8 +29,7 @@ from lowmem.tiles.quantized import in_codes
 # The device of fake tensors. A GPU is "meta", so that its tensors differ from those on the host.
 DEVICES = {"gpu": torch.device("meta"), "cpu": torch.device("cpu")}
 
-# Commands and arguments that can be neither planned nor profiled, and arguments that cannot be planned: the reason,
-# and what to plan instead.
+# Commands and arguments that cannot be planned or profiled, or cannot be planned: the reason, and what to do instead.
 _BOUND = "sft with the same model and length of rows is a lower bound"
 _NEITHER = {
     **dict.fromkeys(("grpo", "rloo"), f"its step also generates text. {_BOUND}"),
@@ -57,19 +56,12 @@ class Phase(NamedTuple):
 
 
 class RunPlan(NamedTuple):
-    """The memory of a run.
-
-    Attributes:
-        step: of a training step, in detail.
-        phases: of the run, by name, in their order.
-        summary: the run in words, by topic.
-        reserve: bytes that each device needs besides tensors.
-    """
+    """The memory of a run."""
 
     step: StepMemory
-    phases: dict[str, Phase]
-    summary: dict[str, str]
-    reserve: int
+    phases: dict[str, Phase]  # by name, in their order
+    summary: dict[str, str]  # the run in words, by topic
+    reserve: int  # bytes that each device needs besides tensors
 
     @property
     def needed(self) -> int:
@@ -77,38 +69,34 @@ class RunPlan(NamedTuple):
         return max(phase.device for phase in self.phases.values()) + self.reserve
 
     def figures(self) -> dict[str, Any]:
-        """Plain values for a file."""
         phases = {name: phase._asdict() for name, phase in self.phases.items()}
         return {**self.summary, **self.step.figures(), "phases": phases, "reserve": self.reserve, "needed": self.needed}
 
 
 def plan(recipe: Recipe, ranks: int = 1, memory: int | None = None) -> RunPlan:
-    """Predicts the memory of a run on the recipe's device.
-
-    Args:
-        ranks: the number of processes of the run, each with one device.
-        memory: the free bytes of a device, of which gradients take what is left (`store: auto`).
+    """Predicts the memory of a run of `ranks` processes, each with one of the recipe's devices. memory: the free bytes
+    of a device; gradients take what is left of them (`store: auto`).
 
     Raises:
         ConfigError: the model's configuration cannot be read, or the arguments cannot be trained with.
         UnsupportedError: they cannot be planned.
     """
-    config = model_config(recipe)  # before the checks, which depend on its dtype
+    _ = recipe.config  # raises first
     require_plannable(recipe, ranks)
     in_files = recipe.fused is not None and recipe.fused.home != "host"  # of a streamed model
     device = DEVICES[recipe.device or "gpu"]
-    _ = recipe.optimizer  # raises here, where no weights are fake
+    _ = recipe.optimizer  # raises before weights are fake
     zero3 = bool(recipe.training.deepspeed)
     nvme = offloaded_to_nvme(recipe.training) if zero3 else None
     with fake_ranks(ranks, device, zero3=zero3) if ranks > 1 else nullcontext():
-        recipe = recipe.having()  # its arguments see the ranks
-        with running(recipe, config, device) as run:
+        recipe = recipe.having()  # parses its arguments again, for these ranks
+        with running(recipe, device) as run:
             trainer, args = run.trainer, run.trainer.args
             step, streaming = run.step(), streaming_of(trainer.model)
             if in_files and device.type == "cpu":
                 step = _without_files(step, streaming, trainer.optimizer)
-            converts = (config.dtype or recipe.dtype) != recipe.dtype
-            shown = images.described(run.trainer.train_dataset[0]) if images.sees(config) else ""
+            converts = (recipe.config.dtype or recipe.dtype) != recipe.dtype
+            shown = images.described(run.trainer.train_dataset[0]) if images.sees(recipe.config) else ""
             summary = describe(trainer)
             if device.type != "cpu" and trainer.optimizer.policy == "deferred" and step.host_gradients:
                 step, summary["gradients"] = _store(step, trainer, memory)
@@ -166,7 +154,7 @@ def _copies(step: StepMemory, streaming: Any, args: Any) -> str:
     """Describes the copies of a step, and which passes hide them behind computation."""
     width = sum(unit.nbytes for unit in streaming.units) / max(1, sum(param.numel() for param in streaming.owners))
     fetched, written, again = step.copied
-    fetched += again * max(0, args.gradient_accumulation_steps - MICRO_BATCHES)  # as many are planned at most
+    fetched += again * max(0, args.gradient_accumulation_steps - MICRO_BATCHES)  # at most so many are planned
     seconds, tokens = max(fetched, written) / LINK, width * 100e12 / (2 * LINK)
     copies = f"{fetched / 1e9:,.2f} GB to the device and {written / 1e9:,.2f} GB back in a step"
     hidden = f": {seconds:,.1f} s at {LINK / 1e9:.0f} GB/s. They are hidden if a forward pass has {tokens:,.0f} tokens "
@@ -175,10 +163,8 @@ def _copies(step: StepMemory, streaming: Any, args: Any) -> str:
 
 
 def _phases(trainer: Any, step: StepMemory, ranks: int, device: torch.device, *, converts: bool) -> dict[str, Phase]:
-    """The phases of a run. Weights and states are loaded and saved one parameter at a time.
-
-    Args:
-        converts: the files have weights of another dtype.
+    """Returns the phases of a run. Weights and states are loaded and saved one parameter at a time. `converts` is true
+    if the files have weights of another dtype.
     """
     args, on_cpu, quantizes = trainer.args, device.type == "cpu", in_codes(trainer.model)
     placement, params = trainer.optimizer.placement, list(trainer.model.parameters())
@@ -189,13 +175,13 @@ def _phases(trainer: Any, step: StepMemory, ranks: int, device: torch.device, *,
     states = (step.items[STATES] + step.host_states) * (ranks if sharded else 1)
     checkpoint = sum(weights) + (0 if args.save_only_model else states)
     kept = args.save_total_limit or _saves(args)
-    on_host = 0  # weights as they are in the files, which are mapped
+    on_host = 0  # weights of the mapped files
     if by_rows and args.fsdp_plugin_args["cpu_ram_efficient_loading"]:  # rank 0 broadcasts one weight after another
         on_host, unit = converts * sum(weights) + on_cpu * largest, largest
     elif by_rows:
         on_host, unit = quantizes * sum(map(nbytes, params)), unit * (converts or not on_cpu)
     elif (converts or quantizes) and placement != "zero3":
-        direct = ranks == 1 and not (on_cpu or quantizes)  # each of them goes to the GPU before the next one
+        direct = ranks == 1 and not (on_cpu or quantizes)  # they go to the GPU one by one
         on_host = sum(weights) if converts and not direct else largest
     # FSDP2 converts a unit or moves it to a GPU, and ZeRO-3 gathers a module; on a CPU, gloo gathers into a copy
     more = {"replicated": largest, "fsdp2": unit, "zero3": unit * (1 + on_cpu)}.get(placement, 0)
@@ -215,7 +201,7 @@ def _phases(trainer: Any, step: StepMemory, ranks: int, device: torch.device, *,
 
 
 def _saves(args: Any) -> int:
-    """The number of checkpoints of a run, as far as its arguments say it; else 1."""
+    """Returns the number of checkpoints of a run, if its arguments determine it, else 1."""
     if args.save_strategy == "epoch":
         return math.ceil(args.num_train_epochs)
     if args.save_strategy == "steps" and args.save_steps < 1:
@@ -224,7 +210,7 @@ def _saves(args: Any) -> int:
 
 
 def _largest_unit(model: Any, placement: str) -> int:
-    """The largest number of bytes that are gathered together: of a unit of FSDP2, or of a module without its parts."""
+    """Returns the most bytes that are gathered together: of a unit of FSDP2, or of a module without its parts."""
     modules = (module for module in model.modules() if placement == "zero3" or isinstance(module, FSDPModule))
     owners = {param: module for module in modules for param in module.parameters()}  # the innermost ones
     sizes: Counter[Any] = Counter()
@@ -234,11 +220,8 @@ def _largest_unit(model: Any, placement: str) -> int:
 
 
 def require_plannable(recipe: Recipe, ranks: int = 1) -> None:
-    """Raises for a command, a device or an argument that a plan does not cover.
-
-    Raises:
-        ConfigError: there are too few ranks to shard the model.
-        UnsupportedError: the other reasons.
+    """Raises `UnsupportedError` for a command, a device or an argument that a plan does not cover, and `ConfigError` if
+    there are too few ranks to shard the model.
     """
     require_rows(recipe, _NOT_PLANNED, "planned")
     sharded = next((name for name in ("deepspeed", "fsdp") if getattr(recipe.training, name)), None)

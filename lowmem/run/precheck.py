@@ -16,14 +16,13 @@ from torch import distributed
 
 from lowmem.errors import ConfigError, LowmemError
 from lowmem.placements import in_group
-from lowmem.run.fake import model_config
 from lowmem.run.recipe import Recipe
 from lowmem.run.terminal import out, rank, size, stage, warn
 
-# The weights of a model that is not planned: its run is faster than its plan.
+# Models with fewer bytes of weights are not planned, because their run would be faster than the plan.
 _SMALL = 256 << 20
 
-# CUDA's context, which this process has on its GPU already, and a plan reserves.
+# CUDA's context, which a plan reserves and this process has already.
 _CONTEXT = 1 << 29
 
 # Control groups, in which SLURM, Docker and Kubernetes limit the memory of processes: the groups of this process; all
@@ -35,7 +34,9 @@ _FILES = {
 }
 
 # Variables of launchers, which a plan in another process must not see.
-_OF_LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_", "ACCELERATE_", "TORCHELASTIC_")
+_LAUNCHER_VARIABLES = (
+    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_", "ACCELERATE_", "TORCHELASTIC_"
+)  # fmt: skip
 
 
 def require_fit(recipe: Recipe) -> None:
@@ -48,14 +49,14 @@ def require_fit(recipe: Recipe) -> None:
 
 
 def _problem(recipe: Recipe) -> str | None:
-    """The reason if the run does not fit, or None."""
+    """Returns the reason if the run does not fit, or None."""
     model, args = Path(recipe.model.model_name_or_path or ""), recipe.training
     files = [file for file in model.glob("*") if file.suffix in (".safetensors", ".bin")] if model.is_dir() else []
     if files and sum(file.stat().st_size for file in files) < _SMALL:
         return None
     try:
-        model_config(recipe)
-    except ConfigError:  # loading the model will say it
+        _ = recipe.config
+    except ConfigError:  # loading the model raises a better error
         return None
     on_gpu = args.device.type != "cpu"
     on_host = free_on_host() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
@@ -65,7 +66,7 @@ def _problem(recipe: Recipe) -> str | None:
     if planned is None:
         out.print(f"memory     not planned: {text}", soft_wrap=True)
         return None
-    if planned["needed"] > memory:  # what makes it fit
+    if planned["needed"] > memory:  # arguments with which it fits
         out.print(text, soft_wrap=True)
     host, disk = (max(phase[where] for phase in planned["phases"].values()) for where in ("host", "disk"))
     replaced = sum(file.stat().st_size for file in Path(args.output_dir).rglob("*") if file.is_file())
@@ -83,9 +84,9 @@ def _problem(recipe: Recipe) -> str | None:
 
 
 def free_on_host() -> int:
-    """The bytes of host memory that are free for this process: of the machine, and of its control groups."""
+    """Returns the bytes of host memory that are free for this process: of the machine, and of its control groups."""
     free: int = psutil.virtual_memory().available
-    lines = _OWN_GROUPS.read_text().splitlines() if _OWN_GROUPS.exists() else []  # Linux has them
+    lines = _OWN_GROUPS.read_text().splitlines() if _OWN_GROUPS.exists() else []  # only on Linux
     for _, kind, path in (line.split(":", 2) for line in lines):
         if kind not in _FILES:
             continue
@@ -100,12 +101,10 @@ def free_on_host() -> int:
 
 
 def plan_elsewhere(recipe: Recipe, memory: int | None = None) -> tuple[dict[str, Any] | None, str]:
-    """Plans a run in another process, of which nothing stays here.
-
-    Returns:
-        The figures and the text of the plan; or None and the reason why there is none.
+    """Plans a run in another process, of which nothing stays here. Returns the figures and the text of the plan, or
+    None and the reason why there is none.
     """
-    env = {name: value for name, value in os.environ.items() if not name.startswith(_OF_LAUNCHERS)}
+    env = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHER_VARIABLES)}
     device = "cpu" if recipe.training.device.type == "cpu" else "gpu"
     with tempfile.TemporaryDirectory() as folder:
         config, file = Path(folder, "config.yaml"), Path(folder, "plan.json")

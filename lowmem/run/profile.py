@@ -13,7 +13,7 @@ import torch
 from lowmem.files import write_file, writing
 from lowmem.run import pictures
 from lowmem.run.description import describe
-from lowmem.run.fake import model_config, running
+from lowmem.run.fake import running
 from lowmem.run.memory import StepMemory
 from lowmem.run.plan import require_rows
 from lowmem.run.precheck import plan_elsewhere
@@ -25,21 +25,13 @@ PICTURE, FIGURES, SNAPSHOT = "memory.png", "profile.json", "snapshot.pickle"
 
 
 class Profile(NamedTuple):
-    """The memory of training steps on one rank, in bytes.
-
-    Attributes:
-        measured: of tensors.
-        planned: the figures of a plan on rank 0, or None.
-        text: the plan, or the reason why there is none.
-        process: of the process: what its CUDA allocator has reserved, or the resident set on a CPU.
-        files: that rank 0 has written.
-    """
+    """The memory of training steps on one rank, in bytes."""
 
     measured: StepMemory
-    planned: dict[str, Any] | None
-    text: str
-    process: int
-    files: list[Path]
+    planned: dict[str, Any] | None  # the figures of a plan, on rank 0
+    text: str  # the plan, or the reason why there is none
+    process: int  # reserved by the process's CUDA allocator, or its resident set on a CPU
+    files: list[Path]  # that rank 0 has written
 
 
 def profile(recipe: Recipe, steps: int, folder: Path) -> Profile:
@@ -52,7 +44,7 @@ def profile(recipe: Recipe, steps: int, folder: Path) -> Profile:
         LowmemError: the folder cannot be written.
     """
     require_rows(recipe)
-    config, device = model_config(recipe), recipe.training.device
+    _, device = recipe.config, recipe.training.device  # raises before anything is written
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
     planned, text = plan_elsewhere(recipe) if rank() == 0 else (None, "")
@@ -60,7 +52,7 @@ def profile(recipe: Recipe, steps: int, folder: Path) -> Profile:
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(device)
         torch.cuda.memory._record_memory_history()
-    with running(recipe, config, device, real=True) as run:
+    with running(recipe, device, real=True) as run:
         measured, model = run.step(steps), describe(run.trainer)["model"]
     if on_gpu:
         process = torch.cuda.max_memory_reserved(device)

@@ -26,7 +26,7 @@ from lowmem.hf.arguments import Inputs, check_number
 from lowmem.hf.optim import with_learning_rate
 from lowmem.options import DynamicScale, FusedConfig, LayersConfig
 from lowmem.run import secrets
-from lowmem.run.boundary import blaming
+from lowmem.run.boundary import blaming, reason
 from lowmem.run.environment import CONFIG, ENVIRONMENT
 from lowmem.run.parser import Parser, check_keys, dataclasses_of
 from lowmem.run.terminal import warn
@@ -35,7 +35,7 @@ from lowmem.run.yaml_file import SECTIONS, Setting, configured
 # Values of `resume_from_checkpoint` for the last intact checkpoint in `output_dir`. AUTO starts a run if it has none.
 LAST, AUTO = "last", "auto"
 
-# By default trainers show a loss that is NaN as 0, and let the progress bar follow the log level of transformers.
+# Without these, trainers log a NaN loss as 0, and the progress bar depends on the log level of transformers.
 _DEFAULTS = {"logging_nan_inf_filter": False, "disable_tqdm": False}
 
 # The optimizer whose hyperparameters are arguments where no rule is set.
@@ -44,31 +44,20 @@ _DEFAULT_RULE = "adamw"
 
 @dataclass(frozen=True)
 class Recipe:
-    """The arguments of a run. `recipe.having(max_length=1024)` is the recipe with another argument.
-
-    Raises:
-        ConfigError: a value is not allowed.
+    """The arguments of a run. `recipe.having(max_length=1024)` is the recipe with another argument. Raises
+    `ConfigError` for a value that is not allowed.
     """
 
-    command: str
-    """The training command, such as "sft"."""
-    settings: Mapping[str, Setting] = field(repr=False)
-    """Every argument that is set, by its name. Options of a section are named `section.option`."""
-    device: str | None = None
-    """The device, "gpu" or "cpu", that the arguments are for. If None, the device of this machine."""
-    file: Path | None = None
-    """The YAML file."""
-    options: argparse.Namespace = field(default_factory=argparse.Namespace)
-    """The options of `plan` and `inspect`."""
+    command: str  # the training command, such as "sft"
+    settings: Mapping[str, Setting] = field(repr=False)  # all that are set; options of a section: `section.option`
+    device: str | None = None  # "gpu" or "cpu", for which the arguments are; None for the device of this machine
+    file: Path | None = None  # the YAML file
+    options: argparse.Namespace = field(default_factory=argparse.Namespace)  # of `plan`, `inspect` and others
 
-    script: Any = field(init=False)
-    """TRL's `ScriptArguments`, or the subclass of the command."""
-    training: Any = field(init=False)
-    """The trainer's own arguments, such as `trl.SFTConfig`."""
-    model: Any = field(init=False)
-    """TRL's `ModelConfig`."""
-    mixture: Any = field(init=False)
-    """TRL's `DatasetMixtureConfig`."""
+    script: Any = field(init=False)  # TRL's `ScriptArguments`, or the subclass of the command
+    training: Any = field(init=False)  # the trainer's own arguments, such as `trl.SFTConfig`
+    model: Any = field(init=False)  # TRL's `ModelConfig`
+    mixture: Any = field(init=False)  # TRL's `DatasetMixtureConfig`
     fused: FusedConfig | None = field(init=False)
     layers: LayersConfig = field(init=False)
 
@@ -84,7 +73,7 @@ class Recipe:
             arguments = {name: copy.deepcopy(value) for name, value in self.values.items() if name in names}
             if part == "training":
                 arguments |= _for_device(self.device, arguments)
-            with blaming(self.place_of(kind)):
+            with blaming(self.subject_of(kind)):
                 parts[part] = kind(**arguments)
         vars(self).update(parts)  # the dataclass is frozen
 
@@ -93,13 +82,12 @@ class Recipe:
         settings = {name: Setting(name, value) for name, value in values.items()}
         return replace(self, settings={**self.settings, **settings})
 
-    def alone(self, folder: str, *, sharded: bool = False, **attributes: Any) -> "Recipe":
+    def probe(self, folder: str, *, sharded: bool = False, **attributes: Any) -> "Recipe":
         """Returns the recipe of a trainer in another folder, which reports and evaluates nothing.
 
         Args:
-            folder: its `output_dir`.
             sharded: it shards its model, if this recipe does.
-            attributes: others of the trainer's arguments. They are not checked again, and ignored if it has none.
+            attributes: other arguments of the trainer. They are not checked again, and ignored if it has none.
         """
         recipe, training = copy.copy(self), copy.copy(self.training)
         attributes |= {"output_dir": folder, "report_to": [], "eval_strategy": "no"}
@@ -114,18 +102,32 @@ class Recipe:
         """The value of every argument that is set."""
         return {name: setting.value for name, setting in self.settings.items()}
 
-    def place_of(self, kind: type) -> str:
-        """Returns what the messages of a dataclass of TRL are about: the file, or the command line."""
+    def subject_of(self, kind: type) -> str:
+        """Returns the subject of messages about one of TRL's dataclasses: the file, or the command line."""
         return f"{self.file or 'the command line'}: {kind.__name__}"
 
     @cached_property
+    def config(self) -> Any:
+        """The configuration of the model. Raises `ConfigError` if it cannot be read."""
+        name = self.model.model_name_or_path
+        if name is None:
+            raise ConfigError(
+                "no model: set model_name_or_path to a directory with a config.json, or a name on the Hub"
+            )
+        try:
+            return AutoConfig.from_pretrained(name, revision=self.model.model_revision, trust_remote_code=False)
+        except Exception as error:  # libraries rarely document which
+            raise ConfigError(
+                f"model_name_or_path: a plan needs the config.json of {name!r}, which cannot be read "
+                f"(model_name_or_path: {reason(error)}). Download it on a machine with network access (hf download "
+                f"{name} config.json), and set model_name_or_path to its directory"
+            ) from error
+
+    @property
     def dtype(self) -> torch.dtype:
         """The dtype in which weights are loaded."""
         name = (self.training.model_init_kwargs or {}).get("dtype", self.model.dtype)
-        if name == "auto":  # as the files say
-            with blaming("model_name_or_path"):
-                path, revision = self.model.model_name_or_path, self.model.model_revision
-                name = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=False).dtype
+        name = self.config.dtype if name == "auto" else name
         dtype = getattr(torch, str(name).removeprefix("torch."), None)
         return dtype if isinstance(dtype, torch.dtype) else torch.get_default_dtype()
 
@@ -137,7 +139,7 @@ class Recipe:
         return completed
 
     @property
-    def source(self) -> dict[str, Any]:
+    def loading_options(self) -> dict[str, Any]:
         """The options of every `from_pretrained`: the revision, and whether code of the model may be executed."""
         # trust_remote_code is an argument of trainers, and of models before TRL 1.16
         trusted = any(getattr(part, "trust_remote_code", False) for part in (self.training, self.model))
@@ -178,16 +180,12 @@ class _Set(argparse.Namespace):
 def parse(
     command: str, argv: Sequence[str], *, device: str | None = None, more: Callable[[Any], None] | None = None
 ) -> Recipe:
-    """Parses the command line of a training command, and the YAML file that it names.
+    """Parses the command line of a training command, and the YAML file that it names. Raises `ConfigError`.
 
     Args:
-        command: one of TRL's, such as "sft".
         argv: the words after the command.
         device: "gpu" or "cpu" makes the recipe of a run on that device, which this machine need not have.
         more: a function that adds the options of `plan` or `inspect` to the parser; their `--device` comes first.
-
-    Raises:
-        ConfigError: an argument or a key is unknown or has an invalid value.
     """
     file, rule, in_file = configured(argv)
     with _located("fused", {} if rule else in_file):
@@ -212,7 +210,7 @@ def _stay_in_place(settings: dict[str, Setting], file: Path | None) -> None:
     if file is None or file.name != CONFIG or not (file.parent / ENVIRONMENT).exists():
         return
     setting, folder = settings.get("output_dir", Setting("output_dir", "")), file.parent.resolve()
-    names = Path(setting.value).parts  # relative to a working directory that is not known
+    names = Path(setting.value).parts  # relative to an unknown working directory
     if folder != Path(setting.value).resolve() and folder.parts[len(folder.parts) - len(names) :] != names:
         warn(f"the run folder was moved or copied from {setting.value}; the run continues in {file.parent}")
     settings["output_dir"] = setting._replace(value=str(file.parent))
@@ -227,7 +225,9 @@ def _for_device(device: str | None, arguments: Mapping[str, Any]) -> dict[str, A
         return {**changed, **off, "use_cpu": True, "bf16": device == "cpu" and bool(autocast[0])}
     if torch.accelerator.is_available():
         if arguments.get("dataloader_pin_memory", True) and "accelerator_config" not in arguments:
-            changed["accelerator_config"] = {"non_blocking": True}  # or the host waits for every tensor of a batch
+            changed["accelerator_config"] = {
+                "non_blocking": True
+            }  # otherwise the host waits for every tensor of a batch
         return changed
     changed["dataloader_pin_memory"] = False
     if not arguments.get("use_cpu") and autocast == (None, None):
@@ -239,7 +239,7 @@ def _for_device(device: str | None, arguments: Mapping[str, Any]) -> dict[str, A
 
 @contextmanager
 def _located(section: str, settings: Mapping[str, Setting]) -> Iterator[None]:
-    """Begins an error about an option of a section, which begins with the option, with the file and line of it."""
+    """Prepends the file and line of an option to an error that begins with its name."""
     try:
         yield
     except LowmemError as error:

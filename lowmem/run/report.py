@@ -24,7 +24,7 @@ from lowmem.run.terminal import size
 
 METRICS = "metrics.jsonl"  # the log history, one JSON object per line
 
-# The only logged text: the parameter that contributes most to the model's norm (`scaled_adam`).
+# The only metric that is text: the parameter that contributes most to the model's norm (`scaled_adam`).
 DOMINANT = "dominant_parameter"
 
 # Metrics of an evaluation that a log line leaves out.
@@ -155,8 +155,7 @@ class RunReport(TrainerCallback):  # type: ignore[misc]
             self.console.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
-# The parts of a line after the main metric, the most important ones first. The last ones are left out where a line is
-# too long; all of them are in metrics.jsonl.
+# The parts of a line after the main metric, the most important ones first. A line that is too long omits the last ones.
 _PARTS = {
     "rewards/accuracies": "accuracy {rewards/accuracies:>6.3f}",
     "accuracy": "accuracy {accuracy:>6.3f}",
@@ -207,12 +206,12 @@ def _log_line(
 
 
 def _reset_peak(device: torch.device) -> None:
-    """Lets the peak of `_memory` begin anew, where the system can."""
+    """Resets the peak of `_memory`, if the system can."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     else:
         with suppress(OSError):
-            Path("/proc/self/clear_refs").write_text("5")  # Linux: the peak of a process, which getrusage reads, too
+            Path("/proc/self/clear_refs").write_text("5")  # on Linux, resets the peak that getrusage reads
 
 
 def _memory(device: torch.device) -> dict[str, int]:

@@ -15,15 +15,15 @@ _NAME = (
     r"|(?:access|api|auth|private|secret)[_-]?keys?|passphrase)(?![A-Za-z0-9])"
 )
 _KEY = re.compile(_NAME, re.IGNORECASE)
-# Values that services give out, and the part of a URL before the host.
+# Tokens of known services, and user and password in a URL.
 _VALUE = re.compile(
     r"(?<![A-Za-z0-9])(?:hf_[A-Za-z0-9]{16,}|sk-[\w-]{16,}|gh[pousr]_[A-Za-z0-9]{20,}|xox[abprs]-[\w-]{10,}"
     r"|AKIA[A-Z0-9]{16}|AIza[\w-]{30,})|(?<=\w://)[^/\s@'\"]+(?=@)"
 )
-_SHORTEST = 8  # characters of an environment variable that is blanked; shorter words occur by themselves
+_SHORTEST = 8  # characters of a value that is blanked; shorter words may occur by chance
 _ASSIGNED = re.compile(rf"({_NAME}[\"']?\s*[=:]\s*)(\"[^\"]*\"|'[^']*'|[^\s,;}}\])\"']+)", re.IGNORECASE)
 
-# Further values that are blanked.
+# Other values to blank.
 _HIDDEN: set[str] = set()
 
 

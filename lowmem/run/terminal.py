@@ -13,7 +13,7 @@ from unittest.mock import patch
 from rich.console import Console
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-# The columns of a line where the output is not a terminal.
+# Columns of a line if the output is not a terminal.
 _IN_A_FILE = 200
 
 # Paths and data are printed as they are: [bold] in them is not markup.
@@ -29,8 +29,8 @@ def rank() -> int:
 
 
 def train_command(command: str, run_dir: Path, save_only_model: bool = False) -> str:
-    """The command line that continues the run of a folder, or, if its checkpoints are only models, starts another run
-    with one of them. The launcher of several processes is not known.
+    """Returns the command that continues the run of a folder, or, if its checkpoints are only models, that starts a run
+    from one of them. The launcher of several processes is not known.
     """
     launcher = ", with the same launcher" if int(os.environ.get("WORLD_SIZE", 1)) > 1 else ""
     config = shlex.quote(str(run_dir / "config.yaml"))
@@ -47,7 +47,7 @@ def stage(activity: str) -> None:
 
 @contextmanager
 def progress_in_lines(seconds: float = 60) -> Iterator[None]:
-    """A context in which each progress bar of a library is a line on stderr, at most one in so many seconds."""
+    """A context in which progress bars of libraries are lines on stderr, at most one per bar in `seconds`."""
 
     def printer(_: object) -> Callable[[str], None]:
         last = time.monotonic()

@@ -18,7 +18,7 @@ from lowmem.hf.adapters import OTHERS_FILE
 from lowmem.hf.arguments import Inputs
 from lowmem.hf.resuming import steps_with_completions
 from lowmem.placements import in_group, streaming_of
-from lowmem.run import build, data, plan, precheck, publishing, report, ways
+from lowmem.run import build, data, plan, precheck, publishing, reductions, report
 from lowmem.run.boundary import blaming, blaming_libraries, is_out_of_memory, reason
 from lowmem.run.description import describe
 from lowmem.run.folder import RunFolder
@@ -27,17 +27,14 @@ from lowmem.run.terminal import out, print_topics, rank, stage, train_command, w
 
 
 def train(recipe: Recipe) -> int | None:
-    """Trains in `output_dir`, from the beginning or from a checkpoint, and saves the model there.
+    """Trains in `output_dir`, from the beginning or from a checkpoint, and saves the model there. Raises `LowmemError`.
 
     Returns:
         The signal on which the run has stopped, with a checkpoint, or None if it is complete.
-
-    Raises:
-        LowmemError: the arguments, the data, the run folder or a checkpoint are wrong, or memory is exhausted.
     """
     Inputs(None, recipe.training, None, recipe.fused).check_arguments()
     folder = RunFolder(Path(recipe.training.output_dir), recipe.training.resume_from_checkpoint, rank())
-    with folder.opened(), _explained(recipe, folder):
+    with folder.opened(), _with_advice(recipe, folder):
         checkpoint = folder.start()
         if not recipe.options.force:
             precheck.require_fit(recipe)
@@ -46,24 +43,24 @@ def train(recipe: Recipe) -> int | None:
         stage("loading the model and tokenizing")
         trainer = build.trainer(recipe, train, evaluation)
         counts = data.check(trainer, train, evaluation)
-        with blaming_libraries("this model cannot be trained so"):  # such as with packed samples
-            trainer.create_optimizer()  # raises what it does not support before anything is written
+        with blaming_libraries("this model cannot be trained so"):
+            trainer.create_optimizer()  # raises for unsupported models before anything is written
         topics = {**describe(trainer), "data": counts}
         print_topics(topics)
         _require_metric(trainer)
-        beginning, stop = _Beginning(recipe, folder), _StopOnSignal()
-        trainer.add_callback(beginning)
+        first_step, stop = _FirstStep(recipe, folder), _StopOnSignal()
+        trainer.add_callback(first_step)
         trainer.add_callback(stop)
         with report.RunReport(folder.path, out).attached(trainer):
-            with stop.handling(), beginning.blaming:
+            with stop.handling(), first_step.blaming:
                 trainer.train(resume_from_checkpoint=checkpoint)
-            beginning.on_step_end()  # also if no step was left to train
+            first_step.on_step_end()  # also if no steps remained
             if stop.number is None:
                 folder.save_model(trainer)
         if recipe.training.push_to_hub and stop.number is None and rank() == 0:
             with blaming(f"push_to_hub: {folder.path} has the complete model, but its upload failed"):
                 publishing.publish(trainer, recipe, folder.path, topics)
-        if in_group():  # a process that ends without leaving it aborts
+        if in_group():  # otherwise the process aborts at its end
             distributed.barrier()
             distributed.destroy_process_group()
     if rank() == 0:
@@ -78,22 +75,22 @@ def _require_metric(trainer: Any) -> None:
         return
     handler = trainer.callback_handler
     count = trainer.args.per_device_eval_batch_size * trainer.args.world_size
-    with torch.random.fork_rng(), patch.object(handler, "callbacks", []):  # which would report it
+    with torch.random.fork_rng(), patch.object(handler, "callbacks", []):  # they would report it
         metrics = trainer.evaluate(data.take(min(count, len(data)) if has_length(data) else count))
     names = [metric.removeprefix("eval_") for metric in metrics]
     if name.removeprefix("eval_") not in names:
         raise ConfigError(f"metric_for_best_model {name!r} is unknown. An evaluation has {', '.join(names)}")
 
 
-class _Beginning(TrainerCallback):  # type: ignore[misc]
-    """Writes the configuration after the first step. An error that a library raises before that step is blamed on
-    the arguments, and until the first update, the message names the library.
+class _FirstStep(TrainerCallback):  # type: ignore[misc]
+    """Writes the configuration after the first step. Before that step, library errors are reported as argument errors,
+    and until the first update, the message names the library.
     """
 
     def __init__(self, recipe: Recipe, folder: RunFolder) -> None:
         self.recipe, self.folder, self.written = recipe, folder, False
         self.blaming = ExitStack()
-        self.blaming.enter_context(blaming(recipe.place_of(type(recipe.training))))
+        self.blaming.enter_context(blaming(recipe.subject_of(type(recipe.training))))
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         self.blaming.pop_all()
@@ -115,12 +112,11 @@ class _StopOnSignal(TrainerCallback):  # type: ignore[misc]
     """
 
     def __init__(self) -> None:
-        self.number: int | None = None  # of the signal on which training has ended
+        self.number: int | None = None  # the signal that has ended training
         self._received = 0
 
     @contextmanager
     def handling(self) -> Iterator[None]:
-        """Handles the two signals."""
         handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
         def receive(number: int, _: object) -> None:
@@ -179,7 +175,7 @@ def _print_end(command: str, trainer: Any, run_dir: Path, *, stopped: bool) -> N
         return
     out.print("done", style="bold")
     topics = {"results": f"{run_dir}: model, config.yaml, metrics.jsonl, loss.png"}
-    code = getattr(trainer.model.config, "auto_map", None)  # which `generate` does not execute
+    code = getattr(trainer.model.config, "auto_map", None)  # `generate` does not execute it
     fits = streaming_of(trainer.model) is None  # `generate` loads the model as a whole
     if fits and trainer.model.can_generate() and not (code or (run_dir / OTHERS_FILE).exists()):
         topics["try it"] = f"lowmem generate {shlex.quote(str(run_dir))} 'a prompt'"
@@ -187,8 +183,8 @@ def _print_end(command: str, trainer: Any, run_dir: Path, *, stopped: bool) -> N
 
 
 @contextmanager
-def _explained(recipe: Recipe, folder: RunFolder) -> Iterator[None]:
-    """Adds advice to an error of memory. Writes the traceback of any other error without a message for users."""
+def _with_advice(recipe: Recipe, folder: RunFolder) -> Iterator[None]:
+    """Adds advice to an out-of-memory error. Writes the traceback of an error without a message for users."""
     try:
         yield
     except Exception as error:
@@ -196,8 +192,8 @@ def _explained(recipe: Recipe, folder: RunFolder) -> Iterator[None]:
             command = train_command(recipe.command, folder.path, recipe.training.save_only_model)
             again = f" Then continue with: {command}" if folder.begun else ""
             advice = ""
-            with suppress(Exception):  # the error of memory matters more
-                if found := ", ".join(way.words for way in ways.ways(recipe)):
+            with suppress(Exception):  # the first error matters more
+                if found := ", ".join(each.words for each in reductions.reductions(recipe)):
                     advice = f" Arguments that reduce the memory of a step: {found}."
                 plan.require_plannable(recipe, recipe.training.world_size)
                 advice += " `lowmem plan` shows by how much."

@@ -13,7 +13,7 @@ from lowmem.errors import ConfigError
 from lowmem.options import FusedConfig, LayersConfig
 from lowmem.run import secrets
 
-# The sections of a configuration that are lowmem's, and their classes.
+# lowmem's sections of a configuration, and their classes.
 SECTIONS: dict[str, Any] = {"fused": FusedConfig, "layers": LayersConfig}
 
 
@@ -23,16 +23,15 @@ class Setting(NamedTuple):
     name: str
     value: Any
     place: str = "--"
-    texts: list[str] | None = None
-    """The scalars of a value in a YAML file, as they are written; None if it is nested."""
+    texts: list[str] | None = None  # the scalars of a value in a YAML file, as written; None if it is nested
 
     def __str__(self) -> str:
         return f"{self.place}{self.name}"
 
 
 class Loader(yaml.SafeLoader):
-    """Reads `1e-3` as a number, as YAML 1.2 does. Raises an error with the line for a key that is repeated, and for a
-    value that does not match its tag.
+    """Reads `1e-3` as a number, as YAML 1.2 does. Raises an error with the line for a repeated key and for a value that
+    does not match its tag.
     """
 
     def construct_object(self, node: Any, deep: bool = False) -> Any:
@@ -67,10 +66,8 @@ def yaml_value(text: str) -> Any:
 
 def configured(argv: Sequence[str]) -> tuple[Path | None, Any, dict[str, Setting]]:
     """Returns the YAML file of a command line, the rule that the command line sets, and the keys of the file. Sets the
-    environment variables of its section `env`, as TRL does. Libraries read some of them when they are imported.
-
-    Raises:
-        ConfigError: the file cannot be read, or a variable cannot be set.
+    environment variables of its section `env`, as TRL does. Libraries read some of them when they are imported. Raises
+    `ConfigError` if the file cannot be read, or a variable cannot be set.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config", type=Path, nargs="?")
@@ -85,16 +82,12 @@ def configured(argv: Sequence[str]) -> tuple[Path | None, Any, dict[str, Setting
             os.environ.update(variables)
         except (OSError, ValueError) as error:
             raise ConfigError(f"{env}: a variable cannot be set: {error}") from error
-        secrets.hide(variables.values())  # no file has their values
+        secrets.hide(variables.values())  # their values are not written into files
     return options.config, options.rule, settings
 
 
 def _read(path: Path) -> dict[str, Setting]:
-    """Reads the keys of a YAML file. A key in one of the sections is named `section.key`.
-
-    Raises:
-        ConfigError: the file cannot be read or is not a mapping, or a key is repeated.
-    """
+    """Reads the keys of a YAML file. A key in one of the sections is named `section.key`."""
     try:
         loader = Loader(path.read_text(encoding="utf-8"))
         node = loader.get_single_node()

@@ -17,7 +17,7 @@ from transformers.trainer_utils import HPSearchBackend
 
 from lowmem import FusedConfig, LayersConfig, placements
 from lowmem.errors import LowmemError, UnsupportedError
-from lowmem.hf.sharding import FSDP2Sharding, Zero3Sharding, of
+from lowmem.hf.sharding import FSDP2Sharding, Zero3Sharding, requested
 from lowmem.tiles.quantized import in_codes
 from lowmem.trainer import FusedTrainer
 
@@ -239,14 +239,14 @@ def test_the_variables_that_accelerate_launch_always_sets_agree_with_fsdp2(monke
         if name.startswith("FSDP_"):
             monkeypatch.setenv(name, value)
     args = TrainingArguments(**quiet(tmp_path, use_cpu=True, fsdp=True))
-    assert isinstance(of(args, None), FSDP2Sharding)
+    assert isinstance(requested(args, None), FSDP2Sharding)
 
 
 def test_settings_of_fsdp_without_fsdp_raise(tmp_path):
     require_sharding("fsdp2")
     args = TrainingArguments(**quiet(tmp_path, use_cpu=True, fsdp_config={"reshard_after_forward": False}))
     with pytest.raises(LowmemError, match="Set fsdp: true"):
-        of(args, None)
+        requested(args, None)
 
 
 def test_one_process_shards_nothing():

@@ -22,7 +22,7 @@ from lowmem.errors import ConfigError, UnsupportedError
 from lowmem.layers import head
 from lowmem.options import parse_bytes
 from lowmem.rules.adalomo import AdaLomo
-from lowmem.run import build, fake, memory, plan, ways
+from lowmem.run import build, fake, memory, plan, reductions
 from lowmem.run.memory import KINDS, TEMPORARIES, step_memory
 from lowmem.run.recipe import parse
 from lowmem.step import program
@@ -213,7 +213,7 @@ def test_the_verdict_compares_the_peak_with_the_budget(write, tmp_path):
     ended = runs.lowmem("plan", "sft", "--config", path, *words, "--json", file)
     assert ended.status == 1 and "does not fit" in ended.out
     assert "  --fused.rule adalomo --learning_rate 0.001  " in ended.out and ", fits" in ended.out
-    assert json.loads(file.read_text())["ways"]["--max_length 32"] > 0
+    assert json.loads(file.read_text())["reductions"]["--max_length 32"] > 0
 
 
 @pytest.mark.parametrize("text", ["24 bananas", "GiB", "-3GiB", "0GiB", ""])
@@ -301,7 +301,7 @@ def test_patches_are_undone(write):
 )
 def test_suggestions_to_save_memory_are_valid_configurations(write, fused, advised, caplog):
     words = ["--config", write(dtype="float32", learning_rate=3e-5, fused=fused)]
-    found = [way.words for way in ways.ways(parse("sft", words, device="gpu"))]
+    found = [each.words for each in reductions.reductions(parse("sft", words, device="gpu"))]
     assert ("--dtype bfloat16" in found) == advised
     small = "--fused.placement streamed"  # the layers of this model are too small for it
     for way in (way for way in found if way.startswith(("--dtype", "--fused")) and not way.startswith(small)):
@@ -317,9 +317,11 @@ def test_suggestions_to_save_memory_are_valid_configurations(write, fused, advis
     ("words", "advised"),
     [("", True), ("--fsdp", False), ("--deepspeed configs/zero3.json", False), ("--use_peft", False)],
 )
-def test_ways_that_a_sharded_model_or_adapters_do_not_have_are_not_proposed(write, words, advised):
+def test_reductions_that_a_sharded_model_or_adapters_do_not_have_are_not_proposed(write, words, advised):
     path = write(fused={"rule": "adalomo"}, per_device_train_batch_size=4, max_length=64)
-    found = [way.words for way in ways.ways(parse("sft", ["--config", path, *words.split()], device="gpu"))]
+    found = [
+        each.words for each in reductions.reductions(parse("sft", ["--config", path, *words.split()], device="gpu"))
+    ]
     assert ("--fused.weight_format int12" in found) == advised
     assert "--per_device_train_batch_size 1" in found and "--max_length 32" in found
 
@@ -343,7 +345,7 @@ KWARGS = {"use_reentrant": False, "every_n_layers": 2}
     ],
 )
 def test_suggestions_respect_the_other_arguments(write, changes, absent, present):
-    found = [way.words for way in ways.ways(parse("sft", ["--config", write(**changes)], device="gpu"))]
+    found = [each.words for each in reductions.reductions(parse("sft", ["--config", write(**changes)], device="gpu"))]
     assert not any(absent in way for way in found) and any(present in way for way in found), found
 
 

@@ -88,7 +88,7 @@ def test_a_stop_trains_the_steps_that_share_completions(tmp_path, run_dir, monke
     stopping(monkeypatch, "on_step_end", 1)
     path = write(tmp_path, "grpo", max_steps=6, num_iterations=2, save_strategy="steps", save_steps=100)
     assert lowmem("grpo", "--config", path).status == 128 + signal.SIGTERM
-    assert [folder.name for folder in checkpoint.candidates(run_dir)] == ["checkpoint-2"]
+    assert [each.folder.name for each in checkpoint.candidates(run_dir)] == ["checkpoint-2"]
     continued = lowmem("grpo", "--config", run_dir / "config.yaml", "--resume_from_checkpoint", "last")
     assert continued.status == 0, continued.err
 
@@ -103,7 +103,7 @@ def test_the_last_checkpoint_belongs_to_the_run_that_was_resumed(tmp_path, run_d
     assert checkpoint.find_last(run_dir) == (run_dir / "checkpoint-3", [])
     limited = run(tmp_path, "--resume_from_checkpoint", "last", "--save_total_limit", 2, **save | {"max_steps": 4})
     assert limited.status == 0 and "mean loss" in limited.out
-    assert [folder.name for folder in checkpoint.candidates(run_dir)] == ["checkpoint-4", "checkpoint-3"]
+    assert [each.folder.name for each in checkpoint.candidates(run_dir)] == ["checkpoint-4", "checkpoint-3"]
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", checkpoint.TIMELINE_FILE])

@@ -214,7 +214,7 @@ def test_a_run_killed_while_removing_a_checkpoint_leaves_no_partial_checkpoint(m
     with pytest.raises(Killed):
         checkpoint.rotate(run, 3, 1, None)
     monkeypatch.undo()
-    assert checkpoint.candidates(run) == [run / "checkpoint-3", run / "checkpoint-2"]
+    assert [each.folder for each in checkpoint.candidates(run)] == [run / "checkpoint-3", run / "checkpoint-2"]
     checkpoint.rotate(run, 3, 1, None)
     assert names(run) == ["checkpoint-3"]
 
@@ -233,7 +233,7 @@ def test_save_total_limit_keeps_the_best_and_newest_checkpoints(there, step, lim
     for number in there:
         (tmp_path / f"checkpoint-{number}").mkdir()
     checkpoint.rotate(tmp_path, step, limit, best and str(tmp_path / f"checkpoint-{best}"))
-    assert [int(folder.name.rpartition("-")[2]) for folder in checkpoint.candidates(tmp_path)] == left[::-1]
+    assert [each.step for each in checkpoint.candidates(tmp_path)] == left[::-1]
 
 
 @pytest.mark.parametrize("absolute", ["the run directory", "the checkpoint"])

@@ -12,7 +12,7 @@ import xxhash
 from support.trainers import build, joined
 
 from lowmem.errors import CheckpointError
-from lowmem.hf import checkpoint
+from lowmem.hf import checkpoint, checksums
 
 NEWEST = "checkpoint-3"
 
@@ -118,8 +118,8 @@ def test_every_rank_raises_the_error_of_rank_0(two, run):
 
 def looked_for(rank, requested, folder):
     """The checkpoint or the error, the files that were read to find it except for timelines, and what was warned of."""
-    read, compute, logged = [], checkpoint.checksum, []
-    checkpoint.checksum = lambda path: (path.name != "timeline.json" and read.append(path)) or compute(path)
+    read, compute, logged = [], checksums.checksum, []
+    checksums.checksum = lambda path: (path.name != "timeline.json" and read.append(path)) or compute(path)
     handler = logging.Handler()
     handler.emit = logged.append
     logging.getLogger("lowmem").addHandler(handler)
@@ -133,7 +133,7 @@ def looked_for(rank, requested, folder):
     except CheckpointError as error:
         trained = [str(error)]
     finally:
-        checkpoint.checksum = compute
+        checksums.checksum = compute
         logging.getLogger("lowmem").removeHandler(handler)
     return trained[0], read, [record.getMessage() for record in logged if "damaged" in record.getMessage()]
 
@@ -159,7 +159,7 @@ def test_checksums_have_the_format_of_xxh128sum(tmp_path):
     (tmp_path / "adapter").mkdir()
     (tmp_path / "adapter" / "a").write_bytes(b"")
     (tmp_path / "Z").write_bytes(b"text")
-    checkpoint.write_checksums(tmp_path)
+    checksums.write(tmp_path)
     assert (tmp_path / "checksums.txt").read_text() == (
         f"{xxhash.xxh3_128_hexdigest(b'text')}  Z\n99aa06d3014798d86001c324468d497f  adapter/a\n"
     )

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, TrainingArguments
 import lowmem
 from lowmem import FusedConfig, FusedOptimizer, LayersConfig, placements
 from lowmem.errors import ConfigError, UnsupportedError
-from lowmem.hf.sharding import _Deferred
+from lowmem.hf.deferred import _Deferred
 from lowmem.step import changes
 from lowmem.tiles.quantized import tensors_of
 from lowmem.trainer import FusedTrainer
@@ -241,7 +241,7 @@ def test_start_weights_do_not_change(sft, folder, dtype, tmp_path):
 def test_weights_are_converted_as_their_layer_gets_its_home(sft, monkeypatch):
     """So that no other layer is in memory in the new dtype."""
     loaded, converted = [], []
-    stream = lowmem.hf.sharding.stream
+    stream = lowmem.hf.streaming.stream
 
     def streamed(model, device, load, **options):
         def convert(weight):
@@ -251,7 +251,7 @@ def test_weights_are_converted_as_their_layer_gets_its_home(sft, monkeypatch):
         loaded.extend(isinstance(param, _Deferred) for param in model.parameters())
         return stream(model, device, load=convert, **options)
 
-    monkeypatch.setattr(lowmem.hf.sharding, "stream", streamed)
+    monkeypatch.setattr(lowmem.hf.streaming, "stream", streamed)
     trainer = sft(STREAMED, dtype="bfloat16")
     assert loaded
     assert all(loaded)

@@ -22,124 +22,118 @@ from lowmem.step.program import rounding_of
 
 _SMALL_STATES = ("lomo", "adalomo", "adafactor", "adafactor_t2t")  # rules with almost no states
 _MOMENTUM = {"fused.rule": "adafactor", "fused.beta1": 0.9, "fused.state_storage": "8bit"}  # a byte of state per weight
-_MLP_TILE = 4096  # tokens that an MLP computes at a time, where a plan proposes it
+_MLP_TILE = 4096  # the proposed value of layers.mlp_tile
 
 
 @dataclass(frozen=True)
-class Way:
-    """Values of arguments that reduce the memory of a run, and their cost in time and quality.
-
-    Attributes:
-        ranks: processes that these values are for, if they are more than before.
-    """
+class Reduction:
+    """Values of arguments that reduce the memory of a run, and their cost in time and quality."""
 
     values: dict[str, Any]
     cost: str
-    ranks: int | None = None
+    ranks: int | None = None  # the processes that the values are for, if they are more than before
 
     @property
     def words(self) -> str:
         """The arguments on the command line."""
         texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in self.values.items()}
         words = " ".join(f"--{name} {shlex.quote(text)}" for name, text in texts.items())
-        words = words.replace("--fsdp true", "--fsdp")  # which takes no value
+        words = words.replace("--fsdp true", "--fsdp")  # it takes no value
         return words if self.ranks is None else f"{words} with {self.ranks} processes".lstrip()
 
 
-def ways(recipe: Recipe, ranks: int = 1) -> list[Way]:
-    """Returns the ways to reduce memory that are valid in a recipe. Those that change the training most come last."""
+def reductions(recipe: Recipe, ranks: int = 1) -> list[Reduction]:
+    """Returns the reductions that are valid in a recipe. Those that change the training most come last."""
     valid = []
     kinds = (_of_weights(recipe), _of_activations(recipe), _of_ranks(recipe, ranks), _of_rows(recipe))
-    for way in chain(*kinds):
+    for reduction in chain(*kinds):
         with suppress(LowmemError):  # values may conflict with others of the recipe
-            _ = recipe.having(**way.values).optimizer  # raises
-            valid.append(way)
+            _ = recipe.having(**reduction.values).optimizer  # raises
+            valid.append(reduction)
     return valid
 
 
-def planned(recipe: Recipe, ranks: int, memory: int) -> Iterator[tuple[Way, Recipe, int]]:
-    """Plans the ways one by one. If none makes the run fit in `memory`, adds one after the other until it fits.
-
-    Yields:
-        A way, the recipe with its values, and the bytes that each device needs.
+def planned(recipe: Recipe, ranks: int, memory: int) -> Iterator[tuple[Reduction, Recipe, int]]:
+    """Plans the reductions one by one. If none makes the run fit in `memory`, adds one after the other until it fits.
+    Yields a reduction, the recipe with its values, and the bytes that each device needs.
     """
-    least, found = math.inf, ways(recipe, ranks)
-    for way in found:
-        with suppress(LowmemError):  # its model may not have what it changes
-            changed = recipe.having(**way.values)
-            needed = plan(changed, way.ranks or ranks).needed
+    least, found = math.inf, reductions(recipe, ranks)
+    for reduction in found:
+        with suppress(LowmemError):  # the model may not support it
+            changed = recipe.having(**reduction.values)
+            needed = plan(changed, reduction.ranks or ranks).needed
             least = min(least, needed)
-            yield way, changed, needed
-    alone = (way for way in found if way.ranks is None)
+            yield reduction, changed, needed
+    alone = (reduction for reduction in found if reduction.ranks is None)
     together = next(alone, None)
-    for way in alone:
+    for reduction in alone:
         if together is None or least <= memory:
             return
         with suppress(LowmemError):
-            both = Way({**together.values, **way.values}, f"{together.cost}; {way.cost}")
+            both = Reduction({**together.values, **reduction.values}, f"{together.cost}; {reduction.cost}")
             changed = recipe.having(**both.values)
             least, together = plan(changed, ranks).needed, both
             yield both, changed, least
 
 
-def _of_weights(recipe: Recipe) -> Iterator[Way]:
+def _of_weights(recipe: Recipe) -> Iterator[Reduction]:
     if recipe.model.use_peft:  # adapters have small states, and their base model may be quantized already
         return
     fused, args = recipe.optimizer, recipe.training
     groups = [fused.complete({k: v for k, v in group.items() if k != "match"}) for group in ({}, *fused.groups)]
     nearest = any(rounding_of(rule, group, torch.bfloat16) == "nearest" for rule, group in groups)
     if recipe.dtype == torch.float32 and not nearest:
-        yield Way({"dtype": "bfloat16"}, "faster; learns as float32 in our studies")
+        yield Reduction({"dtype": "bfloat16"}, "faster; learns as float32 in our studies")
     if fused.rounding in ("compensated", "compensated8", "master"):
-        yield Way({"fused.rounding": "stochastic"}, "no time; learns as well in our studies")
+        yield Reduction({"fused.rounding": "stochastic"}, "no time; learns as well in our studies")
     with suppress(LowmemError):  # a rule may need the name of a parameter
         states = [state for rule, group in groups for state in rule.spec("", (4096, 4096), group).states.values()]
         if fused.state_storage in ("auto", "float32", "bfloat16") and any(state.held_as_asked for state in states):
-            yield Way({"fused.state_storage": "8bit"}, "no loss in our fine-tuning study")
+            yield Reduction({"fused.state_storage": "8bit"}, "no loss in our fine-tuning study")
     if any(rule.name not in _SMALL_STATES for rule, _ in groups):
         rate = {"learning_rate": AdaLomo.usual_lr[0]}
-        yield Way({**_MOMENTUM, **rate}, "up to 0.07 nats above AdamW in our studies; another rate")
-        yield Way({"fused.rule": "adalomo", **rate}, "no momentum; up to 0.07 nats above AdamW; another rate")
+        yield Reduction({**_MOMENTUM, **rate}, "up to 0.07 nats above AdamW in our studies; another rate")
+        yield Reduction({"fused.rule": "adalomo", **rate}, "no momentum; up to 0.07 nats above AdamW; another rate")
     quantizable = recipe.command == "sft" and not (args.deepspeed or args.fsdp)
     quantizable &= recipe.layers.computed_gradients is not False and fused.weight_format is None
     quantizable &= fused.rounding in ("auto", "stochastic")
     if quantizable and not any(rule.materializes for rule, _ in groups):
-        yield Way({"fused.weight_format": "int12"}, "slower steps; learns as bfloat16 in our study")
+        yield Reduction({"fused.weight_format": "int12"}, "slower steps; learns as bfloat16 in our study")
 
 
-def _of_activations(recipe: Recipe) -> Iterator[Way]:
+def _of_activations(recipe: Recipe) -> Iterator[Reduction]:
     args, name = recipe.training, checkpointing(recipe.training)
     on_gpu = recipe.device == "gpu" or (recipe.device is None and torch.cuda.is_available())
     if not recomputed(args):
-        yield Way({name: True}, "one more forward per step; equal results")
+        yield Reduction({name: True}, "one more forward per step; equal results")
     elif on_gpu and args.gradient_checkpointing and not offloading(args):
-        with_kwargs = name == "activation_checkpointing"  # of transformers, since 5.23; before, of TRL
+        with_kwargs = name == "activation_checkpointing"  # of transformers since 5.23, of TRL before
         kwargs = {f"{name}_kwargs": {**(args.gradient_checkpointing_kwargs or {}), "offload": True}}
-        yield Way(kwargs if with_kwargs else {"activation_offloading": True}, "copies to the host; equal results")
+        yield Reduction(kwargs if with_kwargs else {"activation_offloading": True}, "copies to the host; equal results")
     tile, rows, length = recipe.layers.mlp_tile, args.per_device_train_batch_size, _length(args)
     if rows * length >= 2 * _MLP_TILE and (tile is None or tile > _MLP_TILE):
-        yield Way({"layers.mlp_tile": _MLP_TILE}, "MLPs are computed once more in each step; equal results")
+        yield Reduction({"layers.mlp_tile": _MLP_TILE}, "MLPs are computed once more in each step; equal results")
 
 
-def _of_ranks(recipe: Recipe, ranks: int) -> Iterator[Way]:
+def _of_ranks(recipe: Recipe, ranks: int) -> Iterator[Reduction]:
     sharded = recipe.training.deepspeed or recipe.training.fsdp
     if recipe.device == "gpu" and not sharded and ranks == 1 and recipe.optimizer.placement == "auto":
         values = {"fused.placement": "streamed", checkpointing(recipe.training): True}
-        yield Way(values, "weights on the host, copied in each pass; equal results")
-    possible = sharded or hasattr(recipe.training, "fsdp_plugin_args")  # from transformers 5 on
+        yield Reduction(values, "weights on the host, copied in each pass; equal results")
+    possible = sharded or hasattr(recipe.training, "fsdp_plugin_args")  # since transformers 5
     if recipe.device == "gpu" and not recipe.model.use_peft and possible:
         values = {} if sharded else {"fsdp": True}
         if not sharded and ranks > 1:
-            yield Way(values, "gathers weights in forward and backward; equal results", ranks)
-        yield Way(values, "more GPUs, and a larger batch", 2 * ranks)
+            yield Reduction(values, "gathers weights in forward and backward; equal results", ranks)
+        yield Reduction(values, "more GPUs, and a larger batch", 2 * ranks)
 
 
-def _of_rows(recipe: Recipe) -> Iterator[Way]:
+def _of_rows(recipe: Recipe) -> Iterator[Reduction]:
     args, rows = recipe.training, recipe.training.per_device_train_batch_size
     for fewer in sorted({rows // 2, 1} - {0, rows}, reverse=True):
-        yield Way({"per_device_train_batch_size": fewer}, "a smaller batch")
+        yield Reduction({"per_device_train_batch_size": fewer}, "a smaller batch")
     if hasattr(args, "max_length"):
-        yield Way({"max_length": _length(args) // 2}, "longer rows are cut off")
+        yield Reduction({"max_length": _length(args) // 2}, "longer rows are cut off")
 
 
 def _length(args: Any) -> int:

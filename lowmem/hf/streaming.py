@@ -1,0 +1,85 @@
+"""Streams the layers of a trainer's model through its device."""
+
+import time
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import TrainingArguments
+
+from lowmem import placements
+from lowmem.errors import ConfigError, UnsupportedError
+from lowmem.hf.deferred import convert
+from lowmem.options import FusedConfig
+from lowmem.placements.homes import FileHome
+from lowmem.placements.streamed import stream
+from lowmem.placements.streaming import Streaming
+
+# Arguments that read or convert weights where they are not on the device, or compile them.
+_NOT_STREAMED = ("torch_compile", "use_vllm", "sync_ref_model", "fp16_full_eval", "bf16_full_eval")
+
+
+class StreamedSharding:
+    """Streams the layers of a model through the one device of a run. If `converts`, converts weights layer by layer."""
+
+    def __init__(self, args: TrainingArguments, fused: FusedConfig) -> None:
+        self._args, self._fused = args, fused
+        for argument in ("deepspeed", "fsdp"):
+            if getattr(args, argument):
+                raise ConfigError(f"fused.placement='streamed' contradicts {argument}. Set only one of them")
+        if args.world_size > 1:
+            raise UnsupportedError(
+                f"fused.placement='streamed' supports one process, but there are {args.world_size}. Set fsdp or "
+                "deepspeed, or start one process"
+            )
+        if not args.gradient_checkpointing:
+            raise ConfigError(
+                "fused.placement='streamed' needs gradient_checkpointing=True. Otherwise the activations of all layers "
+                "are on the device"
+            )
+        for name in _NOT_STREAMED:
+            if getattr(args, name, False):
+                raise UnsupportedError(f"{name}=True is not supported with fused.placement='streamed'; omit it")
+        self.converts = find_spec("transformers.core_model_loading") is not None  # of transformers 5
+
+    def prepare(self, dtype: torch.dtype) -> None:
+        """Does nothing: a model is loaded on the host."""
+
+    def shard(self, model: nn.Module, accelerator: Any = None, *, reference: bool = False) -> None:
+        """Streams a model unless it is streamed already. No layers of a reference model stay on the device."""
+        memory = None if reference else self._fused.device_bytes
+        stream(model, self._args.device, home=self._fused.home, device_memory=memory, load=convert)
+
+    def release(self, model: nn.Module) -> None:
+        """Does nothing: layers leave the device when others need its memory."""
+
+
+def in_words(streaming: Streaming, model: nn.Module) -> str:
+    """Describes the streamed layers, and the weights that stay on the device."""
+    sizes = [unit.nbytes for unit in streaming.units]
+    stays = sum(map(placements.nbytes, model.parameters())) - sum(sizes)
+    if not sizes:
+        return f"no layer, because all {stays / 2**20:,.1f} MiB of weights fit on the device"
+    home, wear = streaming.units[0].home, ". Each step writes the trained layers to the disk, which wears it out"
+    return (
+        f"{len(sizes)} layers of up to {max(sizes) / 2**20:,.1f} MiB in {home}, two of them on the device at a time, "
+        f"where {stays / 2**20:,.1f} MiB of other weights stay{wear * isinstance(home, FileHome)}"
+    )
+
+
+class Traffic:
+    """The copies of a streamed model, measured from one log to the next."""
+
+    def __init__(self, streaming: Streaming) -> None:
+        self._streaming, self._before = streaming, self._counts(streaming)
+
+    def metrics(self) -> dict[str, float]:
+        """Returns the speed of copies in both directions, and the share of the time that the device waited for them."""
+        before, self._before = self._before, self._counts(self._streaming)
+        seconds, copied, waited = (now - then for now, then in zip(self._before, before, strict=True))
+        return {"streamed_gb_per_second": copied / seconds / 1e9, "waiting_share": waited / seconds}
+
+    @staticmethod
+    def _counts(streaming: Streaming) -> tuple[float, int, float]:
+        return time.perf_counter(), streaming.fetched + streaming.written, streaming.waited
