@@ -110,7 +110,7 @@ class Clipping:
         inverse_scale, limit = self.factors(grad.device)
         if grad.device.type != "cpu" and limit is None and (inverse_scale is None or grad.dtype == torch.float32):
             unscaled = grad if inverse_scale is None else grad.mul_(inverse_scale)
-            return torch.linalg.vector_norm(unscaled, dtype=torch.float32).double().expand(len(Norms._fields))
+            return torch.linalg.vector_norm(unscaled, dtype=torch.float32).double().expand(4)
         parts = []
         for part in [grad] if grad.dtype == torch.float32 else (tile.float() for tile in tiles(grad)):
             if inverse_scale is not None:
