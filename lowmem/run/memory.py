@@ -243,7 +243,6 @@ def step_memory(model: nn.Module, make_optimizer: Callable[[], FusedOptimizer],
         memories = [group.memory for group in optimizer._parameters.groups]
         leaves = tree_leaves([list(optimizer.state.values()), extras, memories])
         tracker.label((leaf for leaf in leaves if isinstance(leaf, Tensor)), STATES)
-        tracker.label_unknown(GRADIENTS, since=0)  # memory on the host for them
         end = tracker.now
         # the first layers are still on the device when the next step begins
         there = sum(unit.nbytes for streaming in streamings for unit in streaming.units[:2] if unit.present)
@@ -265,7 +264,9 @@ def _at_peak(
     changes = np.zeros((len(KINDS) + 1, last + 1), dtype=np.int64)  # on the model's device, and on the host
     spans, kept = [], Counter[str]()  # on the host
     for allocation in tracker.allocations:
-        on_host, kind = int(allocation.device.type != device.type), allocation.kind or TEMPORARIES
+        on_host = int(allocation.device.type != device.type)
+        stays = on_host and allocation.died is None  # the memory of offloaded gradients
+        kind = allocation.kind or (GRADIENTS if stays else TEMPORARIES)
         died = last if allocation.died is None else min(allocation.died, last)  # it may have been collected since
         row = -1 if on_host else rows[kind]
         changes[row, allocation.born] += allocation.nbytes
