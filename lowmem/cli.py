@@ -123,7 +123,7 @@ def _parser() -> argparse.ArgumentParser:
             methods.add_parser(method, add_help=False, allow_abbrev=False).set_defaults(training=method)
     sub = command("generate", generate, "Answer a prompt with the model of a run.", 'runs/quickstart "a prompt"')
     sub.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="a run folder, or a checkpoint in it")
-    sub.add_argument("prompt", metavar="PROMPT", help="the user's message, or a text to continue if there is no template")
+    sub.add_argument("prompt", metavar="PROMPT", help="the user's message, or text to continue if there is no template")
     sub.add_argument("--system", metavar="TEXT", help="a system message before the prompt")
     sub.add_argument("--image", metavar="FILE", type=Path, action="append", help="an image before the prompt")
     sub.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="maximum length of the answer (256)")

@@ -84,7 +84,7 @@ def positions(model: Any) -> int | None:
 
 @dataclass
 class TokenLosses(ModelOutput):
-    """The output of a model in place of logits, with the field names that TRL's trainers read."""
+    """The output of a model instead of logits, with the field names that TRL's trainers read."""
 
     loss: Tensor | None = None
     log_probs: Tensor | None = None  # this and the next five: [batch, tokens], 0 for tokens without a label
@@ -144,7 +144,7 @@ def lazily(slots: Sequence[HeadSlot]) -> Iterator[None]:
 
 
 def _slot(model: Any, layers: LayersConfig) -> list[HeadSlot]:
-    """Returns the head of a model, or nothing if it is not a linear layer or has an adapter: it cannot be replaced."""
+    """Returns the head of a model, or an empty list if it cannot be replaced: it has an adapter or is not linear."""
     output = embedding(model, "output")
     linear = output.original_module if hasattr(output, "modules_to_save") else output  # PEFT trains a copy of it
     if getattr(type(linear), "forward", None) is not nn.Linear.forward:

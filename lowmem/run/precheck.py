@@ -93,7 +93,7 @@ def free_on_host() -> int:
         root, *files, cache = _FILES[kind]
         group = _GROUPS / root / path.lstrip("/")
         for folder in (group, *group.parents):
-            with suppress(OSError, ValueError):  # a container sees no files above its own; "max" is no limit
+            with suppress(OSError, ValueError):  # a container does not see files above its own; "max": no limit
                 limit, used = (int((folder / f"memory.{name}").read_text()) for name in files)
                 stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
                 free = min(free, limit - used + int(stat.get(cache, 0)))

@@ -361,7 +361,7 @@ def _member(record: ParamRecord, tiles: StoredTiles, states: Mapping[str, Tensor
 
 
 def is_traceable(rule: UpdateRule) -> bool:
-    """Returns whether the updates of a rule can be compiled, as far as is known before they are traced."""
+    """Returns whether the updates of a rule can be compiled. Tracing may still show that they cannot."""
     return not rule.materializes and _TRACED.get(_key(rule), {}) is not None
 
 

@@ -100,7 +100,7 @@ class GradientStore:
         return self._allocate(lambda: grad.to(torch.promote_types(grad.dtype, torch.float32))) if wide else grad
 
     def keep(self, record: Placed, grad: Tensor) -> None:
-        """Stores a gradient in place of an earlier one. The caller must not use it afterwards."""
+        """Stores a gradient, and replaces an earlier one. The caller must not use the gradient afterwards."""
         self._remove(record)
         if self._fits(grad.device, grad.nbytes):
             self._stored[record.name] = record, self._allocate(lambda: separate(grad))

@@ -174,7 +174,7 @@ class Parameters:
             del self.frozen[param]
 
     def settings(self) -> dict[str, Any]:
-        """The settings on which all ranks have to agree."""
+        """Returns the settings that must be the same on all ranks."""
         others = ("rule", "lr", "hyper", "groups")  # they are in the groups
         settings = {name: value for name, value in vars(self.config).items() if name not in others}
         for number, group in enumerate(self.groups):

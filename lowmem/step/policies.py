@@ -72,7 +72,7 @@ class Policy:
             raise StepError("with a loss scale the loss must be scaled: call opt.backward(loss)")
 
     def passes(self) -> Iterator[Pass]:
-        """Yields the backwards of a loss. The loop runs each one before it asks for the next."""
+        """Yields the backwards of a loss. The loop runs each backward before the next one is yielded."""
         yield None, False
 
     def begin(self) -> MicroBatch:
@@ -196,7 +196,7 @@ class Deferred(Policy):
         return MicroBatch(self._add, last, earlier, wide=self._wide and bool(earlier))
 
     def _missed(self) -> list[ParamRecord]:
-        """The parameters that got a gradient in an earlier micro-batch but not in this one."""
+        """Returns the parameters that got a gradient in an earlier micro-batch but not in this one."""
         missed = self.cycle.missed()
         return [record for record in self.records.values() if record.name in missed]
 

@@ -79,7 +79,7 @@ class LastStep:
 
     @property
     def loss_scale(self) -> float | None:
-        """The factor of the loss; None if there is no scaling."""
+        """The loss scale of the step, or None."""
         return None if self._scale is None else float(self._scale)
 
     @property
