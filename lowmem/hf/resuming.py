@@ -1,6 +1,6 @@
 """The position of a run in its training data. A resumed run continues with the next row, or raises an error.
 
-transformers 5.23 (trainer.py) skips the steps of the checkpoint, even if a step now has other rows.
+transformers 5.23 (trainer.py) skips the number of steps of the checkpoint, even if a step now has other rows.
 """
 
 import json

@@ -32,7 +32,7 @@ _TWO_OPTIMIZERS = (
 
 class Caller:
     """The training thread and its context variables, which autograd's threads do not inherit. Since torch 2.12 they
-    include the settings of `torch.compile` (utils/_config_module.py), with which optimizers may compile their step.
+    include the settings of `torch.compile` (utils/_config_module.py), which affect optimizers that compile their step.
     """
 
     def __init__(self) -> None:

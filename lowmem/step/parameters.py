@@ -20,8 +20,8 @@ logger = logging.getLogger(__name__)
 
 
 class States(defaultdict[Tensor, dict[str, Any]]):
-    """States by parameter. It is true even if it is empty: if `state` were false, `torch.distributed.checkpoint` would
-    run a step with zero gradients to create states, although `state_dict` includes them before the first step.
+    """States by parameter. It is true even if it is empty: for an optimizer whose `state` is false,
+    `torch.distributed.checkpoint.state_dict` runs a step with zero gradients. Our `state_dict` does not need this step.
     """
 
     def __bool__(self) -> bool:

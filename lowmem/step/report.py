@@ -240,7 +240,7 @@ class Report:
             )
 
     def compare_replicas(self) -> None:
-        """Warns, once, if a sample of weights that should be equal on all ranks differs. Every rank calls it."""
+        """Warns once if a sample of the weights shows that ranks differ but should be equal. Every rank calls it."""
         names = self._parameters.placement.drifted(self._parameters.records.values(), self._cycle.step)
         if names and not self._drifted:
             self._drifted = True
