@@ -81,7 +81,7 @@ class Order:
         if (set_epoch := getattr(self._batch_sampler, "set_epoch", None)) is not None:
             set_epoch(epoch)  # transformers does not do this if it skips batches
         if hasattr(self._sampler, "initial_seed"):
-            # transformers 4 takes a resumed epoch from a new loader, which begins with epoch 0 again
+            # transformers 4 reads a resumed epoch from a new loader, which starts at epoch 0 again
             self._sampler.epoch, self._sampler.set_epoch = epoch, lambda epoch: None
 
 

@@ -91,7 +91,7 @@ def _splits(script: Any, mixture: Any) -> Any:
         )
     for split in splits.values():
         if isinstance(split, datasets.Dataset):
-            split.data.validate(full=True)  # text in another encoding may have been loaded
+            split.data.validate(full=True)  # text in other encodings may have been loaded
     return splits
 
 

@@ -52,14 +52,14 @@ def fake_ranks(count: int, device: torch.device, *, zero3: bool) -> Iterator[Non
 
 
 def _mesh(device_type: str, *shape: Any, **names: Any) -> Any:
-    with _disable_current_modes():  # it reads values of a tensor of ranks
+    with _disable_current_modes():  # it reads the values of a tensor with ranks
         return init_device_mesh(device_type, *shape, **names)
 
 
 _PATCHES: tuple[Patch, ...] = (
     (agreement, "_gathered", lambda value, _: [value]),
     (sharding, "init_device_mesh", _mesh),
-    (torch, "meta", torch.cpu),  # streams and events that do nothing
+    (torch, "meta", torch.cpu),  # its streams and events do nothing
     (_fully_shard, "_get_device_from_mesh", lambda mesh: torch.device(mesh.device_type)),
     (_fsdp_param_group.FSDPParamGroup, "_validate_no_meta_params", lambda group: None),
 )

@@ -60,7 +60,7 @@ class RunPlan(NamedTuple):
 
     step: StepMemory
     phases: dict[str, Phase]  # by name, in their order
-    summary: dict[str, str]  # the run in words, by topic
+    summary: dict[str, str]  # topic → description
     reserve: int  # bytes that each device needs in addition to tensors
 
     @property

@@ -62,7 +62,7 @@ class Bound(NamedTuple):
 
 
 class Launched(NamedTuple):
-    """A parameter whose update is launched together with others.
+    """A parameter whose update is launched together with updates of other parameters.
 
     place: the indices of its group's numbers and of its noise key in `Sent`.  shard: this rank's shard of the weight.
     """

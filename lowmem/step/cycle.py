@@ -64,10 +64,10 @@ class StepCycle:
         Args:
             last: whether this backward completes the step.
             explicit: whether `FusedOptimizer.backward` runs it.
-            nests: whether it will run other backwards inside.
+            nests: whether it will run nested backwards.
 
         Raises:
-            StepError: see `refuse_begin`; or this backward would run inside another, or run others inside.
+            StepError: see `refuse_begin`; or this backward would run inside another, or contain other backwards.
         """
         self.refuse_begin()
         if nests or (not explicit and _inside_custom_backward()):

@@ -1,4 +1,4 @@
-"""The gradient store, in which policy `deferred` stores gradients until the clip coefficient of the step is known."""
+"""The gradient store, in which policy `deferred` stores gradients until all gradients of the step are known."""
 
 import logging
 import math
@@ -41,7 +41,7 @@ class Offloaded(NamedTuple):
 
 
 class GradientStore:
-    """Stores one gradient per parameter until the clip coefficient of the step is known: on its device while the budget
+    """Stores one gradient per parameter until all gradients of the step are known: on its device while the budget
     lasts, then on the host.
 
     Without a budget, the store measures the free memory when the first gradient of a backward arrives, and leaves a
@@ -174,8 +174,8 @@ class GradientStore:
         room = max(0, self._held[device] + free - int(total * HEADROOM))
         if device not in self._least:
             logger.info(
-                "store auto: %.1f GiB of %s are free when the first gradient is ready, of which gradients take up to "
-                "%.1f GiB and leave %.1f GiB free. Further gradients are offloaded to the host",
+                "store auto: %.1f GiB of %s are free when the first gradient is ready. Gradients use up to %.1f GiB, "
+                "which leaves %.1f GiB free. Further gradients are offloaded to the host",
                 free / 2**30, device, room / 2**30, total * HEADROOM / 2**30,
             )  # fmt: skip
         return room

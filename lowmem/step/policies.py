@@ -32,7 +32,7 @@ _NO_SUMS = (
     "which stores their sums, or use one larger batch."
 )
 
-# The leaves to which a backward runs (None: all), and whether to retain the graph.
+# The leaves for which a backward computes gradients (None: all), and whether to retain the graph.
 Pass = tuple[Sequence[Tensor] | None, bool]
 
 
@@ -88,7 +88,7 @@ class Policy:
         return self._decision
 
     def replayed(self) -> Tensor | None:
-        """Returns whether both passes had the same gradients, a boolean scalar; None if there is one pass."""
+        """Returns whether both passes had the same gradients, a boolean scalar, or None if there is only one pass."""
         return None
 
     def drop(self) -> None:
@@ -174,7 +174,7 @@ def _tolerance(param: Tensor) -> float:
 
 
 class Deferred(Policy):
-    """Sums gradients over micro-batches, and stores them until the clip coefficient of the step is known."""
+    """Sums gradients over micro-batches, and stores them until all gradients of the step are known."""
 
     name = "deferred"
     accumulates = True
@@ -248,7 +248,7 @@ POLICIES: dict[str, type[Policy]] = {policy.name: policy for policy in (Policy, 
 
 @dataclass(frozen=True)
 class Needs:
-    """Requirements that decide which policies are possible.
+    """Requirements that determine which policies are possible.
 
     norm: the option that needs the norm over all gradients before the first update.
     skip: the feature that needs an overflowing step to be skipped as a whole.
@@ -293,5 +293,5 @@ def choose(config: FusedConfig, needs: Needs, *, on_cpu: bool) -> tuple[str, str
     if needs.reentrant:
         reason += ", and reentrant activation checkpointing does not allow a backward that only measures them"
     if needs.reentrant or needs.sharded or not on_cpu:
-        return "deferred", f"{reason}, so gradients are stored until the step is decided"
+        return "deferred", f"{reason}, so gradients are stored until all of them are known"
     return "two_pass", f"{reason}, so they are measured in a first backward, and the graph is replayed"
