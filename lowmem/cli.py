@@ -1,6 +1,6 @@
 """The command line: TRL's training commands; `plan`, `profile` and `inspect` before training; `generate`, and `rules`.
 
-Invalid input gives one message on stderr and exit status 2, and leaves no files.
+For invalid input, it prints one message to stderr, exits with status 2 and does not leave files behind.
 """
 
 import argparse
@@ -54,9 +54,9 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Runs one command and exits.
 
-    The exit status is 0 for success, 1 for a plan that does not fit, 2 for an error with a message, 3 for one without
-    (a defect), and 128 + N after signal N: 130 for Ctrl-C, 143 for SIGTERM. A run that was training has saved a
-    checkpoint, unless a second Ctrl-C ended it.
+    The exit status is 0 for success, 1 for a plan that does not fit, 2 for an error with a message for users, 3 for an
+    unexpected error (a defect), and 128 + N after signal N: 130 for Ctrl-C, 143 for SIGTERM. After a signal, a training
+    run has saved a checkpoint, unless a second Ctrl-C ended it.
     """
     out.quiet = err.quiet = rank() > 0
     command, rest = _parser().parse_known_args(argv)
@@ -89,8 +89,8 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="lowmem",
-        description="Full-parameter fine-tuning in little more memory than the weights. The training commands take "
-        "the arguments and YAML files of `trl`, and two more sections: fused and layers.",
+        description="Full-parameter fine-tuning in little more memory than the weights. The training commands accept "
+        "the arguments and YAML files of `trl`, and two additional sections: fused and layers.",
         epilog="example:\n  lowmem sft --config configs/quickstart.yaml --learning_rate 2e-2",
         formatter_class=argparse.RawDescriptionHelpFormatter,  # examples must not be wrapped
         allow_abbrev=False,
@@ -123,7 +123,7 @@ def _parser() -> argparse.ArgumentParser:
             methods.add_parser(method, add_help=False, allow_abbrev=False).set_defaults(training=method)
     sub = command("generate", generate, "Answer a prompt with the model of a run.", 'runs/quickstart "a prompt"')
     sub.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="a run folder, or a checkpoint in it")
-    sub.add_argument("prompt", metavar="PROMPT", help="the user's message; a text to continue without a chat template")
+    sub.add_argument("prompt", metavar="PROMPT", help="the user's message, or text to continue if there is no template")
     sub.add_argument("--system", metavar="TEXT", help="a system message before the prompt")
     sub.add_argument("--image", metavar="FILE", type=Path, action="append", help="an image before the prompt")
     sub.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="maximum length of the answer (256)")
@@ -235,7 +235,7 @@ def profile(command: argparse.Namespace, rest: Sequence[str]) -> None:
 def _recipe(
     command: argparse.Namespace, rest: Sequence[str], options: Callable[[Any], None], device: str | None = "gpu"
 ) -> "Recipe":
-    """The recipe of a training command with further options, for this machine or the device that `--device` names."""
+    """Parses a training command with additional options, for this machine or for the device in `--device`."""
     stage("starting")
     configured(rest)  # sets environment variables before libraries are imported
     _quiet()
@@ -245,7 +245,7 @@ def _recipe(
 
 
 def _count(name: str, value: int | None, default: int) -> int:
-    """The value of an option that is a count."""
+    """Returns the value of an option, or its default. Raises `ConfigError` unless it is a whole number >= 1."""
     count = default if value is None else value
     require.number(">= 1", whole=True)(name, count)
     return count
@@ -266,12 +266,12 @@ def _inspect_options(parser: Any) -> None:
 def _profile_options(parser: Any) -> None:
     group = parser.add_argument_group("lowmem profile")
     group.add_argument("--steps", type=int, metavar="N", help="number of steps to take (2)")
-    group.add_argument("--out", type=Path, metavar="DIR", help="the folder of the picture and its figures (profile)")
+    group.add_argument("--out", type=Path, metavar="DIR", help="the folder for the picture and its figures (profile)")
 
 
 def _plan_options(parser: Any) -> None:
     group = parser.add_argument_group("lowmem plan")
-    memory = "free memory of a device, such as 23GiB: whether the run fits, and what to change"
+    memory = "free memory of a device, such as 23GiB, to check whether the run fits and suggest changes"
     group.add_argument("--memory", metavar="SIZE", help=memory)
     group.add_argument("--ranks", type=int, metavar="N", help="number of processes, each with one device (1)")
     group.add_argument("--write", type=Path, metavar="FILE", help="write the YAML of the run, or of a change that fits")
@@ -280,8 +280,8 @@ def _plan_options(parser: Any) -> None:
 
 
 def _fitting(recipe: "Recipe", ranks: int, memory: int) -> tuple["Recipe | None", dict[str, int]]:
-    """Plans and prints arguments that reduce memory. Returns the recipe with the first ones that fit, if any, and the
-    bytes that each device needs with them.
+    """Plans and prints arguments that reduce memory. Returns the recipe with the first arguments with which the run
+    fits, if any, and the bytes that each device needs, by argument.
     """
     from lowmem.run import reductions
 
@@ -378,13 +378,13 @@ def _show_rule(name: str, model: Path | None) -> None:
 
 
 def _quiet() -> None:
-    """Limits libraries to errors and progress bars, without reports to their authors."""
+    """Limits the output of libraries to errors and progress bars, and disables their telemetry."""
     import datasets
     import huggingface_hub
     import transformers
 
     huggingface_hub.constants.HF_HUB_DISABLE_TELEMETRY = True  # TRL 1.16 reports each trainer
     datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # datasets 4 (load.py) reports each data set, even local ones
-    warnings.filterwarnings("ignore", category=FutureWarning)  # for developers of libraries
+    warnings.filterwarnings("ignore", category=FutureWarning)  # meant for developers
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     transformers.logging.set_verbosity_error()
