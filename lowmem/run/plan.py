@@ -23,7 +23,7 @@ from lowmem.run.fake import LONGEST, MICRO_BATCHES, offloaded_to_nvme, running
 from lowmem.run.fake_ranks import fake_ranks
 from lowmem.run.memory import ACTIVATIONS, BUFFERS, STATES, WEIGHTS, StepMemory
 from lowmem.run.recipe import Recipe
-from lowmem.step.offload import HEADROOM
+from lowmem.step.room import HEADROOM
 from lowmem.tiles.quantized import in_codes
 
 # The device of fake tensors. A GPU is "meta", so that its tensors differ from those on the host.

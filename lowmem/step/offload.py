@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lowmem.placements.base import Placed
 from lowmem.step.record import ParamRecord
+from lowmem.step.room import HEADROOM, free_memory
 from lowmem.tiles.stored import flat, separate
 
 logger = logging.getLogger(__name__)
@@ -21,9 +22,6 @@ _WITHOUT_STREAMS = ("cpu", "meta")
 
 # Maximum number of copies in flight per direction: while one runs, the next one is launched.
 _IN_FLIGHT = 2
-
-# The fraction of a device's memory that gradients leave free for other allocations of backward.
-HEADROOM = 1 / 16
 
 # Makes the current stream and the stream that launched a copy wait for the copy. The host does not wait.
 Wait = Callable[[], None]
@@ -168,9 +166,7 @@ class GradientStore:
         """Returns the number of bytes of gradients that currently fit on the device."""
         if device.type in _WITHOUT_STREAMS:
             return math.inf if device.type == "cpu" else 0
-        module = torch.get_device_module(device)
-        free, total = module.mem_get_info(device)
-        free += module.memory_reserved(device) - module.memory_allocated(device)
+        free, total = free_memory(device)
         room = max(0, self._held[device] + free - int(total * HEADROOM))
         if device not in self._least:
             logger.info(

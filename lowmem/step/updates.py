@@ -18,6 +18,7 @@ from lowmem.step.cycle import StepCycle
 from lowmem.step.parameters import Parameters
 from lowmem.step.program import Program, Result
 from lowmem.step.record import AddedGroup, ParamRecord
+from lowmem.step.room import unused_memory
 from lowmem.tiles.quantized import tensors_of
 from lowmem.tiles.rounding import noise_key
 from lowmem.tiles.storage import Float, Held, Shown
@@ -109,7 +110,9 @@ class Updates:
         self._stacks: dict[tuple[Program, torch.dtype], Queue] = defaultdict(deque)
         self._shards: Queue = deque()
         self._waiting: list[tuple[ParamRecord, Tensor]] = []
-        self._elements = 0  # of their full parameters
+        self._elements = 0  # of them, on every rank
+        self._room: dict[torch.device, int] = {}  # elements that may wait on a device in this step
+        self._steps = 0  # in this process
 
     @property
     def compiled(self) -> bool:
@@ -121,6 +124,8 @@ class Updates:
         """Begins a step: every rule computes the numbers of its groups, or raises."""
         self._numbers = {group: group.rule.scalars(group.live, step) for group in self._parameters.groups}
         self._sent.clear()
+        self._room.clear()
+        self._steps += 1
         self.compilation.begin(step)
         for record in self._parameters.records.values():
             record.size = None
@@ -157,6 +162,7 @@ class Updates:
         program = record.program
         is_small = program.span.numel <= SMALL
         if self.compilation.by_kernels(record):
+            waiting = waiting or self._may_wait(record, grad)
             if waiting and program.span.numel + self._elements > waiting + STACK:
                 self._update_waiting(decision)
             self._waiting.append((record, separate(grad) if is_small else grad))
@@ -174,6 +180,18 @@ class Updates:
                 self._update_shards()
         else:
             self._update(record, grad, decision)
+
+    def _may_wait(self, record: ParamRecord, grad: Tensor) -> int:
+        """Returns how many elements of large gradients may wait although they need not: as many as the largest one has,
+        if this much memory was free in all earlier steps. Ranks of shards would have to agree.
+        """
+        if record.program.ranks is not None:
+            return 0
+        if grad.device not in self._room:
+            records = [each for each in self._parameters.records.values() if each.claimed] if self._steps > 1 else []
+            largest = max((each.program.span.numel for each in records), default=0)
+            self._room[grad.device] = largest * (unused_memory(grad.device) >= largest * grad.element_size())
+        return self._room[grad.device]
 
     def _update(self, record: ParamRecord, grad: Tensor, decision: Decision | None) -> None:
         """Updates a parameter alone, or puts it into a stack and updates the stack if it is full."""
