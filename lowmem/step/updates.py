@@ -1,7 +1,7 @@
 """Updates parameters: large ones one by one, small ones in stacks, and shards after they have been measured."""
 
 import functools
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain
@@ -109,8 +109,9 @@ class Updates:
         # gradients that wait for a full stack, by program and dtype, and gradients of shards that wait to be measured
         self._stacks: dict[tuple[Program, torch.dtype], Queue] = defaultdict(deque)
         self._shards: Queue = deque()
-        self._waiting: list[tuple[ParamRecord, Tensor]] = []
-        self._elements = 0  # of them, on every rank
+        # for kernels, large and small ones (True), and the elements of their full parameters
+        self._waiting: dict[bool, list[tuple[ParamRecord, Tensor]]] = {False: [], True: []}
+        self._elements = Counter[bool]()
         self._room: dict[torch.device, int] = {}  # elements that may wait on a device in this step
         self._steps = 0  # in this process
 
@@ -162,14 +163,14 @@ class Updates:
         program = record.program
         is_small = program.span.numel <= SMALL
         if self.compilation.by_kernels(record):
-            waiting = waiting or self._may_wait(record, grad)
-            if waiting and program.span.numel + self._elements > waiting + STACK:
-                self._update_waiting(decision)
-            self._waiting.append((record, separate(grad) if is_small else grad))
-            self._elements += program.span.numel
+            most = STACK if is_small else waiting or self._may_wait(record, grad)
+            if program.span.numel + self._elements[is_small] > most:
+                self._update_waiting(is_small, decision)
+            self._waiting[is_small].append((record, separate(grad) if is_small else grad))
+            self._elements[is_small] += program.span.numel
             del grad
-            if not (is_small or waiting) or self._elements >= max(waiting, STACK) or self._shard.moves:
-                self._update_waiting(decision)
+            if self._elements[is_small] >= most or self._shard.moves:
+                self._update_waiting(is_small, decision)
             return
         large_shard = program.ranks is not None and not is_small
         if large_shard and program.rule.elementwise and decision is None:
@@ -221,7 +222,8 @@ class Updates:
 
     def flush(self, decision: Decision | None) -> None:
         """Updates all parameters whose gradients are waiting. Called after the last gradient of a step."""
-        self._update_waiting(decision)
+        for is_small in self._waiting:
+            self._update_waiting(is_small, decision)
         if self._shards:
             self._update_shards()
         for stack in filter(None, self._stacks.values()):
@@ -229,8 +231,8 @@ class Updates:
 
     def drop(self) -> None:
         """Discards the waiting gradients after a failed backward."""
-        self._waiting.clear()
-        self._elements = 0
+        self._waiting = {False: [], True: []}
+        self._elements.clear()
         self._shards.clear()
         self._stacks.clear()
 
@@ -254,9 +256,9 @@ class Updates:
             self._run([record], held, grad, state, decision)
         self._written(record, shard)
 
-    def _update_waiting(self, decision: Decision | None) -> None:
-        """Updates the parameters in `_waiting`."""
-        waiting, self._waiting, self._elements = self._waiting, [], 0
+    def _update_waiting(self, is_small: bool, decision: Decision | None) -> None:
+        """Updates the small or the large parameters in `_waiting`."""
+        waiting, self._waiting[is_small], self._elements[is_small] = self._waiting[is_small], [], 0
         for record, _ in waiting:
             self.begin_state(record)
         if not self._shard.moves:
