@@ -89,8 +89,8 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="lowmem",
-        description="Full-parameter fine-tuning in little more memory than the weights. The training commands accept "
-        "the arguments and YAML files of `trl`, and two additional sections: fused and layers.",
+        description="Full-parameter fine-tuning in little more memory than the weights. The training commands take "
+        "the arguments and YAML files of `trl`, and two more sections: fused and layers.",
         epilog="example:\n  lowmem sft --config configs/quickstart.yaml --learning_rate 2e-2",
         formatter_class=argparse.RawDescriptionHelpFormatter,  # examples must not be wrapped
         allow_abbrev=False,
@@ -123,7 +123,7 @@ def _parser() -> argparse.ArgumentParser:
             methods.add_parser(method, add_help=False, allow_abbrev=False).set_defaults(training=method)
     sub = command("generate", generate, "Answer a prompt with the model of a run.", 'runs/quickstart "a prompt"')
     sub.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="a run folder, or a checkpoint in it")
-    sub.add_argument("prompt", metavar="PROMPT", help="the user's message, or text to continue if there is no template")
+    sub.add_argument("prompt", metavar="PROMPT", help="the user's message; a text to continue without a chat template")
     sub.add_argument("--system", metavar="TEXT", help="a system message before the prompt")
     sub.add_argument("--image", metavar="FILE", type=Path, action="append", help="an image before the prompt")
     sub.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="maximum length of the answer (256)")
@@ -266,12 +266,12 @@ def _inspect_options(parser: Any) -> None:
 def _profile_options(parser: Any) -> None:
     group = parser.add_argument_group("lowmem profile")
     group.add_argument("--steps", type=int, metavar="N", help="number of steps to take (2)")
-    group.add_argument("--out", type=Path, metavar="DIR", help="the folder for the picture and its figures (profile)")
+    group.add_argument("--out", type=Path, metavar="DIR", help="the folder of the picture and its figures (profile)")
 
 
 def _plan_options(parser: Any) -> None:
     group = parser.add_argument_group("lowmem plan")
-    memory = "free memory of a device, such as 23GiB, to check whether the run fits and suggest changes"
+    memory = "free memory of a device, such as 23GiB: whether the run fits, and what to change"
     group.add_argument("--memory", metavar="SIZE", help=memory)
     group.add_argument("--ranks", type=int, metavar="N", help="number of processes, each with one device (1)")
     group.add_argument("--write", type=Path, metavar="FILE", help="write the YAML of the run, or of a change that fits")

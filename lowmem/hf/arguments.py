@@ -101,7 +101,7 @@ class Inputs:
         """Checks the arguments before data is tokenized and the model is loaded."""
         check_devices(self.model, self.args)
         if (offload := offloading(self.args)) and self.args.device.type == "cpu":  # TRL would fail
-            raise ConfigError(f"{offload}: this run uses the CPU, so activations are on the host anyway; omit it")
+            raise ConfigError(f"{offload}: this run computes on the CPU, where its activations already are; omit it")
         check_services(self.args)
         if self.optimizer is None:
             optim.with_learning_rate(self.args, self.options(self.args), self.model)
@@ -128,7 +128,7 @@ class Inputs:
             return
         check_optimizer(self.optimizer, args)
         if self.fused is not None:
-            raise ConfigError("fused=... has no effect on the optimizer in `optimizers`; set only one of them")
+            raise ConfigError("fused=... has no effect on the optimizer in `optimizers`; give only one of them")
         for name, value in optim.changed(args).items():
             raise ConfigError(f"{name}={value!r} has no effect on the optimizer in `optimizers`; omit it")
 

@@ -195,7 +195,7 @@ def _named(args: TrainingArguments, optim: str) -> tuple[str, dict[str, Any]]:
     if eight := re.fullmatch(r"(?:paged_)?(adamw|lion)(?:_bnb)?_8bit", optim):
         raise UnsupportedError(
             f"optim={optim!r}: omit it, and write fused: {{rule: {eight[1]}, state_storage: 8bit}}, in Python "
-            f"FusedConfig(rule={eight[1]!r}, state_storage='8bit'), which does not need bitsandbytes"
+            f"FusedConfig(rule={eight[1]!r}, state_storage='8bit'), which needs no bitsandbytes"
         )
     try:
         cls, hyper = Trainer.get_optimizer_cls_and_kwargs(args)

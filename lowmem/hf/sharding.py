@@ -244,7 +244,7 @@ def _check_fsdp2(config: dict[str, Any]) -> None:
         if (launched := os.environ.get(f"FSDP_{variable}", text)).lower() != text.lower():
             raise ConfigError(
                 f"fsdp: FSDP_{variable} of accelerate launch is {launched}, but fsdp_config.{key} is "
-                f"{text or 'not set'}. Set both to the same value"
+                f"{text or 'not set'}. Give both the same value"
             )
 
 

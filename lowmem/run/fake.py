@@ -82,7 +82,7 @@ class FakeRun(NamedTuple):
         losses = [self.loss] * min(trainer.args.gradient_accumulation_steps, MICRO_BATCHES)
         tensors = [*filter(torch.is_tensor, (self.batch | (self.evaluated or {})).values())]
         options = self.others, evaluate, count or (2 if trainer.args.deepspeed else 1)
-        with blaming_libraries("the memory of a step cannot be determined"):
+        with blaming_libraries("the memory of a step cannot be found"):
             return step_memory(trainer.model.train(), trainer.create_optimizer, losses, tensors, *options)
 
 
@@ -247,7 +247,7 @@ def _batch(trainer: Any, size: int) -> dict[str, Any]:
     if getattr(trainer, "precompute_ref_logps", False):
         for row in rows:
             row |= dict.fromkeys(_REFERENCES, 0.0)
-    with blaming(f"max_length={trainer.args.max_length}: a batch of the data cannot be created"):
+    with blaming(f"max_length={trainer.args.max_length}: a batch of the data cannot be made"):
         batch = dict(trainer.data_collator(rows))
     if getattr(trainer, "_is_vision_dataset", False):  # repeat the last token up to `length`, and add padding
         sequences = batch["input_ids"].shape

@@ -83,7 +83,7 @@ def generate(
 def _model_folder(folder: Path) -> Path:
     """Returns the folder itself if it has a model, which must be complete, or its newest complete checkpoint."""
     if not folder.is_dir():
-        raise CheckpointError(f"{folder}: there is no such folder. Pass a run folder, or a checkpoint in it.")
+        raise CheckpointError(f"{folder}: there is no such folder. Name a run folder, or a checkpoint in it.")
     if (folder / "config.json").exists() or adapters.files(folder):
         checkpoint.check_model(folder)
     else:

@@ -49,7 +49,7 @@ def dataclasses_of(command: str) -> tuple[Any, ...]:
         module = importlib.import_module(f"trl.scripts.{command}")
     except (ImportError, RuntimeError) as error:  # TRL 0.24 imports packages that it does not require
         raise ConfigError(
-            f"{command}: TRL {trl.__version__} cannot be imported: {reason(error)}. Install the missing packages, or "
+            f"{command}: TRL {trl.__version__} cannot be imported: {reason(error)}. Install what is missing, or "
             "run: pip install --upgrade trl"
         ) from error
     return tuple(module.make_parser().dataclass_types)

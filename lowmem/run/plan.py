@@ -133,15 +133,15 @@ def _store(step: StepMemory, trainer: Any, memory: int | None) -> tuple[StepMemo
         here = min(step.host_gradients, max(0, int(memory * (1 - HEADROOM)) - step.peak))
     there, micro_batches = step.host_gradients - here, args.gradient_accumulation_steps
     text = " and ".join(f"{n / 2**30:,.2f} GiB on the {where}" for n, where in ((here, "device"), (there, "host")) if n)
-    text += " until all gradients of the step are known"
+    text += " until the step is decided"
     if automatic and memory is None:
-        text += ", or less if the device has free memory (--memory)"
+        text += ", less if the device has room (--memory)"
     if there:
         seconds = 2 * there / LINK
         text += f": {seconds:,.1f} s of copies per micro-batch at {LINK / 1e9:.0f} GB/s"
         if micro_batches > 1:
             more = (micro_batches - 1) * step.items[ACTIVATIONS] / 2**30
-            text += f". One batch instead of {micro_batches} saves {(micro_batches - 1) * seconds:,.1f} s and needs "
+            text += f". One batch in place of {micro_batches} saves {(micro_batches - 1) * seconds:,.1f} s and takes "
             text += f"about {more:,.2f} GiB more"
         elif optimizer.placement == "local":
             tokens = args.per_device_train_batch_size * (args.max_length or LONGEST)
@@ -226,7 +226,7 @@ def require_plannable(recipe: Recipe, ranks: int = 1) -> None:
     require_rows(recipe, _NOT_PLANNED, "planned")
     sharded = next((name for name in ("deepspeed", "fsdp") if getattr(recipe.training, name)), None)
     if sharded and ranks < 2:
-        raise ConfigError(f"{sharded} shards the model over several processes. Set their number with --ranks N")
+        raise ConfigError(f"{sharded} shards the model over several processes: say how many with --ranks N")
     if (getattr(recipe.training, "fsdp_plugin_args", None) or {}).get("cpu_offload"):
         raise UnsupportedError("fsdp_config.cpu_offload cannot be planned. Omit it to plan weights on the device")
     values = recipe.values

@@ -53,7 +53,7 @@ def _refuse(record: ParamRecord, scaled: bool) -> None:
     for wrong, reason in (
         (scaled, "it has not been multiplied by the loss scale: omit loss_scale, call opt.backward(loss)"),
         (not record.param.requires_grad, "the parameter is frozen: call requires_grad_() on it"),
-        (has_other_hooks(record.param), "other hooks on the parameter would run a second time: remove them"),
+        (has_other_hooks(record.param), "other hooks on the parameter would run once more: remove them"),
     ):
         if wrong:
             raise StepError(

@@ -287,7 +287,7 @@ class Compilation:
             for (program, varying), update in self._new.items():
                 program.compiled[varying] = update
         else:
-            cost = " and take tens of launches per pass and 4M elements" if torch.cuda.is_available() else ""
+            cost = ", but take tens of launches per pass and 4M elements" if torch.cuda.is_available() else ""
             again = "" if self._requested is True else f" until step {10 ** len(str(self._step))}"
             logger.warning("updates are not compiled%s%s, because compiling failed: %s", again, cost, self.failure)
         self._own, self._new = None, {}

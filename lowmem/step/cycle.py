@@ -175,7 +175,7 @@ class StepCycle:
         """
         if not replayed:
             self.tear(
-                "its second pass did not compute the same gradients as the first, so clipping used a wrong norm. The "
+                "its second pass computed other gradients than the first, so they were clipped by a wrong norm. The "
                 "model or the loss is not deterministic. Use policy='deferred'"
             )
         self.step -= skipped

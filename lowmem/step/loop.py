@@ -84,7 +84,7 @@ class StepLoop:
         """
         if self.hooks.removed or self.hooks.paused:
             state = "was removed by remove()" if self.hooks.removed else "is inside its paused()"
-            raise StepError(f"backward() was called on an optimizer that {state}, so nothing would be updated")
+            raise StepError(f"backward() of an optimizer that {state}: nothing would be updated")
         self.hooks.caller.note()
         self.drop_failed()
         self.cycle.refuse_begin()
@@ -223,7 +223,7 @@ class StepLoop:
         if self.cycle.torn is not None:
             note = f"{self.cycle.torn}. The optimizer cannot continue until a checkpoint is loaded"
         elif waiting:
-            note = f"the {waiting} micro-batch(es) before it were dropped too. Start the step again"
+            note = f"the {waiting} micro-batch(es) before it were dropped too; begin the step again"
         else:
             return
         if sys.version_info >= (3, 11):

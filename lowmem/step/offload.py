@@ -170,8 +170,8 @@ class GradientStore:
         room = max(0, self._held[device] + free - int(total * HEADROOM))
         if device not in self._least:
             logger.info(
-                "store auto: %.1f GiB of %s are free when the first gradient is ready. Gradients use up to %.1f GiB, "
-                "which leaves %.1f GiB free. Further gradients are offloaded to the host",
+                "store auto: %.1f GiB of %s are free when the first gradient is ready, of which gradients take up to "
+                "%.1f GiB and leave %.1f GiB free. Others are offloaded to the host until the step is decided",
                 free / 2**30, device, room / 2**30, total * HEADROOM / 2**30,
             )  # fmt: skip
         return room

@@ -136,7 +136,7 @@ class Parameters:
         claimed = [record for record in self.records.values() if record.claimed]
         for record in {(r if r.group in by_name else r.program): r for r in claimed}.values():
             if record.program.spec != record.rule.spec(record.name, record.span.shape, record.group.live):
-                edits.append(f"a hyperparameter that determines the form of the update of {record.name!r}")
+                edits.append(f"a hyperparameter that decides the form of the update of {record.name!r}")
         if edits:
             raise StepError(
                 f"{edits[0]} was changed, but the optimizer would continue with the original value. Restore it. Set "

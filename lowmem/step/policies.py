@@ -293,5 +293,5 @@ def choose(config: FusedConfig, needs: Needs, *, on_cpu: bool) -> tuple[str, str
     if needs.reentrant:
         reason += ", and reentrant activation checkpointing does not allow a backward that only measures them"
     if needs.reentrant or needs.sharded or not on_cpu:
-        return "deferred", f"{reason}, so gradients are stored until all of them are known"
+        return "deferred", f"{reason}, so gradients are stored until the step is decided"
     return "two_pass", f"{reason}, so they are measured in a first backward, and the graph is replayed"

@@ -246,8 +246,8 @@ class Report:
             self._drifted = True
             logger.warning(
                 "after step %d the ranks have different weights of %s, which should be equal, and rank 0's are saved. "
-                "Possible causes are different processors or package versions, and code that changes weights on some "
-                "ranks only. A run that resumes from a checkpoint has equal weights", self._cycle.step,
+                "Look for what differs between ranks: types of processors, versions of packages, or code that changes "
+                "weights on some ranks. A run that resumes from a checkpoint has equal weights", self._cycle.step,
                 _some(names),
             )  # fmt: skip
 

@@ -203,7 +203,7 @@ def _check(loop: StepLoop, saved: Mapping[str, Any]) -> dict[str, Owner]:
     _refuse_other_groups(loop.parameters.param_groups, saved["param_groups"])
     step, seed, counts = saved["step"], saved["seed"], saved.get("nonfinite") or {}
     if {*map(type, (step, seed, *counts.values()))} != {int} or step < 0:
-        raise CheckpointError(f"the saved optimizer has {step=}, {seed=} and nonfinite={counts}: not all are integers")
+        raise CheckpointError(f"the saved optimizer has {step=}, {seed=} and nonfinite={counts}: not all are counts")
     loop.clipping.scaler.check_saved(saved.get("loss_scale"))
     by_name = {record.name: record for record in loop.records.values()}
     owners: dict[str, Owner] = {}
