@@ -280,14 +280,16 @@ def streamed(report: Report, small: bool) -> None:
 def tables(report: dict[str, Any]) -> dict[str, str]:
     """Returns a table of steps, with a row per setting and method, and a table of goals, missed goals first."""
     every = [row for part in ("small_steps", "one_billion", "eight_billion") for row in report[part]["rows"]]
+    timed = {row["what"].removesuffix(": times gradients dropped"): row for row in every if "seconds" in row}
+    peaks = {row["what"].removesuffix(": peak over the weights"): row["measured"] for row in every if "measured" in row}
     steps = [
         {
-            "step": times["what"].removesuffix(": times gradients dropped"),
-            "seconds": f"{times['seconds']:.3f}",
-            "× gradients dropped": f"{times['measured']:.2f}",
-            "peak over the weights": f"{peak['measured']:.3f}",
+            "step": step,
+            "seconds": f"{row['seconds']:.3f}",
+            "× gradients dropped": f"{row['measured']:.2f}",
+            "peak over the weights": f"{peaks[step]:.3f}",
         }
-        for times, peak in zip(every[::2], every[1::2], strict=True)
+        for step, row in timed.items()
     ]
     parts = [part["rows"] for part in report.values() if isinstance(part, dict)]
     measured = [row for rows in parts for row in rows if row.get("met") is not None]

@@ -42,7 +42,8 @@ def main() -> None:
     for step, ids in enumerate(loader, start=1):
         ids = ids.to(device)
         hidden = model.get_decoder()(ids).last_hidden_state
-        # Computes the loss from tiles of logits. Labels are not shifted automatically, hence the slices.
+        # Computes the loss from tiles of logits. Labels are not shifted automatically, hence the slices. Models that
+        # scale or cap their logits (Granite, Gemma 2) need logit_scale or softcap here.
         loss = linear_cross_entropy(hidden[:, :-1], model.get_output_embeddings().weight, ids[:, 1:])
         opt.backward(loss)  # updates the weights
         scheduler.step()

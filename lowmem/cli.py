@@ -1,6 +1,6 @@
 """The command line: TRL's training commands; `plan`, `profile` and `inspect` before training; `generate`, and `rules`.
 
-Invalid input gives one message on stderr and exit status 2, and leaves no files.
+For invalid input, it prints one message to stderr, exits with status 2 and does not leave files behind.
 """
 
 import argparse
@@ -54,9 +54,9 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Runs one command and exits.
 
-    The exit status is 0 for success, 1 for a plan that does not fit, 2 for an error with a message, 3 for one without
-    (a defect), and 128 + N after signal N: 130 for Ctrl-C, 143 for SIGTERM. A run that was training has saved a
-    checkpoint, unless a second Ctrl-C ended it.
+    The exit status is 0 for success, 1 for a plan that does not fit, 2 for an error with a message for users, 3 for an
+    unexpected error (a defect), and 128 + N after signal N: 130 for Ctrl-C, 143 for SIGTERM. After a signal, a training
+    run has saved a checkpoint, unless a second Ctrl-C ended it.
     """
     out.quiet = err.quiet = rank() > 0
     command, rest = _parser().parse_known_args(argv)
@@ -235,7 +235,7 @@ def profile(command: argparse.Namespace, rest: Sequence[str]) -> None:
 def _recipe(
     command: argparse.Namespace, rest: Sequence[str], options: Callable[[Any], None], device: str | None = "gpu"
 ) -> "Recipe":
-    """The recipe of a training command with further options, for this machine or the device that `--device` names."""
+    """Parses a training command with additional options, for this machine or for the device in `--device`."""
     stage("starting")
     configured(rest)  # sets environment variables before libraries are imported
     _quiet()
@@ -245,7 +245,7 @@ def _recipe(
 
 
 def _count(name: str, value: int | None, default: int) -> int:
-    """The value of an option that is a count."""
+    """Returns the value of an option, or its default. Raises `ConfigError` unless it is a whole number >= 1."""
     count = default if value is None else value
     require.number(">= 1", whole=True)(name, count)
     return count
@@ -280,8 +280,8 @@ def _plan_options(parser: Any) -> None:
 
 
 def _fitting(recipe: "Recipe", ranks: int, memory: int) -> tuple["Recipe | None", dict[str, int]]:
-    """Plans and prints arguments that reduce memory. Returns the recipe with the first ones that fit, if any, and the
-    bytes that each device needs with them.
+    """Plans and prints arguments that reduce memory. Returns the recipe with the first arguments with which the run
+    fits, if any, and the bytes that each device needs, by argument.
     """
     from lowmem.run import reductions
 
@@ -378,13 +378,13 @@ def _show_rule(name: str, model: Path | None) -> None:
 
 
 def _quiet() -> None:
-    """Limits libraries to errors and progress bars, without reports to their authors."""
+    """Limits the output of libraries to errors and progress bars, and disables their telemetry."""
     import datasets
     import huggingface_hub
     import transformers
 
     huggingface_hub.constants.HF_HUB_DISABLE_TELEMETRY = True  # TRL 1.16 reports each trainer
     datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # datasets 4 (load.py) reports each data set, even local ones
-    warnings.filterwarnings("ignore", category=FutureWarning)  # for developers of libraries
+    warnings.filterwarnings("ignore", category=FutureWarning)  # meant for developers
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     transformers.logging.set_verbosity_error()

@@ -1,4 +1,4 @@
-"""The parts of the package that work inside Hugging Face libraries, and the versions with which they are tested."""
+"""Integrates lowmem with Hugging Face libraries, and checks that their versions are tested."""
 
 import functools
 import warnings
@@ -18,7 +18,7 @@ TESTED = {
 
 
 def version(package: str) -> str | None:
-    """The installed version of a package as pip names it, or None."""
+    """Returns the installed version of a package, or None. package: its name in pip."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -27,7 +27,7 @@ def version(package: str) -> str | None:
 
 @functools.cache
 def check_version(package: str) -> None:
-    """Warns once if the installed version of a package is older or newer than those that are tested."""
+    """Warns once if the installed version of a package is older or newer than the tested versions."""
     installed, (oldest, newest) = version(package), TESTED[package]
     if installed is None:
         return

@@ -1,4 +1,4 @@
-"""The accelerator of a fused trainer: its `backward` updates parameters, and it does not wrap models and optimizers."""
+"""The accelerator of a fused trainer, whose `backward` updates parameters. It does not wrap models and optimizers."""
 
 import math
 from contextlib import nullcontext
@@ -73,7 +73,7 @@ class FusedAccelerator(Accelerator):  # type: ignore[misc]
                 "lowmem cannot tell whether it clips. If it does not (TRL's PPO), set max_grad_norm=0. If it does, "
                 f"set FusedConfig(clip_norm={trainer.args.max_grad_norm}) too, and omit clipping in the loop"
             )
-        if self.distributed_type != DistributedType.DEEPSPEED:  # as Accelerate's backward
+        if self.distributed_type != DistributedType.DEEPSPEED:  # as in Accelerate's backward
             loss = loss / self.gradient_accumulation_steps
         with optimizer._hooks.during(in_accumulate=not self.sync_gradients):
             optimizer.backward(loss)

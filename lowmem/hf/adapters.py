@@ -1,7 +1,7 @@
-"""The files of a PEFT model: PEFT's file of each adapter, and one file for all other tensors that training needs.
+"""The files of a PEFT model: PEFT's file for each adapter, and one file for all other tensors that training needs.
 
-PEFT 0.21 (utils/save_and_load.py) saves the tensors that using an adapter needs. To resume training, lowmem also saves
-the parameters of prompt encoders (PEFT saves the prompts that they compute), trained base parameters, and buffers.
+PEFT 0.21 (utils/save_and_load.py) saves the tensors that are needed to use an adapter. To resume training, lowmem also
+saves the parameters of prompt encoders (PEFT saves the computed prompts), trained base parameters, and buffers.
 """
 
 import logging
@@ -25,13 +25,13 @@ OTHERS_FILE = "trained.safetensors"
 
 _PROMPT_ENCODER = "prompt_encoder."
 
-# Kinds of adapters that are keys and values in every layer.
+# Kinds of adapters that add keys and values to every layer.
 _PREFIXES = ("PREFIX_TUNING", "CARTRIDGE")
 
 
 def check(model: Any, args: TrainingArguments, *, sharded: bool, saves: bool) -> None:
-    """Raises `UnsupportedError` for adapters that cannot be trained, saved or resumed, and logs a warning if PEFT does
-    not save all trained parameters.
+    """Raises `UnsupportedError` for adapters that cannot be trained, saved or resumed. Logs a warning if PEFT does not
+    save all trained parameters.
     """
     if not is_peft_model(model):
         if saves and getattr(model, "peft_config", None):
@@ -70,12 +70,12 @@ def check(model: Any, args: TrainingArguments, *, sharded: bool, saves: bool) ->
 
 
 def files(folder: Path) -> list[Path]:
-    """Returns the safetensors files of a directory's PEFT adapters, of which it may have none. Raises `CheckpointError`
-    if the configuration of an adapter is missing or damaged.
+    """Returns the safetensors files of the PEFT adapters in a directory, which may have no adapters. Raises
+    `CheckpointError` if the configuration of an adapter is missing or damaged.
     """
     names = (ADAPTER_CONFIG_NAME, ADAPTER_SAFE_WEIGHTS_NAME)
     parents = {path.parent for name in names for path in folder.glob(name)}
-    # a model card marks a saved model, such as a checkpoint in a run directory. PEFT writes none for a single adapter
+    # a directory with a model card is a saved model, such as a checkpoint. PEFT writes no card for a single adapter
     inside = {path.parent for name in names for path in folder.glob(f"*/{name}")}
     parents |= {parent for parent in inside if not (parent / "README.md").exists()}
     for parent in sorted(parents):
@@ -85,10 +85,10 @@ def files(folder: Path) -> list[Path]:
 
 
 def save(model: Any, folder: Path, save_adapters: Any, *, write: bool) -> None:
-    """Writes the adapters of a `PeftModel`, and the other trained tensors one at a time. Every rank calls it.
+    """Writes the adapters of a `PeftModel`, and other trained tensors one at a time. Every rank calls it.
 
     Args:
-        save_adapters: `model.save_pretrained`, or a function with its arguments that calls it.
+        save_adapters: `model.save_pretrained`, or a function with the same arguments that calls it.
         write: whether this rank writes the files.
     """
     state, path = model.state_dict(keep_vars=True), folder / OTHERS_FILE
@@ -105,8 +105,8 @@ def save(model: Any, folder: Path, save_adapters: Any, *, write: bool) -> None:
 
 
 def load(model: Any, folder: Path) -> None:
-    """Copies adapters and other trained tensors into a `PeftModel`. Raises `CheckpointError`, and copies nothing, if a
-    file or a tensor is missing or does not match the model.
+    """Copies adapters and other trained tensors into a `PeftModel`. If a file or a tensor is missing or does not match
+    the model, raises `CheckpointError` before anything is copied.
     """
     paths = files(folder)
     if not paths:
@@ -115,7 +115,7 @@ def load(model: Any, folder: Path) -> None:
         )
     state = model.state_dict(keep_vars=True)
     expected = {_path(folder, name): tensors for name, tensors in _adapters(model, state, False).items()}
-    # PEFT decides by the files of the base model whether it saves an embedding that was resized or has an adapter
+    # whether PEFT saves an embedding that was resized or has an adapter depends on the files of the base model
     optional = {_path(folder, name): tensors for name, tensors in _adapters(model, state, True).items()}
     others = folder / OTHERS_FILE
     if tensors := _others(model, state):
@@ -149,7 +149,7 @@ def compare(path: Path, saved: Mapping[str, Any], shapes: Mapping[str, Sequence[
         needed: the names that the checkpoint must contain.
 
     Raises:
-        CheckpointError: a tensor is missing, is not in the model, or has another shape.
+        CheckpointError: a tensor is missing, is not in the model, or has a different shape.
     """
     for name, file in saved.items():
         if name not in shapes:
@@ -169,8 +169,8 @@ def _path(folder: Path, adapter: str) -> Path:
 
 
 def _adapters(model: Any, state: dict[str, Tensor], embeddings: bool | Literal["auto"]) -> dict[str, dict[str, Tensor]]:
-    """Returns the tensors in the file of each adapter, by their names there, but no prompts, which PEFT computes. With
-    `embeddings`, PEFT saves embeddings, as in `save_pretrained`.
+    """Returns the tensors in the file of each adapter by name, except prompts, because PEFT computes them.
+    `embeddings`: see `save_embedding_layers` of `save_pretrained`.
     """
     from peft import get_peft_model_state_dict
 

@@ -1,4 +1,4 @@
-"""Checks a trainer's arguments. An argument that would be ignored or would change the result raises before training."""
+"""Checks a trainer's arguments. Raises an error before training for arguments without effect or with a wrong effect."""
 
 import inspect
 import logging
@@ -37,12 +37,12 @@ _UNSUPPORTED = {
     "save_on_each_node": "rank 0 saves for all machines, on a shared disk. Omit it",
 }
 
-# Callbacks of TRL that average the weights of the model into another one.
+# Callbacks of TRL that average the weights of the model into another model.
 _AVERAGES = {"SyncRefModelCallback", "PEFTAdapterEMACallback", "BEMACallback"}
 
 _COUNT, _AMOUNT, _SHARE = require.number(">= 1", whole=True), require.number(">= 0"), require.number(">= 0", "<= 1")
 
-# Valid numbers by argument. transformers and TRL would accept others, or fail with them after some steps.
+# Valid numbers by argument. For other numbers, transformers and TRL do not raise, or fail only after some steps.
 _NUMBERS = {
     name: check
     for names, check in (
@@ -62,7 +62,7 @@ _NUMBERS = {
 
 @dataclass(frozen=True)
 class Inputs:
-    """The arguments of a fused trainer's constructor that lowmem reads, and what follows from them alone."""
+    """The arguments of a fused trainer's constructor that lowmem reads, and properties that depend only on them."""
 
     model: Any  # the model or its name
     args: Any  # the trainer's arguments; None if its class creates them
@@ -73,9 +73,9 @@ class Inputs:
     def from_call(
         cls, bases: tuple[type, ...], args: tuple[Any, ...], kwargs: dict[str, Any], fused: FusedConfig | None
     ) -> "Inputs":
-        """Finds them among the arguments of a trainer's constructor, which it inherits from `bases`."""
+        """Reads them from the arguments of a trainer's constructor, which is inherited from `bases`."""
         signatures = (inspect.signature(base.__init__).parameters for base in bases)  # type: ignore[misc]
-        # a constructor that passes all its arguments on does not name them
+        # a constructor that forwards all arguments does not name them
         names = next(names for names in signatures if all(p.kind is not p.VAR_POSITIONAL for p in names.values()))
         values = dict(zip([*names][1:], args, strict=False)) | kwargs
         options = next((value for value in values.values() if isinstance(value, TrainingArguments)), None)
@@ -89,7 +89,7 @@ class Inputs:
 
     @property
     def sharded(self) -> bool:
-        """True if parameters are divided among ranks."""
+        """True if parameters are sharded over ranks."""
         return bool(self.args.fsdp or self.args.deepspeed)
 
     @property
@@ -98,22 +98,22 @@ class Inputs:
         return self.optimizer is not None or (self.fused is not None and self.fused.clip_norm is not None)
 
     def check_arguments(self) -> None:
-        """Checks the arguments, before any data are tokenized and any model is loaded."""
+        """Checks the arguments before data is tokenized and the model is loaded."""
         check_devices(self.model, self.args)
-        if (offload := offloading(self.args)) and self.args.device.type == "cpu":  # where TRL would fail
+        if (offload := offloading(self.args)) and self.args.device.type == "cpu":  # TRL would fail
             raise ConfigError(f"{offload}: this run computes on the CPU, where its activations already are; omit it")
         check_services(self.args)
         if self.optimizer is None:
             optim.with_learning_rate(self.args, self.options(self.args), self.model)
 
     def prepare(self) -> None:
-        """Checks the arguments, and prepares this process for a constructor that loads the model by its name."""
+        """Checks the arguments, and prepares this process for a constructor that loads the model by name."""
         self.check_arguments()
         quantizes = self.fused is not None and self.fused.weight_format is not None
         sharding.prepare(self.sharding, self.model, self.args, quantizes=quantizes)
 
     def check(self, trainer: Any) -> None:
-        """Checks the model, the data and the optimizer of the trainer that was constructed with them."""
+        """Checks the model, the data and the optimizer of the trainer that was constructed with these arguments."""
         args = trainer.args
         check_devices(trainer.model, args)  # a trainer of TRL may have loaded it
         by_epoch = args.save_strategy == "epoch" and not has_length(trainer.train_dataset)
@@ -145,7 +145,7 @@ def check_number(name: str, value: Any) -> None:
 
 
 def check_arguments(args: TrainingArguments, fused: FusedConfig) -> None:
-    """Raises for arguments of the trainer that would be ignored, contradict `fused` or are not supported."""
+    """Raises an error for trainer arguments that would be ignored, contradict `fused` or are not supported."""
     for name, value in vars(args).items():
         check_number(name, value)
     rule = resolve(fused.rule)
@@ -184,7 +184,7 @@ def check_arguments(args: TrainingArguments, fused: FusedConfig) -> None:
 
 
 def check_devices(model: Any, args: TrainingArguments) -> None:
-    """Raises if one process would train on several devices, by a device map, offloading or `DataParallel`."""
+    """Raises an error if one process would use several devices: with a device map, offloading or `DataParallel`."""
     devices = {*(getattr(model, "hf_device_map", None) or {}).values()}
     hooks = (getattr(module, "_hf_hook", None) for module in model.modules()) if isinstance(model, nn.Module) else ()
     if len(devices) > 1 or any(getattr(hook, "offload", False) for hook in hooks):
@@ -230,7 +230,7 @@ def offloading(args: TrainingArguments) -> str | None:
 
 
 def check_replay(args: TrainingArguments) -> None:
-    """Raises for options that do not allow a second backward through the same graph."""
+    """Raises `UnsupportedError` for options that do not allow a second backward through the same graph."""
     selective = (args.gradient_checkpointing_kwargs or {}).get("selective")
     once = [f"{name}=True" for name in ("torch_compile", "activation_offloading") if getattr(args, name, False)]
     for argument in [*once, *["gradient_checkpointing_kwargs={'selective': True}"] * bool(selective)]:
@@ -241,7 +241,7 @@ def check_replay(args: TrainingArguments) -> None:
 
 
 def check_optimizer(optimizer: Any, args: TrainingArguments) -> None:
-    """Raises unless the trainer's optimizer agrees with its arguments."""
+    """Raises `ConfigError` unless the trainer's optimizer agrees with its arguments."""
     if not isinstance(optimizer, FusedOptimizer):
         raise ConfigError(
             f"optimizers=({type(optimizer).__name__}, ...): a fused trainer needs a FusedOptimizer: set fused.rule"
@@ -278,7 +278,7 @@ def complete(fused: FusedConfig, args: TrainingArguments, sharded: Sharding | No
 
     Raises:
         ConfigError: an argument has no effect or contradicts `fused`.
-        UnsupportedError: an argument is not supported, or not with the policy in `fused` or the sharding.
+        UnsupportedError: an argument is not supported, or not together with the sharding or the policy in `fused`.
     """
     if sharded is not None and args.torch_compile:
         raise UnsupportedError("torch_compile=True: with fsdp or deepspeed the model is not compiled; omit it")

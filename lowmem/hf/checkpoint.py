@@ -1,9 +1,9 @@
 """Checkpoints: Hugging Face model directories with `optimizer.safetensors`. Each is complete or does not exist.
 
-`saving` writes into a staging directory, adds checksums, flushes all files to the disk, and renames the directory.
-`to_resume` verifies the checksums on rank 0; the functions that load a checkpoint do not repeat it. Optimizer states
-are saved by parameter name, in logical shapes and dtypes. They are written and read one at a time, as weights are, so
-that saving and resuming need no more memory than training.
+`saving` writes to a staging directory, adds checksums, flushes all files to the disk, and renames the directory.
+`to_resume` verifies the checksums on rank 0; the functions that load a checkpoint do not verify them again. Optimizer
+states are saved by parameter name, in logical shapes and dtypes. Like weights, they are written and read one at a time,
+so that saving and resuming do not need more memory than training.
 """
 
 import functools
@@ -42,7 +42,7 @@ TIMELINE_FILE = "timeline.json"
 # A directory with one of these files is a model.
 _CONFIGURATIONS = (CONFIG_NAME, ADAPTER_CONFIG_NAME)
 
-# Directories of a run for the checkpoint that is being written, replaced or removed. A killed run leaves them behind.
+# Directories of a run with the checkpoint that is being written, replaced or removed. A killed run leaves them behind.
 STAGING = ".saving"
 _REPLACED = ".replaced"
 _REMOVED = ".removed"
@@ -52,7 +52,7 @@ _VOLATILE = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transfor
 
 _DIRECTORY = re.compile(r"checkpoint-(\d+)")
 
-# torch.save's RuntimeErrors about a file. Devices and other ranks also raise RuntimeError.
+# RuntimeErrors of torch.save about a file. Devices and other ranks also raise RuntimeError.
 _FILE_ERROR = re.compile("inline_container|iostream|Parent|opened")
 
 
@@ -110,7 +110,7 @@ def check_configuration(model: Any, folder: Path) -> None:
     """Raises `CheckpointError` if the configurations of a model and of a checkpoint differ."""
     if not (folder / CONFIG_NAME).exists() or not hasattr(model, "config"):
         return
-    # as JSON, which has lists instead of tuples
+    # as JSON, which converts tuples to lists
     configs = (model.config, type(model.config).from_pretrained(folder))
     now, saved = (json.loads(config.to_json_string()) for config in configs)
     for name in sorted((now.keys() | saved.keys()) - _VOLATILE):
@@ -122,8 +122,8 @@ def check_configuration(model: Any, folder: Path) -> None:
 
 
 def check_model(folder: Path) -> None:
-    """Raises `CheckpointError` if weights in `folder` are missing or damaged, or its configuration is not valid. Does
-    not read the optimizer's file.
+    """Raises `CheckpointError` if weights in `folder` are missing or damaged, or if its configuration is not valid. It
+    does not read the optimizer's file.
     """
     if (folder / checksums.FILE).exists():
         checksums.check(folder, unread=(OPTIMIZER_FILE,))
@@ -146,8 +146,8 @@ def check_resumable(folder: Path) -> None:
 
 
 def to_resume(requested: str | bool | None, run_dir: Path) -> Path | None:
-    """Returns the checkpoint to resume from: the requested one, or the last intact one in `run_dir` for `True`. Every
-    rank calls it, and rank 0 verifies the checkpoint. Every rank raises `CheckpointError` if it is missing or damaged.
+    """Returns the checkpoint to resume from: the requested one or, for `True`, the last intact one in `run_dir`. Every
+    rank calls it, and rank 0 verifies the checkpoint. If it is missing or damaged, all ranks raise `CheckpointError`.
     """
     verdict: list[str | None] = [None, None]
     if requested and not (in_group() and dist.get_rank()):
@@ -171,9 +171,9 @@ def to_resume(requested: str | bool | None, run_dir: Path) -> Path | None:
 
 @contextmanager
 def saving(run_dir: Path, name: str | None = None, earlier: Sequence[int] = ()) -> Iterator[Path]:
-    """A context in which every rank saves into the directory that it yields. When it ends, rank 0 renames the directory
-    to the checkpoint `name` in `run_dir`, or without a name moves its files, the final model, into `run_dir` itself.
-    Raises `CheckpointError` if a file cannot be written. Earlier checkpoints stay complete.
+    """A context in which every rank saves to the directory that it yields. At its end, rank 0 renames the directory to
+    the checkpoint `name` in `run_dir`. Without a name, its files are the final model, and rank 0 moves them to
+    `run_dir`. Raises `CheckpointError` if a file cannot be written. Earlier checkpoints stay complete.
 
     Args:
         earlier: the steps of the checkpoints from which this one continues.
@@ -205,8 +205,8 @@ def saving(run_dir: Path, name: str | None = None, earlier: Sequence[int] = ()) 
 
 
 def publish(staged: Path, folder: Path) -> None:
-    """Flushes a complete checkpoint to the disk and renames it to `folder`. A checkpoint with that name, from before
-    the run was resumed from an earlier step, stays complete and can be found until the new one has replaced it.
+    """Flushes a complete checkpoint to the disk and renames it to `folder`. If a checkpoint with this name exists,
+    because the run was resumed from an earlier step, it stays complete and can be found until it has been replaced.
     """
     checksums.write(staged)
     flush_tree(staged)
@@ -222,8 +222,8 @@ def publish(staged: Path, folder: Path) -> None:
 
 
 def publish_model(staged: Path, folder: Path) -> None:
-    """Flushes a model to the disk and moves its files into a directory that may contain an earlier model. The old
-    configuration is removed first and the new one moved last, so a directory with a configuration has a complete model.
+    """Flushes a model to the disk and moves its files to a directory that may contain an earlier model. The old
+    configuration is removed first and the new one is moved last, so a model with a configuration is complete.
     """
     flush_tree(staged)
     configurations = [name for name in _CONFIGURATIONS if (staged / name).exists()]
@@ -253,7 +253,7 @@ def rotate(run_dir: Path, step: int, limit: int | None, *kept: str | Path | None
 
 
 def _set_aside(folder: Path, name: str) -> Path:
-    """Moves a checkpoint into an empty directory `name` beside it, with one rename. Returns its path there."""
+    """Moves a checkpoint to an empty directory `name` next to it, with one rename. Returns its new path."""
     aside = folder.parent / name
     remove(aside)
     aside.mkdir()
@@ -267,7 +267,7 @@ def tidy(run_dir: Path) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Removes a directory as far as possible. A symbolic link is removed, and its target is not."""
+    """Removes a directory as far as possible. A symbolic link is removed, but its target is not."""
     if folder.is_symlink():
         folder.unlink()
     shutil.rmtree(folder, ignore_errors=True)
@@ -276,14 +276,14 @@ def remove(folder: Path) -> None:
 class Candidate(NamedTuple):
     """A checkpoint, complete or not."""
 
-    number: float  # in the order of saving; 0 if an earlier version saved it, infinity if it is damaged
+    number: float  # order of saving; 0 if an earlier version saved it, infinity if it is damaged
     step: int
     folder: Path
     earlier: list[int] | None  # the steps of the checkpoints from which it continues, if they are known
 
 
 def candidates(run_dir: Path) -> list[Candidate]:
-    """Returns the checkpoints in a run directory, including one that was being replaced, the last saved first."""
+    """Returns the checkpoints in a run directory, including one that was being replaced. The last saved is first."""
     paths = [path for home in (run_dir / _REPLACED, run_dir) for path in home.glob("checkpoint-*")]
     checkpoints = {path.name: path for path in paths if _DIRECTORY.fullmatch(path.name)}
     return sorted(map(_candidate, checkpoints.values()), reverse=True)
@@ -304,8 +304,8 @@ def timeline(run_dir: Path) -> list[Candidate]:
 
 def earlier_steps(folder: Path | None, run_dir: Path) -> list[int]:
     """Returns the steps of the checkpoints in `run_dir` that a run resumed from `folder` continues from."""
-    if folder is None or run_dir.resolve() not in folder.resolve().parents:
-        return []
+    if folder is None or run_dir.resolve() not in folder.resolve().parents or not _DIRECTORY.fullmatch(folder.name):
+        return []  # a checkpoint from elsewhere, or one that was renamed
     _, step, _, steps = _candidate(folder)
     steps = [each.step for each in candidates(run_dir)] if steps is None else steps
     return [*(each for each in steps if each < step), step]
@@ -327,8 +327,8 @@ def _candidate(folder: Path) -> Candidate:
 
 
 def find_last(run_dir: Path, check: Callable[[Path], None] = check_resumable) -> tuple[Path, list[str]]:
-    """Returns the last checkpoint of the timeline that passes `check`, and the errors of the checkpoints that did not.
-    Raises `CheckpointError` if none passes.
+    """Returns the last checkpoint of the timeline that passes `check`, and the errors of the checkpoints that failed.
+    Raises `CheckpointError` if no checkpoint passes.
     """
     damaged: list[str] = []
     for each in timeline(run_dir):

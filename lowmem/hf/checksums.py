@@ -1,4 +1,4 @@
-"""Checksums of a directory's files, in `checksums.txt`: a file of `xxh128sum`."""
+"""Checksums of the files in a directory, in `checksums.txt`, which has the format of `xxh128sum`."""
 
 import re
 from collections.abc import Collection

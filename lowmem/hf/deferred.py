@@ -1,4 +1,4 @@
-"""Weights that stay in the mapped files, in the dtype of the files, until their layer is sharded or streamed."""
+"""Weights that stay in mapped files, in the dtype of the files, until their layer is sharded or streamed."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 @contextmanager
 def loading(*, converts: bool) -> Iterator[None]:
-    """A context in which a trainer loads its model. With `converts`, weights keep the dtype of the files until they are
+    """A context in which a trainer loads its model. If `converts`, weights keep the dtype of the files until they are
     sharded or streamed.
     """
     if not converts:
@@ -32,9 +32,9 @@ def loading(*, converts: bool) -> Iterator[None]:
 
 
 class _Deferred(Tensor):
-    """A weight in the mapped files, which is converted when an operation uses it or when its unit is sharded."""
+    """A weight in mapped files, which is converted when an operation uses it or when its unit is sharded."""
 
-    held: list[Tensor]  # one, which aliases share
+    held: list[Tensor]  # one tensor, in a list that aliases share
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def __new__(cls, held: list[Tensor], dtype: torch.dtype | None) -> "_Deferred":
@@ -53,7 +53,7 @@ class _Deferred(Tensor):
 
 
 def convert(weight: Tensor) -> None:
-    """Converts a weight if it is deferred. It stays the same object, also where it is tied."""
+    """Converts a weight if it is deferred. It stays the same object, so that it stays tied."""
     if isinstance(weight, _Deferred):
         value = weight.held[0].to(weight.dtype)
         trained = nn.Parameter(value, weight.requires_grad) if isinstance(weight, nn.Parameter) else value
@@ -61,7 +61,7 @@ def convert(weight: Tensor) -> None:
 
 
 def shard_unit(modules: Any, **options: Any) -> Any:
-    """`fully_shard`, which converts the deferred weights of a unit first."""
+    """Converts the deferred weights of a unit, and calls `fully_shard`."""
     unit = nn.ModuleList(modules if isinstance(modules, list | tuple) else [modules])
     for weight in (*unit.parameters(), *unit.buffers()):
         convert(weight)

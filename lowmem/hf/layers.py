@@ -1,8 +1,8 @@
-"""`LayersConfig`, applied to the models of a trainer: tiled MLPs, and losses without logits.
+"""Applies `LayersConfig` to the models of a trainer: tiled MLPs, and losses without materialized logits.
 
-From TRL 1.15 on, trainers call a model with `fused_lm_head=True` and expect log-probabilities of labels. Before that,
-the loss "chunked_nll" expects sums over tokens. A new forward of the model returns both, computed by
-`lowmem.layers.head`. Losses that read logits get `lowmem.layers.logits`, which are computed as they are read.
+From TRL 1.15 on, trainers call a model with `fused_lm_head=True` and expect log-probabilities of labels. In earlier
+versions, the loss "chunked_nll" expects sums over tokens. A new forward of the model returns both, computed by
+`lowmem.layers.head`. Losses that read logits get `lowmem.layers.logits`, which are computed when they are read.
 """
 
 import functools
@@ -27,14 +27,14 @@ from lowmem.layers.tied import share_gradient
 from lowmem.options import FusedConfig, LayersConfig
 from lowmem.placements.zero3 import gathered
 
-# Names of tables of learned positions in transformers 5.23.
+# Names of learned position embeddings in transformers 5.23.
 _POSITIONS = ("wpe", "embed_positions", "position_embeddings", "position_embedding", "positions_embed")
 
-# Where a model has its output embedding: the parent module and its attribute; and the layer that replaces it.
+# The parent module of a model's output embedding, the name of its attribute, and the layer that replaces it.
 HeadSlot = tuple[nn.Module, str, LazyHead]
 
-# Trainers of TRL with a language-model loss, and the metrics of tokens that they log. Trainers without an entry here
-# or below may use the entropy in their loss.
+# TRL's trainers with a language-model loss, and the token metrics that they log. Trainers that are listed neither here
+# nor below may use the entropy in their loss.
 _LOGGED: dict[str, tuple[str, ...]] = {
     "SFTTrainer": ("entropy", "is_top1"),
     "DPOTrainer": ("entropy", "is_top1", "mean_logits"),
@@ -44,8 +44,8 @@ _OTHERS = ("GRPOTrainer", "RLOOTrainer")
 
 
 def change(model: Any, layers: LayersConfig) -> None:
-    """Tiles the MLPs of a model, and lets a tied embedding add its gradient to the head's. Raises `UnsupportedError` if
-    no MLP can be tiled.
+    """Tiles the MLPs of a model, and adds the gradient of a tied embedding to the head's gradient. Raises
+    `UnsupportedError` if no MLP can be tiled.
     """
     if layers.mlp_tile is not None:
         tile_mlps(model, layers.mlp_tile)
@@ -55,7 +55,7 @@ def change(model: Any, layers: LayersConfig) -> None:
 
 
 def quantize(model: Any, fused: FusedConfig | None, device: torch.device | None = None) -> None:
-    """Quantizes the weights if `fused` requests it, and moves each of them to the device when it is quantized."""
+    """Quantizes the weights if `fused` requests it. Each weight is moved to the device when it is quantized."""
     if fused is None or fused.weight_format is None:
         return
     if is_peft_model(model):
@@ -64,7 +64,7 @@ def quantize(model: Any, fused: FusedConfig | None, device: torch.device | None 
 
 
 def embedding(model: Any, side: Literal["input", "output"]) -> Any:
-    """The input or output embedding of a model, or None: vision models and plain modules have neither."""
+    """Returns the input or output embedding of a model, or None. Vision models and plain modules have neither."""
     get = getattr(model, f"get_{side}_embeddings", None)
     try:
         return None if get is None else get()
@@ -74,7 +74,7 @@ def embedding(model: Any, side: Literal["input", "output"]) -> Any:
 
 def positions(model: Any) -> int | None:
     """Returns the number of learned positions of a model, or None if it computes its positions."""
-    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model  # without a tower of images
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model  # without the image encoder
     for name, table in decoder.named_modules():
         if isinstance(table, nn.Embedding) and name.rpartition(".")[2] in _POSITIONS:
             padding = 0 if table.padding_idx is None else table.padding_idx + 1
@@ -84,10 +84,10 @@ def positions(model: Any) -> int | None:
 
 @dataclass
 class TokenLosses(ModelOutput):
-    """The output of a model in place of logits, with the field names that TRL's trainers read."""
+    """The output of a model instead of logits, with the field names that TRL's trainers read."""
 
     loss: Tensor | None = None
-    log_probs: Tensor | None = None  # this and the next five: [batch, tokens], 0 where there is no label
+    log_probs: Tensor | None = None  # this and the next five: [batch, tokens], 0 for tokens without a label
     label_mask: Tensor | None = None
     entropy: Tensor | None = None
     log_sum_sq_probs: Tensor | None = None
@@ -101,10 +101,10 @@ class TokenLosses(ModelOutput):
 
 def compute_losses(trainer: Any, layers: LayersConfig) -> list[HeadSlot]:
     """Replaces the head in the losses of a TRL trainer and its reference model by `lowmem.layers.head`, unless
-    `computed_gradients` is False. From TRL 1.15 on, this includes the label smoothing of an `SFTTrainer`. Returns the
-    heads for `lazily` if the loss reads logits.
+    `computed_gradients` is False. From TRL 1.15 on, this includes the label smoothing of `SFTTrainer`. If the loss
+    reads logits, returns the heads for `lazily`.
     """
-    # by name: importing the class of another trainer may need a package that is not installed
+    # by name, because importing the class of another trainer may need a package that is not installed
     classes = [cls.__name__ for cls in type(trainer).__mro__ if cls.__module__.startswith("trl.")]
     known = next((name for name in classes if name in (*_LOGGED, *_OTHERS)), None)
     if known is None or not layers.computed_gradients:
@@ -125,14 +125,14 @@ def compute_losses(trainer: Any, layers: LayersConfig) -> list[HeadSlot]:
         if metrics and (fused or chunked):
             logged = metrics if model is trainer.model else ()
             base.forward = MethodType(_forward(base, slot, logged, smoothing, chunked), base)
-        elif not fused and not trainer._inputs.sharded:  # sharded, it would be gathered for every row
+        elif not fused and not trainer._inputs.sharded:  # a sharded head would be gathered for every row
             slots += slot
     return slots
 
 
 @contextmanager
 def lazily(slots: Sequence[HeadSlot]) -> Iterator[None]:
-    """A context in which models return logits that are computed as they are read."""
+    """A context in which models return logits that are computed when they are read."""
     before = [getattr(parent, name) for parent, name, _ in slots]
     for parent, name, head in slots:
         setattr(parent, name, head)
@@ -144,7 +144,7 @@ def lazily(slots: Sequence[HeadSlot]) -> Iterator[None]:
 
 
 def _slot(model: Any, layers: LayersConfig) -> list[HeadSlot]:
-    """Returns the head of a model. If it is not a linear layer or has an adapter, it cannot be replaced."""
+    """Returns the head of a model, or an empty list if it cannot be replaced: it has an adapter or is not linear."""
     output = embedding(model, "output")
     linear = output.original_module if hasattr(output, "modules_to_save") else output  # PEFT trains a copy of it
     if getattr(type(linear), "forward", None) is not nn.Linear.forward:
@@ -155,7 +155,7 @@ def _slot(model: Any, layers: LayersConfig) -> list[HeadSlot]:
 
 
 def _forward(model: Any, slot: list[HeadSlot], metrics: tuple[str, ...], smoothing: float, chunked: bool) -> Any:
-    """Creates a forward that returns `TokenLosses` if TRL requests them, and otherwise what the model returns."""
+    """Creates a forward that returns `TokenLosses` if TRL requests them, and otherwise the output of the model."""
     inner = model.forward
 
     @functools.wraps(type(model).forward)  # `generate` reads its signature
@@ -196,7 +196,7 @@ def _forward(model: Any, slot: list[HeadSlot], metrics: tuple[str, ...], smoothi
 def _losses(
     logits: Tensor, targets: Tensor, metrics: Sequence[str], smoothing: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss and metrics of each token."""
+    """Returns the loss and the metrics of each token."""
     if isinstance(logits, Logits) and logits.pending:
         losses, _, values = logits.source.losses(targets, metrics, smoothing, keeps=True)
         return losses, values

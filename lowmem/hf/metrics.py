@@ -1,4 +1,4 @@
-"""The metrics of a step that a fused trainer logs."""
+"""Metrics of a step that a fused trainer logs."""
 
 import math
 from typing import Any
@@ -9,7 +9,7 @@ from lowmem.optimizer import FusedOptimizer
 def step_metrics(optimizer: FusedOptimizer) -> dict[str, Any]:
     """Returns the norms, changed weights, clip coefficient and loss scale of the last step, and the rule's metrics."""
     last: Any = optimizer.last_step
-    scale, nonfinite_steps = last.loss_scale, optimizer.nonfinite_steps  # copies each to the host
+    scale, nonfinite_steps = last.loss_scale, optimizer.nonfinite_steps  # each is copied to the host
     metrics: dict[str, Any] = {"grad_norm": float(last.grad_norm)}
     if not math.isnan(changed_share := float(last.changed_share)):
         metrics["changed_share"] = changed_share

@@ -1,5 +1,5 @@
-"""The rule, hyperparameters and groups of a trainer, from its arguments (`optim`, `optim_args`, `adam_beta1`, ...) or
-from an optimizer that its class creates.
+"""Determines the rule, hyperparameters and groups of a trainer from its arguments (`optim`, `optim_args`, `adam_beta1`,
+...) or from an optimizer that its class creates.
 """
 
 import copy
@@ -16,18 +16,18 @@ from lowmem.errors import ConfigError, UnsupportedError
 from lowmem.options import FusedConfig
 from lowmem.rules import UpdateRule, resolve
 
-# Arguments, and the hyperparameters that they set. The last is for optimizers that cannot run fused (GaLore, APOLLO).
+# Arguments and the hyperparameters that they set. The last is for optimizers that cannot run fused (GaLore, APOLLO).
 _ARGUMENTS = {"adam_beta1": "betas", "adam_beta2": "betas", "adam_epsilon": "eps", "optim_target_modules": "modules"}
 
-# Names of the rule for which the default learning rates of trainers are chosen.
+# Names of the rule for which trainers choose their default learning rates.
 _ADAMW = ("adamw", f"{torch.optim.AdamW.__module__}.AdamW")
 
-# Optimizers that Hugging Face creates from the model. lowmem has their rules.
+# Optimizers that Hugging Face creates from the model, but that lowmem implements as rules.
 _OURS = ("lomo", "adalomo")
 
 
 def changed(args: TrainingArguments) -> dict[str, Any]:
-    """The arguments of the optimizer that differ from their defaults. Names of optimizers are strings."""
+    """Returns the optimizer arguments that differ from their defaults. Names of optimizers are strings."""
     defaults = {option.name: option.default for option in fields(type(args))}
     values = {name: getattr(args, name) for name in ("optim", "optim_args", *_ARGUMENTS)}
     changed = {name: value for name, value in values.items() if value not in (None, defaults[name])}
@@ -35,7 +35,7 @@ def changed(args: TrainingArguments) -> dict[str, Any]:
 
 
 def choose(args: TrainingArguments, fused: FusedConfig | None) -> FusedConfig:
-    """Returns `fused` if it names a rule; otherwise adds the rule and hyperparameters that the arguments name.
+    """Returns `fused` if it names a rule. Otherwise, adds the rule and hyperparameters that the arguments name.
 
     Raises:
         ConfigError: an argument contradicts `fused`, or has no effect.
@@ -60,17 +60,17 @@ def choose(args: TrainingArguments, fused: FusedConfig | None) -> FusedConfig:
         for name in fused.hyper.keys() & hyper.keys():
             if (value := fused.hyper[name]) != hyper[name]:
                 raise ConfigError(f"fused.{name}={value!r} contradicts {name}={hyper[name]!r} in the arguments")
-    rate = fused.lr if fused.lr is not None or rule in ("adamw", *_OURS) else args.learning_rate  # some need it
+    rate = fused.lr if fused.lr is not None or rule in ("adamw", *_OURS) else args.learning_rate  # some require it
     return replace(fused, rule=rule, lr=rate, hyper={**hyper, **fused.hyper})
 
 
 def read(optimizer: Any, fused: FusedConfig) -> tuple[FusedConfig, list[dict[str, Any]]]:
-    """Reads an optimizer that a trainer's class has created. Raises `ConfigError` if it is not an optimizer, or has
-    hooks, states or options that cannot be read from it.
+    """Reads an optimizer that a trainer's class has created. Raises `ConfigError` if it is not an optimizer, or if it
+    has hooks, states or options that cannot be read.
 
     Returns:
-        `fused`, with the optimizer's class and options if it names no rule; and the optimizer's groups, each with the
-        options that differ from the defaults and its weight decay (None for 0).
+        `fused`, with the optimizer's class and options if it does not name a rule, and the optimizer's groups, each
+        with the options that differ from the defaults and its weight decay (None for 0).
     """
     cls = type(optimizer)
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -110,11 +110,11 @@ def parts_by_decay(trainer: Trainer, model: nn.Module) -> list[dict[str, Any]]:
 
 
 def param_groups(fused: FusedConfig, model: nn.Module, parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Splits the groups of `fused` by the options that their parameters have in `parts`, which `read` or
-    `parts_by_decay` returned. Raises `UnsupportedError` if the trainer clips and a parameter is only in the model or
-    only in `parts`.
+    """Splits the groups of `fused` by the options of their parameters in `parts`, the result of `read` or
+    `parts_by_decay`. Raises `UnsupportedError` if the trainer clips and a parameter is only in the model or only in
+    `parts`.
     """
-    # without the prefix that FSDP's activation checkpointing adds: checkpoints are the same with it and without
+    # without the prefix of FSDP's activation checkpointing, so that checkpoints do not depend on it
     names = {param: name.replace("_checkpoint_wrapped_module.", "") for name, param in model.named_parameters()}
     part_of = {param: n for n, part in enumerate(parts) for param in part["params"]}
     outside = {param: f"outside.{n}" for n, param in enumerate(param for param in part_of if param not in names)}
@@ -137,8 +137,8 @@ def param_groups(fused: FusedConfig, model: nn.Module, parts: list[dict[str, Any
 
 
 def _options(default: UpdateRule, part: dict[str, Any], group: dict[str, Any]) -> dict[str, Any]:
-    """Returns the options of parameters in a part and in a group of `fused`. The part's options are for the default
-    rule, except that a part without weight decay has none with any rule.
+    """Returns the options of parameters in a part and in a group of `fused`. The part's options apply only to the
+    default rule, except that a part without weight decay has no weight decay with any rule.
     """
     rule = resolve(group["rule"]) if "rule" in group else default
     options: dict[str, Any] = {}
@@ -155,19 +155,19 @@ def _options(default: UpdateRule, part: dict[str, Any], group: dict[str, Any]) -
 
 
 def _settings(optimizer: torch.optim.Optimizer) -> str:
-    """The attributes of an optimizer except parameters and states, as text."""
+    """Returns the attributes of an optimizer, except parameters and states, as a string."""
     attributes = {name: value for name, value in vars(optimizer).items() if name not in ("param_groups", "state")}
     return repr({name: getattr(value, "__dict__", value) for name, value in attributes.items()})
 
 
 def with_learning_rate(args: TrainingArguments, fused: FusedConfig, model: Any) -> TrainingArguments:
-    """Returns arguments with `fused.lr` as their `learning_rate`, if it is set. `args` is not changed.
+    """Returns arguments with `fused.lr` as their `learning_rate` if it is set. `args` does not change.
 
     Args:
-        model: an error suggests a rate for its weights. It may be a name or None.
+        model: the model for whose weights errors suggest a rate. It may be a name or None.
 
     Raises:
-        ConfigError: both are set and differ, or neither is set and the default is chosen for another rule.
+        ConfigError: both are set and differ, or neither is set and the default is meant for another rule.
     """
     rule, rate = resolve(fused.rule), args.learning_rate
     default = next(option.default for option in fields(type(args)) if option.name == "learning_rate")
@@ -189,7 +189,7 @@ def with_learning_rate(args: TrainingArguments, fused: FusedConfig, model: Any) 
 
 
 def _named(args: TrainingArguments, optim: str) -> tuple[str, dict[str, Any]]:
-    """Returns the rule of an optimizer that `optim` can name, and its hyperparameters."""
+    """Returns the rule that `optim` names, and its hyperparameters."""
     if optim in _OURS:
         return optim, {}
     if eight := re.fullmatch(r"(?:paged_)?(adamw|lion)(?:_bnb)?_8bit", optim):

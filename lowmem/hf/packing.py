@@ -1,4 +1,4 @@
-"""Tests with a few tokens, before the first step, that packed samples do not depend on one another."""
+"""Tests before the first step, with a few tokens, that packed samples do not depend on one another."""
 
 import sys
 from collections.abc import Callable
@@ -17,8 +17,8 @@ _SAMPLE = 8
 
 
 def check(trainer: Any) -> None:
-    """Raises `UnsupportedError` if TRL's `SFTTrainer` packs samples that its model does not separate. Every rank of a
-    sharded model calls it. No parameter gets a gradient.
+    """Raises `UnsupportedError` if TRL's `SFTTrainer` packs samples that its model does not separate. If the model is
+    sharded, every rank calls it. Parameters do not get gradients.
     """
     module, model = sys.modules.get("trl.trainer.sft_trainer"), trainer.model
     if module is None or not isinstance(trainer, module.SFTTrainer) or not trainer.padding_free:
@@ -30,15 +30,15 @@ def check(trainer: Any) -> None:
 
 
 def check_borders(model: Any, collate: Callable[[list[Any]], Any], device: torch.device) -> None:
-    """Raises `UnsupportedError` if a sample depends on the sample before it in a row.
+    """Raises `UnsupportedError` if a sample depends on the previous sample in its row.
 
     TRL marks the beginning of samples by position ids. Most models of transformers 5.23 convert these to a mask, but
     some do not (modeling_afmoe.py). Two samples are computed as one row, and the gradient of the second sample with
-    respect to the first must be zero, as it is in every dtype, whereas outputs may change in their last bits.
+    respect to the first must be zero. This holds in every dtype, whereas outputs may differ in their last bits.
 
     Args:
-        model: on the device and in the mode in which it is trained.
-        collate: creates a batch of samples, without padding.
+        model: the model, on the device and in the mode in which it is trained.
+        collate: a function that creates a batch of samples without padding.
     """
     vocabulary = model.config.get_text_config().vocab_size
     middle = vocabulary // 2  # special tokens are at the ends
@@ -63,7 +63,7 @@ def check_borders(model: Any, collate: Callable[[list[Any]], Any], device: torch
         stack.callback(model.train, model.training)
         model.eval()
         logits = model(**batch, use_cache=False).logits
-        begin = logits.shape[1] - batch["input_ids"].shape[1] + _SAMPLE  # after a prompt of PEFT
+        begin = logits.shape[1] - batch["input_ids"].shape[1] + _SAMPLE  # after the prompt of a PEFT adapter
         second = logits[:, begin : begin + _SAMPLE].float()
         weights = torch.linspace(-1, 1, second.shape[-1], device=second.device)
         (grad,) = torch.autograd.grad((second * weights).sum(), embedded[0])

@@ -1,5 +1,5 @@
-"""The processes of a distributed run: they start alike, share a disk, and explain another rank's failure. Processes
-that differ would train on the wrong data, or wait for one another until the timeout.
+"""Checks that the processes of a run have the same settings and share a disk, and explains failures of other ranks.
+Processes that differ would train on the wrong data, or wait for one another until the timeout.
 """
 
 import re
@@ -18,10 +18,10 @@ from lowmem.options import FusedConfig, LayersConfig
 from lowmem.placements import in_group, ranks
 from lowmem.placements.agreement import refuse_other_settings
 
-if TYPE_CHECKING:  # transformers takes seconds to import, and the command line needs `explained`
+if TYPE_CHECKING:  # the command line needs `explained`, but importing transformers takes seconds
     from transformers import TrainingArguments
 
-# Arguments that decide which steps a run takes, and when it evaluates and saves.
+# Arguments that determine which steps a run takes, and when it evaluates and saves.
 _ARGUMENTS = (
     "max_steps", "num_train_epochs", "per_device_train_batch_size", "per_device_eval_batch_size",
     "gradient_accumulation_steps", "learning_rate", "weight_decay", "lr_scheduler_type", "warmup_steps",
@@ -38,7 +38,7 @@ def require_alike(
     args: "TrainingArguments", config: FusedConfig, layers: LayersConfig, samples: int | None, data: str | None,
     resumed: Path | None,
 ) -> None:  # fmt: skip
-    """Raises `ConfigError` on every rank of the process group unless all were started alike.
+    """Raises `ConfigError` on every rank of the process group unless all ranks have the same settings.
 
     Args:
         samples: the number of training samples, if it is known.
@@ -57,7 +57,7 @@ def require_alike(
 
 
 def require_shared_disk(folder: Path) -> None:
-    """Raises `ConfigError` unless every rank sees the files that the others write in `folder`."""
+    """Raises `ConfigError` unless every rank sees the files that other ranks write to `folder`."""
     if not in_group():
         return
     folder.mkdir(parents=True, exist_ok=True)
@@ -75,8 +75,8 @@ def require_shared_disk(folder: Path) -> None:
 
 
 def set_timeout(args: "TrainingArguments") -> None:
-    """Sets the timeout of collectives to `ddp_timeout`. Accelerate 1.15 (state.py) does it, but transformers 5.23
-    (training_args.py) does not pass it with `use_cpu`.
+    """Sets the timeout of collectives to `ddp_timeout`. Accelerate 1.15 (state.py) sets it, but transformers 5.23
+    (training_args.py) does not pass it if `use_cpu` is set.
     """
     default = type(args).__dataclass_fields__["ddp_timeout"].default
     if in_group() and args.ddp_timeout != default:
@@ -85,7 +85,7 @@ def set_timeout(args: "TrainingArguments") -> None:
 
 @contextmanager
 def explained() -> Iterator[None]:
-    """Raises `RankError` in place of an error of a collective, or of an error caused by one."""
+    """A context that replaces errors of collectives, and errors caused by them, by `RankError`."""
     try:
         yield
     except Exception as error:
@@ -103,7 +103,7 @@ def explained() -> Iterator[None]:
 
 
 def _of_collective(error: BaseException | None) -> str | None:
-    """The message of the first error of a collective in a chain of causes."""
+    """Returns the message of the first error of a collective in a chain of causes, or None."""
     while error is not None:
         message = str(error)
         if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and _GLOO.search(message)):

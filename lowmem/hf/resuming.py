@@ -1,6 +1,6 @@
-"""The position of a run in its training data. A resumed run continues with the next row, or raises.
+"""The position of a run in its training data. A resumed run continues with the next row, or raises an error.
 
-transformers 5.23 (trainer.py) skips the number of steps of the checkpoint, whatever rows a step has now.
+transformers 5.23 (trainer.py) skips the number of steps of the checkpoint, even if a step now has other rows.
 """
 
 import json
@@ -32,27 +32,27 @@ from lowmem.hf.streaming import Traffic
 logger = logging.getLogger(__name__)
 
 RECORD_FILE = "data.json"
-_EPOCH = "epoch_"  # prefix of files with the random states of each rank at the beginning of the epoch
+_EPOCH = "epoch_"  # prefix of files with each rank's random states at the beginning of the epoch
 _GENERATOR = "generator.pt"
 
-# Arguments that decide the order of rows. transformers 5 has replaced the second by the first.
+# Arguments that determine the order of rows. transformers 5 has replaced the second by the first.
 _ORDER = ("train_sampling_strategy", "group_by_length", "data_seed", "seed", "dataloader_drop_last")
 _SHAPE = "per_device_train_batch_size, gradient_accumulation_steps, processes"
 
-# Largest number of rows of a stream or a list, and of bytes of a data set, in a fingerprint.
+# Maximum number of rows of a stream or a list, and of bytes of a data set, in a fingerprint.
 _ROWS, _BYTES = 100, 4 << 30
 
 
 class Order:
     """The order in which a run trains on the rows of its data. `record` has the properties of the data, the order and
-    the batches that decide which rows a step has and, if `compared` is true, a fingerprint of the rows.
+    the batches that determine the rows of each step and, if `compared` is true, a fingerprint of the rows.
     """
 
     def __init__(self, trainer: Any, loader: Any, max_steps: int, *, compared: bool) -> None:
         args, accumulation = trainer.args, trainer.args.gradient_accumulation_steps
         data = getattr(loader, "dataset", loader)  # or a custom iterable of batches
         self.is_stream = isinstance(data, IterableDataset)
-        self.batches = len(loader) if has_length(loader) else max_steps * accumulation  # per epoch, or of all steps
+        self.batches = len(loader) if has_length(loader) else max_steps * accumulation  # per epoch, or in all steps
         self.per_batch = trainer.get_total_train_batch_size(args) // accumulation  # rows of all ranks
         sampler = getattr(loader, "batch_sampler", None)
         self._batch_sampler = getattr(sampler, "batch_sampler", sampler)
@@ -77,11 +77,11 @@ class Order:
         }
 
     def begin(self, epoch: int) -> None:
-        """Lets the samplers draw the order of an epoch."""
+        """Makes the samplers draw the order of an epoch."""
         if (set_epoch := getattr(self._batch_sampler, "set_epoch", None)) is not None:
-            set_epoch(epoch)  # transformers does not, if it skips batches
+            set_epoch(epoch)  # transformers does not do this if it skips batches
         if hasattr(self._sampler, "initial_seed"):
-            # transformers 4 takes a resumed epoch from a new loader, which begins with epoch 0 again
+            # transformers 4 reads a resumed epoch from a new loader, which starts at epoch 0 again
             self._sampler.epoch, self._sampler.set_epoch = epoch, lambda epoch: None
 
 
@@ -90,17 +90,17 @@ class DataPosition(TrainerCallback):  # type: ignore[misc]
 
     Args:
         loader: the training data, prepared by Accelerate.
-        steps_per_epoch, max_steps: as the trainer counts them.
-        checkpoint: the directory from which the run resumes, or None.
+        steps_per_epoch, max_steps: as counted by the trainer.
+        checkpoint: the directory that the run resumes from, or None.
 
     Attributes:
         left: whether steps remain.
-        start: the numbers of trained epochs, and of trained micro-batches in the next epoch.
-        epoch, fetched, ended: the epochs before this one, its fetched micro-batches, and whether it has no more.
+        start: the number of trained epochs, and the number of trained micro-batches in the next epoch.
+        epoch, fetched, ended: the number of earlier epochs, of fetched micro-batches in this one, and whether it ended.
 
     Raises:
-        CheckpointError: the remaining steps would train on other rows.
-        ConfigError: the ranks were not started alike, or do not share a disk.
+        CheckpointError: the remaining steps would train on different rows.
+        ConfigError: the ranks have different settings, or do not share a disk.
         DataError: the data differ from the data of the checkpoint.
     """
 
@@ -147,7 +147,7 @@ class DataPosition(TrainerCallback):  # type: ignore[misc]
             state.best_model_checkpoint = str(best) if best.is_dir() else None
 
     def on_epoch_begin(self, *_: Any, **__: Any) -> None:
-        """Begins an epoch. A resumed one gets its random states again, so that the same order is drawn."""
+        """Begins an epoch. For a resumed epoch, restores its random states, so that the same order is drawn."""
         self.epoch, self.fetched, self.ended = self.epoch + 1, 0, False
         start = Path(self._random_states.name)
         if self._folder is not None and self.epoch == self.start[0]:
@@ -161,7 +161,7 @@ class DataPosition(TrainerCallback):  # type: ignore[misc]
         self._note_random_states()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Compares the weights of ranks in steps that are logged, which every rank ends together."""
+        """Compares the weights of ranks in logged steps, because all ranks end these steps together."""
         if control.should_log:
             self._trainer.optimizer._report.compare_replicas()
 
@@ -171,7 +171,7 @@ class DataPosition(TrainerCallback):  # type: ignore[misc]
             torch.save(generator.get_state(), Path(self._random_states.name) / _GENERATOR)
 
     def save(self, folder: Path, epoch: float, *, write: bool) -> None:
-        """Writes the random states and, with `write`, the position at `epoch`, as in the trainer's state. Every rank
+        """Writes the random states and, if `write`, the position at `epoch` (from the trainer's state). Every rank
         calls it.
         """
         batch, order = round((epoch - self.epoch) * self._order.batches), self._order
@@ -188,14 +188,14 @@ class DataPosition(TrainerCallback):  # type: ignore[misc]
 
 @dataclass
 class Run:
-    """The run that `train` has begun."""
+    """The run that `train` has started."""
 
     resumed: Path | None = None  # the checkpoint that it resumes from
     earlier: list[int] = field(default_factory=list)  # the steps of the checkpoints that it has saved or resumed from
     position: DataPosition | None = None  # None in a custom training loop
     staged: Path | None = None  # the directory of the checkpoint that is being saved
     published: tuple[Path, ...] = ()  # the checkpoints that the last uploads read
-    traffic: Traffic | None = None  # of a streamed model
+    traffic: Traffic | None = None  # of a streamed model, or None
 
 
 def steps_with_completions(args: TrainingArguments) -> int:
@@ -215,7 +215,7 @@ def require_step_with_completions(args: TrainingArguments, step: int, checkpoint
 
 
 def require_same_rows(saved: dict[str, Any], now: dict[str, Any], checkpoint: Path, steps: int) -> None:
-    """Compares the record of a checkpoint with the record of a run that resumes from it and has `steps` left.
+    """Compares the record of a checkpoint with the record of a run that resumes from it. steps: the remaining steps.
 
     Raises:
         CheckpointError: the order or the batches differ.
@@ -231,7 +231,7 @@ def require_same_rows(saved: dict[str, Any], now: dict[str, Any], checkpoint: Pa
         )
     if unknown:
         logger.warning("only the number of rows of the data was compared with %s, not the rows themselves", checkpoint)
-    # how the last batch of an epoch is padded does not matter to a run that ends before it
+    # the padding of an epoch's last batch does not matter if the run ends before that batch
     per_step, epoch = math.prod(now[_SHAPE]), min(saved["rows per epoch"], now["rows per epoch"])
     padding = ["rows per epoch"] if saved["row"] + steps * per_step > epoch // per_step * per_step else []
     for name in (*_ORDER, "dataloader_num_workers", "rows", *padding):
@@ -249,10 +249,10 @@ def require_same_rows(saved: dict[str, Any], now: dict[str, Any], checkpoint: Pa
 
 
 def fingerprint(dataset: Any) -> str | None:
-    """Returns a hash of the rows in their order, which depends on their values and not on how `datasets` stores them.
+    """Returns a hash of the rows in order, which depends on their values and not on how `datasets` stores them.
 
-    Above 4 GiB it samples blocks of 1,000 rows, of a list it samples 100 rows, and of a stream of `datasets` it reads
-    the first 100. Returns None for other data, whose rows may change each time they are read.
+    Above 4 GiB, it samples blocks of 1,000 rows. From a list, it samples 100 rows. From a stream of `datasets`, it
+    reads the first 100 rows. Returns None for other data, because its rows may change whenever they are read.
     """
     if isinstance(dataset, datasets.IterableDataset):
         return Hasher.hash(list(dataset.take(_ROWS)))

@@ -1,7 +1,7 @@
 """Shards the model of a trainer with DeepSpeed ZeRO-3 or FSDP2, as the trainer's arguments request.
 
-The Trainer and Accelerate would wrap the model and replace the optimizer. Here their arguments keep their meaning and
-their code shards the model, but the model is not wrapped, and `lowmem.placements` recognizes its shards.
+The Trainer and Accelerate would wrap the model and replace the optimizer. Here, their arguments have the same meaning
+and their code shards the model, but the model is not wrapped, and `lowmem.placements` recognizes its shards.
 """
 
 import copy
@@ -29,7 +29,7 @@ from lowmem.options import DynamicScale, FusedConfig
 from lowmem.placements.ranks import set_timeout
 from lowmem.tiles.quantized import in_codes
 
-# Keys of a DeepSpeed configuration that have no effect here: the values that are accepted, and the reason.
+# Keys of a DeepSpeed configuration that have no effect: the accepted values, and the reason or alternative.
 _DECIDED_ELSEWHERE: dict[str, tuple[tuple[Any, ...], str]] = {
     "optimizer": ((), "the optimizer is fused.rule"),
     "scheduler": ((), "the schedule is set by the trainer's lr_scheduler_type and warmup_steps"),
@@ -52,7 +52,7 @@ _DECIDED_ELSEWHERE: dict[str, tuple[tuple[Any, ...], str]] = {
     "data_types.grad_accum_dtype": ((), "fused.accumulation_dtype is the dtype in which micro-batches are summed"),
 }
 
-# Keys of fsdp_config that decide for FSDP2: the variable of `accelerate launch` for each, and the default.
+# Keys of fsdp_config that affect FSDP2: the variable of `accelerate launch` for each key, and the default.
 _FSDP2: dict[str, tuple[str, Any]] = {
     "version": ("VERSION", 2),
     "reshard_after_forward": ("RESHARD_AFTER_FORWARD", True),
@@ -63,7 +63,7 @@ _FSDP2: dict[str, tuple[str, Any]] = {
     "activation_checkpointing": ("ACTIVATION_CHECKPOINTING", False),
 }
 
-# Further keys. `accelerate launch` always sets the variables of the first two.
+# Other accepted keys. `accelerate launch` always sets the variables of the first two.
 _FSDP2_TOO = ("min_num_params", "cpu_ram_efficient_loading", "xla", "xla_fsdp_v2", "xla_fsdp_grad_ckpt")
 
 
@@ -71,8 +71,8 @@ def requested(args: TrainingArguments, fused: FusedConfig | None) -> "Sharding |
     """Returns the sharding or streaming that the arguments of a trainer request, or None.
 
     Raises:
-        ConfigError, UnsupportedError: an argument, or a key of DeepSpeed's or FSDP's configuration, is not supported;
-            or `accelerate launch` requests a sharding and the arguments do not.
+        ConfigError, UnsupportedError: an argument, or a key of DeepSpeed's or FSDP's configuration, is not supported,
+            or `accelerate launch` requests sharding that the arguments do not request.
     """
     for variable, argument in (("ACCELERATE_USE_DEEPSPEED", "deepspeed"), ("ACCELERATE_USE_FSDP", "fsdp")):
         if parse_flag_from_env(variable) and not getattr(args, argument):
@@ -90,11 +90,11 @@ def requested(args: TrainingArguments, fused: FusedConfig | None) -> "Sharding |
 
 
 def prepare(sharding: "Sharding | None", model: Any, args: TrainingArguments, *, quantizes: bool) -> None:
-    """Prepares this process for a trainer of TRL that loads the model by its name."""
+    """Prepares this process for a TRL trainer that loads the model by name."""
     if not isinstance(model, str):
         return
-    # TRL 1.16 (trainer/utils.py) sets "auto": all weights would be on the GPUs before they are quantized or sharded.
-    # Other weights go there directly: without a map, all those that are converted would first be on the host.
+    # TRL 1.16 (trainer/utils.py) sets "auto", so all weights would be on the GPUs before they are quantized or sharded.
+    # Other weights are loaded on the GPU directly. Without a map, all converted weights would first be on the host.
     direct = sharding is None and not quantizes and args.device.type == "cuda" and args.n_gpu == 1 == args.world_size
     options: dict[str, Any] = {"device_map": {"": str(args.device)} if direct else None}
     options |= getattr(args, "model_init_kwargs", None) or {}
@@ -120,7 +120,7 @@ def _require_process_group(argument: str) -> None:
 
 
 class Zero3Sharding:
-    """Shards with a DeepSpeed engine without an optimizer. Its configuration has the same meaning as in the Trainer."""
+    """Shards with a DeepSpeed engine that has no optimizer. Its configuration means the same as in the Trainer."""
 
     converts = False
     _engine: Any = None
@@ -147,8 +147,8 @@ class Zero3Sharding:
 
     def prepare(self, dtype: torch.dtype) -> None:
         """Prepares this process to load a model whose weights have `dtype`."""
-        # deepspeed.zero.Init (DeepSpeed 0.19, runtime/zero/partition_parameters.py) creates weights in the dtype of the
-        # configuration, whatever dtype the model asks for.
+        # deepspeed.zero.Init (DeepSpeed 0.19, runtime/zero/partition_parameters.py) ignores the requested dtype, and
+        # creates weights in the dtype of the configuration.
         for section, section_dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
             settings = self._config.config.setdefault(section, {})
             if settings.get("enabled") not in (None, False, "auto") and dtype != section_dtype:
@@ -159,7 +159,7 @@ class Zero3Sharding:
                 )
             settings["enabled"] = dtype == section_dtype
             # transformers 5.23 (integrations/deepspeed.py, trainer_config_finalize) requires the value to equal the
-            # trainer's bf16 or fp16, which ask for autocast and not for a dtype of the weights.
+            # trainer's bf16 or fp16, but these request autocast and do not set the dtype of the weights.
             self._config.mismatches = [line for line in self._config.mismatches if f"{section}.enabled" not in line]
         self._start()
 
@@ -170,8 +170,8 @@ class Zero3Sharding:
             # transformers 5.23 (modeling_utils.py) would partition every later model of this process
             unset_hf_deepspeed_config()
         _require_process_group("deepspeed")
-        # DeepSpeed 0.19 (comm/torch.py, build_shm_op) compiles this op of CPUs for half a minute. A process that is
-        # killed meanwhile leaves a lock behind, for which every later process waits.
+        # DeepSpeed 0.19 (comm/torch.py, build_shm_op) compiles this op for CPUs, which takes half a minute. A process
+        # that is killed in this time leaves a lock behind, and every later process waits for it.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         deepspeed.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False, verbose=False)
 
@@ -179,7 +179,7 @@ class Zero3Sharding:
         """Shards a model unless it is sharded already."""
         if getattr(self._engine, "module", None) is model:
             return
-        model.get_global_grad_norm = lambda: None  # transformers 4 calls it, because it expects the engine
+        model.get_global_grad_norm = lambda: None  # transformers 4 calls this method of the engine
         if in_codes(model):
             raise UnsupportedError(
                 "deepspeed: ZeRO-3 cannot shard quantized weights. Use FSDP2 (fsdp), or omit weight_format"
@@ -207,12 +207,12 @@ class Zero3Sharding:
             )
 
     def release(self, model: nn.Module) -> None:
-        """Frees the parameters that are still gathered after a forward without a backward."""
+        """Frees parameters that are still gathered after a forward without backward."""
         for param in model.parameters():
             placements.release(param)
 
     def loss_scale(self) -> float | DynamicScale:
-        """The loss scale of the `fp16` section."""
+        """Returns the loss scale of the `fp16` section."""
         fp16 = self._config.config.get("fp16", {})
         if fixed := fp16.get("loss_scale"):
             return float(fixed)
@@ -225,7 +225,7 @@ class Zero3Sharding:
 
 
 def _check_fsdp2(config: dict[str, Any]) -> None:
-    """Raises if a key of `fsdp_config`, or a variable in its place, would have no effect or is not supported."""
+    """Raises an error if a key of `fsdp_config`, or its environment variable, has no effect or is not supported."""
     known = (*_FSDP2, *_FSDP2_TOO)
     for key in config:
         if key not in known:
@@ -252,8 +252,8 @@ class FSDP2Sharding:
     """Shards with Accelerate's functions and settings for FSDP2, except that weights keep their dtype.
 
     Attributes:
-        broadcasts: rank 0 loads the weights and broadcasts them when they are sharded.
-        converts: weights are converted to another dtype when they are sharded.
+        broadcasts: whether rank 0 loads the weights, and broadcasts them when they are sharded.
+        converts: whether weights are converted to another dtype when they are sharded.
     """
 
     def __init__(self, args: TrainingArguments) -> None:
@@ -279,8 +279,8 @@ class FSDP2Sharding:
         """Prepares this process to load a model whose weights have `dtype`."""
         _require_process_group("fsdp")
         if not self.converts:
-            # transformers (distributed/fsdp.py) reads it: ranks except 0 initialize only buffers. 5.23 loads weights on
-            # every rank nevertheless. Sharding broadcasts the weights of rank 0
+            # transformers (distributed/fsdp.py) reads it: ranks other than 0 initialize only buffers. 5.23 loads
+            # weights on every rank anyway. Sharding broadcasts the weights of rank 0
             os.environ["ACCELERATE_USE_FSDP"] = "true"
 
     def shard(self, model: nn.Module, accelerator: Any) -> None:
@@ -298,8 +298,8 @@ class FSDP2Sharding:
         if self._args.bf16 or self._args.fp16:
             plugin.set_mixed_precision("bf16" if self._args.bf16 else "fp16")
         mesh = init_device_mesh(self._args.device.type, (dist.get_world_size(),), mesh_dim_names=("fsdp",))
-        # Accelerate 1.15 (utils/fsdp_utils.py, fsdp2_prepare_model) converts weights to float32 if the accelerator has
-        # mixed precision. The two functions get a stand-in with the attributes that they read, and "no" for this one.
+        # Accelerate 1.15 (utils/fsdp_utils.py, fsdp2_prepare_model) converts weights to float32 if the accelerator uses
+        # mixed precision. So both functions get a stand-in with the attributes that they read and mixed_precision="no".
         stand_in = SimpleNamespace(
             state=SimpleNamespace(fsdp_plugin=plugin),
             mixed_precision="no",
@@ -318,7 +318,7 @@ class FSDP2Sharding:
             fsdp2_prepare_model(stand_in, model)
 
     def release(self, model: nn.Module) -> None:
-        """Frees the parameters that are still gathered after a forward without a backward."""
+        """Frees parameters that are still gathered after a forward without backward."""
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()

@@ -16,12 +16,12 @@ from lowmem.placements.homes import FileHome
 from lowmem.placements.streamed import stream
 from lowmem.placements.streaming import Streaming
 
-# Arguments that read or convert weights where they are not on the device, or compile them.
+# Arguments that compile the model, or that read or convert weights that are not on the device.
 _NOT_STREAMED = ("torch_compile", "use_vllm", "sync_ref_model", "fp16_full_eval", "bf16_full_eval")
 
 
 class StreamedSharding:
-    """Streams the layers of a model through the one device of a run. If `converts`, converts weights layer by layer."""
+    """Streams the layers of a model through the device of a run. If `converts`, converts weights layer by layer."""
 
     def __init__(self, args: TrainingArguments, fused: FusedConfig) -> None:
         self._args, self._fused = args, fused
@@ -41,18 +41,18 @@ class StreamedSharding:
         for name in _NOT_STREAMED:
             if getattr(args, name, False):
                 raise UnsupportedError(f"{name}=True is not supported with fused.placement='streamed'; omit it")
-        self.converts = find_spec("transformers.core_model_loading") is not None  # of transformers 5
+        self.converts = find_spec("transformers.core_model_loading") is not None  # transformers 5
 
     def prepare(self, dtype: torch.dtype) -> None:
-        """Does nothing: a model is loaded on the host."""
+        """Does nothing, because the model is loaded on the host."""
 
     def shard(self, model: nn.Module, accelerator: Any = None, *, reference: bool = False) -> None:
-        """Streams a model unless it is streamed already. No layers of a reference model stay on the device."""
+        """Streams a model unless it is streamed already. Layers of a reference model do not stay on the device."""
         memory = None if reference else self._fused.device_bytes
         stream(model, self._args.device, home=self._fused.home, device_memory=memory, load=convert)
 
     def release(self, model: nn.Module) -> None:
-        """Does nothing: layers leave the device when others need its memory."""
+        """Does nothing, because layers are evicted when other layers need the memory."""
 
 
 def in_words(streaming: Streaming, model: nn.Module) -> str:
@@ -69,13 +69,13 @@ def in_words(streaming: Streaming, model: nn.Module) -> str:
 
 
 class Traffic:
-    """The copies of a streamed model, measured from one log to the next."""
+    """Measures the copies of a streamed model between two logs."""
 
     def __init__(self, streaming: Streaming) -> None:
         self._streaming, self._before = streaming, self._counts(streaming)
 
     def metrics(self) -> dict[str, float]:
-        """Returns the speed of copies in both directions, and the share of the time that the device waited for them."""
+        """Returns the speed of copies in both directions, and the share of time in which the device waited for them."""
         before, self._before = self._before, self._counts(self._streaming)
         seconds, copied, waited = (now - then for now, then in zip(self._before, before, strict=True))
         return {"streamed_gb_per_second": copied / seconds / 1e9, "waiting_share": waited / seconds}

@@ -1,8 +1,8 @@
-"""The weights of a model, saved to and loaded from Hugging Face files one parameter at a time.
+"""Saves and loads the weights of a model in Hugging Face files, one parameter at a time.
 
-The files equal those of `save_pretrained`, which needs more memory in transformers 5.23 (modeling_utils.py): all
-tensors of a file on the host, the full model if it is sharded, and a copy of every weight that it converts. Here only
-one full parameter exists at a time, or those that a conversion combines.
+The files are the same as from `save_pretrained`, which needs more memory in transformers 5.23 (modeling_utils.py): for
+all tensors of a file on the host, the full model if it is sharded, and a copy of every weight that it converts. Here,
+only one full parameter exists at a time, or the parameters that a conversion combines.
 """
 
 import json
@@ -42,14 +42,14 @@ def save_weights(
     model: nn.Module, folder: str | Path, *, write: bool = True, max_shard_size: int | str = "50GB",
     save: Callable[..., Any] | None = None,
 ) -> None:  # fmt: skip
-    """Writes the files of `save_pretrained` on one device: weights and configuration. For a module that is not a
-    `PreTrainedModel` it writes only the weights; for a `PeftModel`, the adapters and a file of other trained tensors.
-    Every rank calls it.
+    """Writes the files that `save_pretrained` writes on one device: weights and configuration. For a module that is not
+    a `PreTrainedModel`, writes only the weights. For a `PeftModel`, writes the adapters and a file with other trained
+    tensors. Every rank calls it.
 
     Args:
         write: whether this rank writes the files.
-        max_shard_size: the largest size of a file, as in `save_pretrained`.
-        save: writes everything else, in place of `model.save_pretrained` and with its arguments.
+        max_shard_size: the maximum size of a file, as in `save_pretrained`.
+        save: a function that writes everything else, with the arguments of `model.save_pretrained` (the default).
     """
     folder = Path(folder)
     if save is None and isinstance(model, PreTrainedModel):
@@ -71,7 +71,7 @@ def save_weights(
 
 def load_weights(model: nn.Module, folder: str | Path) -> None:
     """Copies the weights of a checkpoint into a model, or adapters and other trained tensors into a `PeftModel`. Every
-    rank reads the files. Nothing is copied unless everything fits.
+    rank reads the files. Nothing is copied unless all tensors match.
 
     Raises:
         CheckpointError: the weights are missing or truncated, or their names or shapes differ from the model's.
@@ -98,8 +98,8 @@ def load_weights(model: nn.Module, folder: str | Path) -> None:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Returns the files that a model directory, or its adapters, should have. Raises `CheckpointError` if an index or a
-    configuration is damaged.
+    """Returns the weight files that a model directory should contain, or the files of its adapters. Raises
+    `CheckpointError` if an index or a configuration is damaged.
     """
     if paths := adapters.files(folder):
         return paths
@@ -124,7 +124,7 @@ def saved_weights(folder: Path) -> Iterator[Tensor]:
 
 @dataclass(frozen=True)
 class _Group:
-    """Weights of the model, and the tensors in files that they are converted to: by name, on `meta`."""
+    """Weights of the model, and the tensors in files that they are converted to, by name and on `meta`."""
 
     weights: dict[str, Tensor]
     tensors: dict[str, Tensor]
@@ -150,7 +150,7 @@ class _FileLayout:
         ignored: Any = model._keys_to_ignore_on_save if is_pretrained else None
         for name in ignored or ():
             weights.pop(name, None)
-        tied = getattr(model, "all_tied_weights_keys", {})  # names that loading ties to others
+        tied = getattr(model, "all_tied_weights_keys", {})  # names that are tied to others on loading
         saved = {id(self.state[name]): name for name in weights if name in tied}
         saved |= {id(self.state[name]): name for name in reversed(weights) if name not in tied}
         weights = {name: weight for name, weight in weights.items() if saved[id(self.state[name])] == name}
@@ -175,8 +175,8 @@ class _FileLayout:
         return dict(zip(group.tensors, weights, strict=True))
 
     def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Gathers the weights and yields the tensors in files, group by group. No reference to a group is left when
-        the next one is gathered.
+        """Gathers the weights and yields the tensors in files, group by group. A group is freed before the next one is
+        gathered.
         """
         for group in self.groups:
             yield from self.convert(
@@ -196,7 +196,7 @@ class _FileLayout:
         if all(tensor.untyped_storage().data_ptr() == memory.data_ptr() for tensor in tensors.values()):
             for name, tensor in tensors.items():
                 tensor.copy_(saved[name].get_tensor(name))
-        else:  # the conversion copies: converting the index of each element shows where it comes from
+        else:  # the conversion copies: converting the index of each element shows its source
             for name, index in self.convert(group, _views(torch.arange(len(memory)), shapes)).items():
                 memory[index] = saved[name].get_tensor(name).to(memory.dtype)
         for name, tensor in zip(group.weights, weights, strict=True):
@@ -204,7 +204,7 @@ class _FileLayout:
 
 
 def _unsharded(model: Any, weights: dict[str, Tensor]) -> Any:
-    """A stand-in for the model on one device. Conversions read its class and the shapes of its parameters."""
+    """Creates a stand-in for the unsharded model. Conversions read its class and the shapes of its parameters."""
     unsharded_class = type(model).__mro__[2] if isinstance(model, FSDPModule) else type(model)
     unsharded: Any = object.__new__(unsharded_class)  # FSDPModule.__new__, which copy.copy calls, would run __init__
     unsharded.__dict__ |= model.__dict__ | {"get_parameter": weights.__getitem__}
@@ -232,8 +232,8 @@ class _Sources(TorchFunctionMode):
 
 
 class _SkipContiguous(TorchFunctionMode):
-    """Turns `Tensor.contiguous` into the identity: a conversion of stacked experts calls it on every part and would
-    hold all of them twice. `write_safetensors` copies a few rows at a time, whatever their strides.
+    """Makes `Tensor.contiguous` return its input: a conversion of stacked experts calls it on every part, which would
+    need memory for two copies. `write_safetensors` copies a few rows at a time, for any strides.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -248,7 +248,7 @@ def _views(memory: Tensor, shapes: list[torch.Size]) -> list[Tensor]:
 def _split(
     tensors: dict[str, Tensor], folder: Path, max_shard_size: int | str, count: int
 ) -> dict[Path, dict[str, Tensor]]:
-    """Splits the tensors of a model with `count` parameters into files, and writes the index of several files."""
+    """Splits the tensors of a model with `count` parameters into files, and writes an index for several files."""
     split = split_state_dict_into_shards_factory(
         tensors,
         get_storage_size=lambda tensor: tensor.untyped_storage().nbytes(),

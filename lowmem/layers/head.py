@@ -64,6 +64,8 @@ def linear_cross_entropy(
     head = Head(**options)
     if reduction not in ("mean", "sum", "none"):
         raise ConfigError(f"reduction={reduction!r}; allowed are 'mean', 'sum' and 'none'")
+    if reduction == "none" and num_items is not None:
+        raise ConfigError("reduction='none' does not divide the losses, so num_items has no effect. Omit it")
     counted = labels != ignore_index
     targets = labels.masked_fill(~counted, 0).reshape(-1)
     losses, *_ = token_losses(hidden.reshape(-1, hidden.shape[-1]), weight, bias, targets, head)

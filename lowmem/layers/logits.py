@@ -61,8 +61,8 @@ class Source:
             weight, bias = self.parameters()
             bias = None if bias is None else bias.to(hidden.dtype)
             z = F.linear(hidden, weight.to(hidden.dtype), bias).to(self.dtype)
-        cap, scale = self.head.softcap, self.head.logit_scale
-        z = z * scale if cap is None else torch.tanh(z * (scale / cap)) * (cap / self.head.temperature)
+        head, cap = self.head, self.head.softcap
+        z = z * head.slope if cap is None else torch.tanh(z * (head.logit_scale / cap)) * (cap / head.temperature)
         return z.log_softmax(-1) if self.normalized else z
 
     def losses(

@@ -1,4 +1,4 @@
-"""One run of the command line: configuration, data, training, report."""
+"""Implements a run of the command line: configuration, data, training and report."""
 
 from lowmem.errors import require_packages
 

@@ -1,4 +1,4 @@
-"""Where an error of a library becomes a message for the user: which input it is about, and the reason."""
+"""Converts errors of libraries to messages for the user, which name the input that caused the error and the reason."""
 
 import errno
 import re
@@ -13,7 +13,7 @@ import torch
 from lowmem.errors import ConfigError, LowmemError, UnsupportedError
 from lowmem.hf import version
 
-# Messages of PyTorch's RuntimeErrors for failed allocations: on the CPU, of pinned memory, in CUDA libraries, in C++.
+# Messages of PyTorch's RuntimeErrors for failed allocations: of CPU, GPU and pinned memory, in CUDA libraries, in C++.
 _OUT_OF_MEMORY = (
     "DefaultCPUAllocator: can't allocate memory", "CUDA error: out of memory",
     "CUDA out of memory", "HIP out of memory", "HIP error: out of memory", "_ALLOC_FAILED", "std::bad_alloc",
@@ -26,8 +26,8 @@ _UNKNOWN = r"Unrecognized configuration class <class '.*?(\w+)'> for this kind o
 
 @contextmanager
 def blaming(subject: str, kind: type[LowmemError] = ConfigError) -> Iterator[None]:
-    """Raises `kind`, which names the subject, in place of a library's error, whose type is rarely documented. Errors of
-    lowmem and of memory pass.
+    """Replaces an error of a library, whose type is rarely documented, by an error of type `kind` that names the
+    subject. Errors of lowmem and out-of-memory errors are not replaced.
     """
     try:
         yield
@@ -39,8 +39,8 @@ def blaming(subject: str, kind: type[LowmemError] = ConfigError) -> Iterator[Non
 
 @contextmanager
 def blaming_libraries(subject: str) -> Iterator[None]:
-    """Raises `UnsupportedError`, which names the subject and the place, in place of an error in a third-party package
-    other than PyTorch. Errors of lowmem and of memory pass.
+    """Replaces an error in a third-party package other than PyTorch by an `UnsupportedError` that names the subject and
+    the place. Errors of lowmem and out-of-memory errors are not replaced.
     """
     try:
         yield
@@ -61,7 +61,7 @@ def blaming_libraries(subject: str) -> Iterator[None]:
 
 
 def reason(error: BaseException, longest: int = 600) -> str:
-    """Returns the message of a library's error in one line."""
+    """Returns the message of a library's error on one line."""
     text = " ".join(str(error).split()) or type(error).__name__
     # transformers would list all classes that it can load
     text = re.sub(_UNKNOWN, r"\2 has no class for a \1. Use a language model of text, such as Llama", text)

@@ -22,7 +22,7 @@ from lowmem.run.publishing import publish_checkpoint
 from lowmem.run.recipe import Recipe
 from lowmem.trainer import FusedSFTTrainer, FusedTrainerMixin
 
-# The commands whose trainers take reward functions.
+# Commands whose trainers take reward functions.
 _WITH_REWARDS = ("grpo", "rloo")
 
 # The number of rows that are tokenized first.
@@ -41,8 +41,8 @@ def trainer_class(name: str) -> Any:
 
 
 class _RunTrainer:
-    """Names the row that TRL cannot prepare, and stops evaluations. `untruncated` has the rows of `sft` before
-    `max_length` cuts them off, as "train" and "eval".
+    """Names the row that TRL cannot prepare, and stops evaluations. `untruncated` maps "train" and "eval" to the rows
+    of `sft` before `max_length` cuts them off.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -57,7 +57,7 @@ class _RunTrainer:
             super()._maybe_log_save_evaluate(*args, **options)  # type: ignore[misc]
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        # transformers 5.23 (trainer.py) copies it over the final model, and uploads all of the run folder
+        # transformers 5.23 (trainer.py) would replace the final model by it, and upload the complete run folder
         if self._run.staged is None and self.is_world_process_zero():  # type: ignore[attr-defined]
             publish_checkpoint(self, Path(checkpoint_folder))
 
@@ -74,7 +74,7 @@ class _RunTrainer:
 
 
 def _require_template(dataset: Any, processing_class: Any, args: Any) -> None:
-    """Raises `ConfigError` for conversations, if a tokenizer has no chat template."""
+    """Raises `ConfigError` if the rows are conversations but the tokenizer has no chat template."""
     row: Any = next(iter(dataset), {})
     if processing_class.chat_template is None and (is_conversational(row) or "conversations" in row):
         advice = "Set chat_template_path to a .jinja file, or to a model with one"
@@ -98,7 +98,7 @@ def _by_row(prepare: Callable[[Any], Any], dataset: Any) -> Any:
         while last - first > 1:
             middle = (first + last) // 2
             try:
-                prepare(dataset.select([0, *range(first, middle)]))  # TRL decides by the first row how it reads others
+                prepare(dataset.select([0, *range(first, middle)]))  # the first row decides how TRL reads the others
                 first = middle
             except Exception as failure:
                 last, cause = middle, failure
@@ -111,7 +111,7 @@ def _by_row(prepare: Callable[[Any], Any], dataset: Any) -> Any:
 
 
 def model_class(config: Any) -> Any:
-    """Returns the class that TRL loads, which a configuration names."""
+    """Returns the model class that a configuration names, which is the class that TRL loads."""
     return getattr(transformers, (config.architectures or [""])[0], AutoModelForCausalLM)
 
 
@@ -121,7 +121,7 @@ def trainer(recipe: Recipe, train: Any, evaluation: Any, model: Any = None, **op
 
     Args:
         train, evaluation: data sets as `lowmem.run.data.load` returns them.
-        model: a model in place of the one that the recipe names.
+        model: a model to use instead of the model that the recipe names.
         options: further arguments of the trainer.
 
     Raises:

@@ -29,7 +29,7 @@ from lowmem.run.boundary import blaming, reason
 from lowmem.run.recipe import Recipe
 from lowmem.run.terminal import warn
 
-# The columns of tokens that TRL's trainers create.
+# Columns of tokens that TRL's trainers create.
 _IDS = ("input_ids", "prompt_ids", "chosen_ids", "rejected_ids", "completion_ids")
 
 _BUILDERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
@@ -78,7 +78,7 @@ def load(recipe: Recipe) -> tuple[Any, Any]:
 
 
 def _splits(script: Any, mixture: Any) -> Any:
-    """The splits of the data: TRL's, and those for evaluation that `data_files` of the mixture name."""
+    """Returns the splits of the data: TRL's splits, and evaluation splits that `data_files` of the mixture names."""
     if mixture.datasets:
         splits, test = get_dataset(mixture), script.dataset_test_split
         named = [entry for entry in mixture.datasets if isinstance(entry.data_files, dict) and test in entry.data_files]
@@ -91,7 +91,7 @@ def _splits(script: Any, mixture: Any) -> Any:
         )
     for split in splits.values():
         if isinstance(split, datasets.Dataset):
-            split.data.validate(full=True)  # text in another encoding may have been loaded
+            split.data.validate(full=True)  # text in other encodings may have been loaded
     return splits
 
 
@@ -104,7 +104,7 @@ def _split(splits: Any, name: str, key: str, more: str) -> Any:
 
 
 def _files(entries: list[Any]) -> Iterator[Path]:
-    """The local files of data sets that have a row per line."""
+    """Yields the local files of data sets that have one row per line."""
     for entry in entries:
         with contextlib.suppress(Exception):  # it has no local files
             builder = datasets.load_dataset_builder(entry.path, data_files=entry.data_files)
@@ -122,10 +122,12 @@ def _fault(entries: list[Any]) -> str | None:
                 try:
                     line.decode()
                     row = json.loads(line) if file.suffix == ".jsonl" and line.strip() else {}
+                    if not isinstance(row, dict):
+                        raise ValueError('it is not a JSON object, such as {"text": "..."}')
                     json.dumps(row, ensure_ascii=False).encode()  # half of a surrogate pair has no encoding
                     messages = [part for value in row.values() if isinstance(value, list) for part in value]
                     keys[file].update(*(item for item in (row, *messages) if isinstance(item, dict)))
-                except (ValueError, AttributeError) as error:
+                except ValueError as error:
                     advice = ". Convert it: iconv -f latin1 -t utf-8" if isinstance(error, UnicodeDecodeError) else ""
                     return f"{file}, line {number}: {reason(error)}{advice}"
     first = next(iter(keys), None)
@@ -139,7 +141,7 @@ def _fault(entries: list[Any]) -> str | None:
 
 
 def first(train: Any, samples: int = 0) -> Any:
-    """Returns the rows that `inspect` counts, which include the `samples` that it shows, as a data set in memory."""
+    """Returns the rows that `inspect` counts, including the `samples` that it shows, as a data set in memory."""
     count = max(build.FIRST_ROWS, samples)
     if isinstance(train, datasets.Dataset):
         return train.select(range(min(count, len(train))))
@@ -147,7 +149,7 @@ def first(train: Any, samples: int = 0) -> Any:
 
 
 def stand_in(recipe: Recipe, train: Any) -> Any:
-    """Creates the trainer of a run for some rows, with the run's tokenizer and a tiny model."""
+    """Creates the trainer of a run for these rows, with the run's tokenizer and a tiny model."""
     with blaming("model_name_or_path"):
         tokenizer = AutoProcessor.from_pretrained(recipe.model.model_name_or_path, **recipe.loading_options)
     size = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
@@ -165,8 +167,8 @@ def stand_in(recipe: Recipe, train: Any) -> Any:
 
 
 def check(trainer: Any, loaded: Any, evaluation: Any = None) -> str:
-    """Checks the tokenized data of a trainer, and returns its counts in words. `loaded` and `evaluation` are the data
-    before they were tokenized.
+    """Checks the tokenized data of a trainer, and describes its counts. `loaded` and `evaluation` are the data before
+    tokenization.
 
     Raises:
         ConfigError: a token is outside the model's embedding, or a row is longer than its positions.
@@ -226,7 +228,7 @@ def _counts(trainer: Any, loaded: Any, name: str) -> str:
 
 
 class _Counts(NamedTuple):
-    """Counts of a tokenized data set: its lengths and, for SFT, its tokens and how many contribute to the loss."""
+    """Counts of a tokenized data set: lengths of rows and, for SFT, tokens and tokens that contribute to the loss."""
 
     tokens: int
     trained: int  # tokens that contribute to the loss
@@ -253,7 +255,7 @@ def _measured(tokenized: datasets.Dataset, limit: int | None = None, special: Se
             cut, over = cut + int(beyond.any(0).sum()), over + int(beyond.sum())
         if "input_ids" not in columns:
             continue
-        ends = np.append(0, np.cumsum(lengths["input_ids"]))  # of rows, in the tokens of the batch
+        ends = np.append(0, np.cumsum(lengths["input_ids"]))  # ends of rows, as positions in the tokens of the batch
         tokens += int(ends[-1])
         if "labels" not in batch.column_names:
             continue
@@ -274,7 +276,7 @@ def _measured(tokenized: datasets.Dataset, limit: int | None = None, special: Se
 
 
 def _warn_of_answers_without_end(model: Any, tokenizer: Any, endings: set[int]) -> None:
-    """Warns if all rows end with one special token, and generation with the trained model ends at others."""
+    """Warns if all rows end with one special token, but generation with the trained model ends at other tokens."""
     ends: Any = getattr(getattr(model, "generation_config", None), "eos_token_id", None)  # an id or a list
     if len(endings) == 1 and not endings & {-1, tokenizer.eos_token_id, *np.atleast_1d(ends)}:
         (token,) = tokenizer.convert_ids_to_tokens([*endings])
@@ -285,7 +287,7 @@ def _warn_of_answers_without_end(model: Any, tokenizer: Any, endings: set[int]) 
 
 
 def _require_places(model: Any, tokenizer: Any, token: int, length: int) -> None:
-    """Raises `ConfigError` unless a model has an embedding for the highest token and positions for the longest row."""
+    """Raises `ConfigError` unless a model has an embedding for the highest token, and positions for the longest row."""
     if token >= (count := getattr(embedding(model, "input"), "num_embeddings", token + 1)):
         raise ConfigError(
             f"token {tokenizer.convert_ids_to_tokens(token)!r} ({token:,}) is outside the model's embedding, which has "

@@ -8,7 +8,7 @@ from lowmem.hf.streaming import in_words
 from lowmem.placements import in_group, shape_of, streaming_of
 from lowmem.step.record import states_in_words, weights_in_words
 
-# When parameters are updated, by policy.
+# The time of updates, by policy.
 _WHEN = {
     "immediate": "during backward, each parameter as soon as its gradient is complete",
     "two_pass": "during a second backward; the first one measures the gradients",
@@ -17,7 +17,7 @@ _WHEN = {
 
 
 def describe(trainer: Any) -> dict[str, str]:
-    """Describes the run of a trainer that has an optimizer: topic → text."""
+    """Describes the run of a trainer, which must have an optimizer, as topic → text."""
     model, args, optimizer = trainer.model, trainer.args, trainer.optimizer
     topics = {
         "model": f"{type(model).__name__}, {_count([*model.parameters()])}, {str(model.dtype).removeprefix('torch.')}",

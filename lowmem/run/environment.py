@@ -1,4 +1,4 @@
-"""When, where and with which versions a run was started."""
+"""Records the time, machine and package versions of a run."""
 
 import json
 import os
@@ -17,19 +17,19 @@ from lowmem.hf import version
 from lowmem.run.secrets import redacted
 
 CONFIG, ENVIRONMENT = "config.yaml", "environment.json"
-# The packages whose versions are reported.
+# Packages whose versions are reported.
 PACKAGES = ("torch", "transformers", "trl", "accelerate", "datasets", "deepspeed", "peft")
 
 
 def versions() -> str:
-    """The versions of lowmem, of what it runs on and of the system, one per line."""
+    """Returns the versions of lowmem, Python, the packages and the system, one per line."""
     packages = (f"{name} {version(name) or 'is not installed'}" for name in PACKAGES)
     system = f"system {platform.platform()}"
     return "\n".join((f"lowmem {__version__}", f"python {platform.python_version()}", *packages, system))
 
 
 def write_environment(run_dir: str | Path) -> None:
-    """Writes environment.json: when, where and with which versions the run was started."""
+    """Writes environment.json: the start time, the command, the machine and the versions of a run."""
     record = {
         "started": datetime.now().astimezone().isoformat(timespec="seconds"),
         "command": shlex.join(map(redacted, sys.argv)),

@@ -1,5 +1,5 @@
-"""The trainer of a run with fake tensors. The model is built from its config.json, which is all that is downloaded, and
-the rows are the longest that the run can produce.
+"""The trainer of a run with fake tensors. The model is built from its config.json, the only file that is downloaded.
+The rows are the longest rows that the run can produce.
 """
 
 import copy
@@ -41,7 +41,7 @@ from lowmem.run.fake_ranks import Patch, patched
 from lowmem.run.memory import StepMemory, step_memory
 from lowmem.run.recipe import Recipe
 
-# Arguments that are unset, because a plan creates its own rows.
+# Values that disable arguments about data, because a plan creates its own rows.
 _DATA_ARGUMENTS: dict[str, Any] = {
     "dataset_num_proc": None, "assistant_only_loss": False, "completion_only_loss": None, "chat_template_path": None,
     "eos_token": None, "pad_token": None, "precompute_ref_log_probs": False,
@@ -50,17 +50,17 @@ _DATA_ARGUMENTS: dict[str, Any] = {
 # The options of activation checkpointing, before and since transformers 5.23.
 _KWARGS = ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs")
 
-# Columns of precomputed log-probabilities of a reference model.
+# Columns with precomputed log-probabilities of a reference model.
 _REFERENCES = ("ref_chosen_logps", "ref_rejected_logps", "ref_logps", "ref_KL_logps")
 
 _MIN_OFFLOAD = 1024  # bytes of the smallest activation that TRL offloads
-_KNOWN, _CONSTANT = 1 << 24, 1 << 16  # largest number of known values: in a tensor that is computed, and in a constant
+_KNOWN, _CONSTANT = 1 << 24, 1 << 16  # maximum number of known values in a computed tensor, and in a constant
 MICRO_BATCHES = 3  # later micro-batches need the memory of the third
-LONGEST = 1024  # tokens of a row where max_length is None
+LONGEST = 1024  # tokens per row if max_length is None
 
 
 class FakeRun(NamedTuple):
-    """A trainer whose weights are fake, and sharded if the run shards them; its other models; its largest batches."""
+    """A trainer with fake weights (sharded if the run shards them), its other models and its largest batches."""
 
     trainer: Any
     others: list[PreTrainedModel]
@@ -77,7 +77,7 @@ class FakeRun(NamedTuple):
         self.trainer.prediction_step(self.trainer.model.eval(), dict(self.evaluated), prediction_loss_only=True)
 
     def step(self, count: int | None = None) -> StepMemory:
-        """Records `count` steps, by default as many as a plan needs, and an evaluation if the run has any."""
+        """Records `count` steps, by default as many as a plan needs, and an evaluation if the run evaluates."""
         trainer, evaluate = self.trainer, None if self.evaluated is None else self.evaluate
         losses = [self.loss] * min(trainer.args.gradient_accumulation_steps, MICRO_BATCHES)
         tensors = [*filter(torch.is_tensor, (self.batch | (self.evaluated or {})).values())]
@@ -88,8 +88,8 @@ class FakeRun(NamedTuple):
 
 @contextmanager
 def running(recipe: Recipe, device: torch.device, *, real: bool = False) -> Iterator[FakeRun]:
-    """A context in which the trainer of a run computes with fake tensors on `device`; if `real`, with real tensors and
-    random weights, to measure what a plan predicts.
+    """A context in which the trainer of a run computes with fake tensors on `device`, or if `real`, with real tensors
+    and random weights, to measure the memory that a plan predicts.
     """
     fake = None if real else FakeTensorMode(allow_non_fake_inputs=True)
     with ExitStack() as stack:
@@ -118,20 +118,20 @@ def running(recipe: Recipe, device: torch.device, *, real: bool = False) -> Iter
 
 
 def offloaded_to_nvme(args: Any) -> dict[str, Any] | None:
-    """Returns DeepSpeed's options of offloaded weights, if they are on NVMe."""
+    """Returns DeepSpeed's options for offloaded weights if they are on NVMe, otherwise None."""
     options = args.hf_deepspeed_config.get_value("zero_optimization.offload_param") or {}
     return options if options.get("device") == "nvme" else None
 
 
 def checkpointing(args: Any) -> str:
-    """Returns the name of activation checkpointing, in arguments and methods; transformers 5.23 has changed it."""
+    """Returns the name of activation checkpointing in arguments and methods, which transformers 5.23 has changed."""
     return "activation_checkpointing" if hasattr(args, "activation_checkpointing") else "gradient_checkpointing"
 
 
 def _trainer(
     recipe: Recipe, folder: str, fake: FakeTensorMode | None, device: torch.device
 ) -> tuple[Any, list[PreTrainedModel]]:
-    """Creates the trainer of a run, with random weights and two rows of data. Returns it and its other models."""
+    """Creates the trainer of a run with random weights and two rows of data. Returns it and its other models."""
     args, adapted = recipe.training, recipe.model.use_peft
     length = args.max_length or LONGEST
     named = images.sees(recipe.config) and (recipe.mixture.datasets or recipe.script.dataset_name)
@@ -144,7 +144,7 @@ def _trainer(
         if fake is not None and args.deepspeed and (nvme := offloaded_to_nvme(args)):
             nvme["device"] = "cpu"  # fake tensors cannot be written
         sharded.prepare(recipe.dtype)
-    # some models draw initial values until all are in a range, which fake tensors never are
+    # some models draw initial values until all are in a range, which never happens with fake tensors
     initial = nullcontext() if fake is None else patch.object(PreTrainedModel, "initialize_weights", lambda _: None)
     with fake or nullcontext(), nullcontext() if fake is None else _Values(), initial, device:
         model, *others = (_untrained(recipe) for _ in range(1 + len(names)))
@@ -159,7 +159,7 @@ def _trainer(
         changed |= {"activation_offloading": False, **dict.fromkeys(_KWARGS, inside)}
     options = {"processing_class": processor, **dict(zip(names, others, strict=True))}
     later = patch.object(StreamedSharding, "shard", lambda *_, **__: None)  # later, when new tensors are fake
-    with device if adapted else nullcontext(), later if fake is not None else nullcontext():  # adapters are on it
+    with device if adapted else nullcontext(), later if fake is not None else nullcontext():  # for the adapters
         trainer = build.trainer(recipe.probe(folder, sharded=True, **changed), rows, None, model, **options)
     for module in trainer.model.modules() if adapted else ():
         for name, param in module.named_parameters(recurse=False):
@@ -172,7 +172,7 @@ def _trainer(
 
 @contextmanager
 def _recomputed_and_offloaded(model: Any, args: Any) -> Iterator[None]:
-    """Applies activation checkpointing and offloading, as the arguments request."""
+    """Applies the activation checkpointing and offloading that the arguments request."""
     if args.gradient_checkpointing:
         kwargs = {"use_reentrant": False, **(args.gradient_checkpointing_kwargs or {})}
         which = {name: kwargs.pop(name) for name in ("every_n_layers", "offload") if name in kwargs}
@@ -184,7 +184,7 @@ def _recomputed_and_offloaded(model: Any, args: Any) -> Iterator[None]:
 
 
 def _of_trainer(args: Any, device: torch.device, real: bool) -> Iterator[Patch]:
-    yield TrainingArguments, "device", property(lambda args: args._setup_devices and device)  # arguments have the CPU
+    yield TrainingArguments, "device", property(lambda args: args._setup_devices and device)  # arguments use the CPU
     yield Accelerator, "device", property(lambda _: device)
     if not real:  # the original moves the model to the CPU
         yield Accelerator, "prepare_model", lambda _, model, **__: model
@@ -193,8 +193,8 @@ def _of_trainer(args: Any, device: torch.device, real: bool) -> Iterator[Patch]:
 
 
 def _of_torch(real: bool) -> Iterator[Patch]:
-    """Replacements of functions that torch 2.13 does not support on "meta" or for fake tensors. TRL's head,
-    transformers 4 and DeepSpeed ask about autocast.
+    """Yields replacements for functions that torch 2.13 does not support on "meta" or for fake tensors. TRL's head,
+    transformers 4 and DeepSpeed query autocast.
     """
     enabled, dtype, autocast = torch.is_autocast_enabled, torch.get_autocast_dtype, torch.autocast
 
@@ -206,18 +206,18 @@ def _of_torch(real: bool) -> Iterator[Patch]:
     yield torch, "get_autocast_dtype", lambda on: dtype(on.replace("meta", "cpu"))
     yield torch, "tensor", _constant
     if not real:
-        yield masking_utils, "is_tracing", lambda *_: False  # values are known: no mask where none is needed
+        yield masking_utils, "is_tracing", lambda *_: False  # values are known, so unneeded masks are omitted
         yield nn.functional, "scaled_dot_product_attention", _attend
 
 
 def _constant(data: Any, *, device: Any = None, tensor: Any = torch.tensor, **options: Any) -> Tensor:
-    """`torch.tensor`, which (in torch 2.13) returns no fake tensor on "meta", and reads the memory of fake numbers."""
+    """Replaces `torch.tensor`: in torch 2.13 it returns no fake tensor on "meta", and reads memory of fake numbers."""
     data = data if isinstance(data, Tensor) else tree_map_only(Tensor, Tensor.item, data)
     return tensor(data, **options).to(device)
 
 
 def _untrained(recipe: Recipe) -> PreTrainedModel:
-    """The model that the run loads, from its configuration, on the device of the context."""
+    """Creates the model of a run from its configuration, on the device of the context."""
     config, kind = copy.deepcopy(recipe.config), build.model_class(recipe.config)
     if recipe.command == "reward":
         config.num_labels, kind = 1, AutoModelForSequenceClassification
@@ -229,7 +229,7 @@ def _untrained(recipe: Recipe) -> PreTrainedModel:
 
 
 def _rows(command: str, length: int) -> Dataset:
-    """Two rows, or pairs, of at most `length` tokens. One of two is a token shorter, so that there is a mask."""
+    """Creates two rows or pairs of at most `length` tokens. One is a token shorter, so that a mask is needed."""
     if command == "sft":
         ids = [[1] * length for length in (length, length - 1)]
         return Dataset.from_dict({"input_ids": ids, "labels": ids})
@@ -241,7 +241,7 @@ def _rows(command: str, length: int) -> Dataset:
 
 
 def _batch(trainer: Any, size: int) -> dict[str, Any]:
-    """A batch of `size` of the longest rows."""
+    """Creates a batch of `size` rows of maximum length."""
     length = trainer.args.max_length or LONGEST
     rows = [dict(trainer.train_dataset[n % 2]) for n in range(size)]
     if getattr(trainer, "precompute_ref_logps", False):
@@ -249,7 +249,7 @@ def _batch(trainer: Any, size: int) -> dict[str, Any]:
             row |= dict.fromkeys(_REFERENCES, 0.0)
     with blaming(f"max_length={trainer.args.max_length}: a batch of the data cannot be made"):
         batch = dict(trainer.data_collator(rows))
-    if getattr(trainer, "_is_vision_dataset", False):  # the row's last token again up to `length`, and one of padding
+    if getattr(trainer, "_is_vision_dataset", False):  # repeat the last token up to `length`, and add padding
         sequences = batch["input_ids"].shape
         for name in [name for name, value in batch.items() if getattr(value, "shape", None) == sequences]:
             last = batch[name][:, -1:].expand(-1, max(0, length - sequences[1]))
@@ -259,15 +259,15 @@ def _batch(trainer: Any, size: int) -> dict[str, Any]:
 
 
 def _tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer for which every word is a token, in place of the model's, which would be downloaded."""
+    """Creates a tokenizer for which every word is a token. The model's tokenizer would have to be downloaded."""
     words = Tokenizer(models.WordLevel({"<pad>": 0, "a": 1, "</s>": 2}, unk_token="<pad>"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>", pad_token="<pad>")
 
 
 class _Values(TorchDispatchMode):
-    """Values that code reads from fake tensors. Those computed from the batch and from constants are known, such as the
-    positions of images. Other integers are 1, other numbers 1/2, and elements of a mask are True.
+    """Provides the values that code reads from fake tensors. Values computed from the batch and from constants are
+    known, such as the positions of images. Other integers are 1, other numbers 1/2, and elements of a mask are True.
     """
 
     def __init__(self) -> None:
@@ -275,7 +275,7 @@ class _Values(TorchDispatchMode):
         self.known = WeakIdKeyDictionary()  # fake tensor → the same values on the CPU
 
     def fake(self, value: Tensor, device: torch.device) -> Tensor:
-        """A fake tensor with this value."""
+        """Creates a fake tensor with this value."""
         self.known[result := torch.empty_like(value, device=device)] = value
         return result
 
@@ -298,14 +298,14 @@ class _Values(TorchDispatchMode):
         return result
 
     def _value(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The result of an operation on known values, on the CPU."""
+        """Computes the result of an operation on known values, on the CPU."""
         args, kwargs = tree_map_only(torch.device, lambda _: torch.device("cpu"), (args, kwargs))
         args, kwargs = tree_map_only(Tensor, lambda tensor: self.known.get(tensor, tensor), (args, kwargs))
         with unset_fake_temporarily():
             return func(*args, **kwargs)
 
     def _guess(self, func: Any, args: Any) -> Any:
-        """The result of an operation that fake tensors do not have, if the values are not known; or None."""
+        """Returns a result for an operation that fake tensors do not support without known values, or None."""
         aten = torch.ops.aten
         if func is aten._local_scalar_dense.default:
             return True if args[0].dtype == torch.bool else 0.5 if args[0].is_floating_point() else 1
@@ -325,7 +325,7 @@ class _Values(TorchDispatchMode):
 
 
 def _offload(saved: Tensor) -> tuple[torch.device, Tensor]:
-    """TRL's activation offloading without its streams: tensors saved for backward are on the host."""
+    """Moves a tensor that is saved for backward to the host, as TRL's activation offloading does, without streams."""
     stays = isinstance(saved, nn.Parameter) or saved.nbytes < _MIN_OFFLOAD
     return saved.device, saved if stays else saved.cpu()
 
@@ -333,13 +333,13 @@ def _offload(saved: Tensor) -> tuple[torch.device, Tensor]:
 def _attend(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
             is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
             sdpa: Any = nn.functional.scaled_dot_product_attention) -> Any:  # fmt: skip
-    """Attention as with real tensors. With fake ones, PyTorch (2.13) selects a kernel that stores all scores."""
+    """Computes attention as for real tensors. For fake tensors, torch 2.13 selects a kernel that stores all scores."""
     if query.device.type != "meta":
         return sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     if attn_mask is not None and attn_mask.dtype == torch.bool:  # converted to numbers
         zero, lowest = (torch.full((), x, dtype=query.dtype, device=query.device) for x in (0, -torch.inf))
         attn_mask = torch.where(attn_mask, zero, lowest)
-    if query.shape[-1] == value.shape[-1]:  # with fewer keys and values than queries, too
+    if query.shape[-1] == value.shape[-1]:  # also with fewer keys and values than queries
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         return kernel(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[0]
     kernel = torch.ops.aten._scaled_dot_product_efficient_attention

@@ -1,7 +1,7 @@
 """The process group of a plan: this process is rank 0, and only this process is simulated.
 
 PyTorch's "fake" backend does nothing in a collective, so a plan needs neither processes nor a launcher. FSDP2 and
-DeepSpeed ZeRO-3 run their own code, and take a GPU's fake tensors, which are on "meta", for those of an accelerator.
+DeepSpeed ZeRO-3 run their own code, and treat "meta", the device of fake tensors, as an accelerator.
 """
 
 import os
@@ -21,13 +21,13 @@ from torch.utils._python_dispatch import _disable_current_modes
 from lowmem.hf import sharding
 from lowmem.placements import agreement
 
-# An object, the name of an attribute, and what replaces it.
+# An object, the name of an attribute, and its replacement.
 Patch = tuple[Any, str, Any]
 
 
 @contextmanager
 def patched(patches: Iterable[Patch]) -> Iterator[None]:
-    """A context with these replacements. torch.meta is new, and transformers 4 has no is_tracing."""
+    """A context with these replacements. It creates torch.meta, and is_tracing, which transformers 4 does not have."""
     with ExitStack() as stack:
         for place, name, replacement in patches:
             stack.enter_context(patch.object(place, name, replacement, create=name in ("meta", "is_tracing")))
@@ -36,7 +36,7 @@ def patched(patches: Iterable[Patch]) -> Iterator[None]:
 
 @contextmanager
 def fake_ranks(count: int, device: torch.device, *, zero3: bool) -> Iterator[None]:
-    """A context in which this process is rank 0 of `count`, also for trainers' arguments that are parsed in it. With
+    """A context in which this process is rank 0 of `count`, including trainers' arguments that are parsed in it. If
     `zero3`, DeepSpeed shards the model.
     """
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -52,14 +52,14 @@ def fake_ranks(count: int, device: torch.device, *, zero3: bool) -> Iterator[Non
 
 
 def _mesh(device_type: str, *shape: Any, **names: Any) -> Any:
-    with _disable_current_modes():  # it reads values of a tensor of ranks
+    with _disable_current_modes():  # it reads the values of a tensor with ranks
         return init_device_mesh(device_type, *shape, **names)
 
 
 _PATCHES: tuple[Patch, ...] = (
     (agreement, "_gathered", lambda value, _: [value]),
     (sharding, "init_device_mesh", _mesh),
-    (torch, "meta", torch.cpu),  # streams and events that do nothing
+    (torch, "meta", torch.cpu),  # its streams and events do nothing
     (_fully_shard, "_get_device_from_mesh", lambda mesh: torch.device(mesh.device_type)),
     (_fsdp_param_group.FSDPParamGroup, "_validate_no_meta_params", lambda group: None),
 )

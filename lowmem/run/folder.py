@@ -1,4 +1,4 @@
-"""The folder of a run: who may write there, what it contains, and from where a run in it continues."""
+"""The folder of a run: locks it, writes its files, and determines the checkpoint from which a run continues."""
 
 import contextlib
 import traceback
@@ -32,7 +32,7 @@ _HEADER = """\
 
 @dataclass(frozen=True)
 class RunFolder:
-    """The folder of a run, which one process at a time uses: `with RunFolder(path).opened(): ...`.
+    """The folder of a run, which only one run can use at a time: `with RunFolder(path).opened(): ...`.
 
     Args:
         path: `output_dir` of the run.
@@ -51,11 +51,11 @@ class RunFolder:
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Creates and locks the folder. If the run fails before its first step, removes what it has written.
+        """Creates and locks the folder. If the run fails before its first step, removes the files that it has written.
 
         Raises:
-            ConfigError: the folder has a run and `resume` is None, has none and `resume` is `LAST`, or is in use.
-            LowmemError: it cannot be written.
+            ConfigError: the folder has a run and `resume` is None, has no run and `resume` is `LAST`, or is in use.
+            LowmemError: the folder cannot be written.
         """
         if self.rank > 0:
             yield
@@ -103,7 +103,7 @@ class RunFolder:
         return self.resume
 
     def write_config(self, recipe: Recipe) -> None:
-        """Writes config.yaml, with which `lowmem` continues the run, and environment.json."""
+        """Writes environment.json and config.yaml, which is needed to continue the run."""
         if self.rank == 0:
             again = train_command(recipe.command, self.path, recipe.training.save_only_model)
             header = _HEADER.format(command=recipe.command, resume=again)
@@ -116,7 +116,7 @@ class RunFolder:
         write_file(path, redacted("".join(traceback.format_exception(error))).encode())
 
     def save_model(self, trainer: Any) -> None:
-        """Saves the final model next to the checkpoints, complete or not at all. Every rank calls it."""
+        """Saves the final model next to the checkpoints, either completely or not at all. Every rank calls it."""
         with checkpoint.saving(self.path) as staged:
             trainer.save_model(str(staged), _internal_call=True)
 
@@ -156,7 +156,7 @@ class RunFolder:
             lock.release()
 
     def _clear(self, before: set[Path]) -> None:
-        """Removes what the run has written, except tracebacks."""
+        """Removes the files that the run has written, except tracebacks."""
         for path in {*self.path.iterdir()} - before:
             if path.is_dir() or path.is_symlink():
                 checkpoint.remove(path)

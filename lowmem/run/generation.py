@@ -1,4 +1,4 @@
-"""The answer of a trained model to a prompt."""
+"""Generates the answer of a trained model to a prompt."""
 
 import math
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ def generate(
     folder: Path, prompt: str, *, system: str | None, image: Sequence[Path] | None, max_new_tokens: int,
     temperature: float, seed: int,
 ) -> None:  # fmt: skip
-    """Prints the answer of a checkpoint, or of the newest complete one in a run folder.
+    """Prints the answer of a checkpoint, or of the newest complete checkpoint in a run folder.
 
     Raises:
         CheckpointError: there is no complete checkpoint, or its model cannot be loaded.
@@ -81,7 +81,7 @@ def generate(
 
 
 def _model_folder(folder: Path) -> Path:
-    """Returns the folder itself if it has a model, which must be complete, else its newest complete checkpoint."""
+    """Returns the folder itself if it has a model, which must be complete, or its newest complete checkpoint."""
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: there is no such folder. Name a run folder, or a checkpoint in it.")
     if (folder / "config.json").exists() or adapters.files(folder):

@@ -1,4 +1,4 @@
-"""Rows with images, which trainers tokenize when they train on them: their tokens, and the largest row for a plan."""
+"""Rows with images, which trainers tokenize during training: their tokens, and the largest row for a plan."""
 
 import copy
 from collections.abc import Iterable, Sequence
@@ -15,12 +15,12 @@ from lowmem.run.recipe import Recipe
 
 
 def sees(config: Any) -> bool:
-    """Returns whether a model may read more than text."""
+    """Returns whether a model may accept inputs other than text."""
     return config.get_text_config() is not config
 
 
 def largest(recipe: Recipe, rows: Iterable[Any]) -> tuple[Dataset, Any] | None:
-    """Returns the row with the largest images, twice, and the processor; None if no row has images."""
+    """Returns two copies of the row with the largest images, and the processor, or None if no row has images."""
     row: Any = max(rows, key=lambda row: sum(width * height for width, height in _sizes(row)))
     if not _sizes(row):
         return None
@@ -41,8 +41,8 @@ def _sizes(row: dict[str, Any]) -> list[tuple[int, int]]:
 
 
 def tokenized(trainer: Any, rows: Iterable[Any]) -> tuple[Dataset, Dataset]:
-    """Returns the tokens and labels of rows with images: whole, and cut off at `max_length`. Raises `DataError` if a
-    row cannot be tokenized, or would lose tokens of its images.
+    """Returns the tokens and labels of rows with images: complete, and cut off at `max_length`. Raises `DataError` if a
+    row cannot be tokenized, or if tokens of its images would be cut off.
     """
     collator, limit, sequences = copy.copy(trainer.data_collator), trainer.args.max_length, []
     collator.max_length = None
@@ -63,7 +63,7 @@ def tokenized(trainer: Any, rows: Iterable[Any]) -> tuple[Dataset, Dataset]:
 
 
 def decoded(processor: Any, tokens: Sequence[int]) -> str:
-    """Returns the text of tokens, in which image tokens are counted."""
+    """Decodes tokens to text. Consecutive image tokens are replaced by one image token and their count."""
     tokenizer, image = getattr(processor, "tokenizer", processor), getattr(processor, "image_token_id", None)
     runs = [[*run] for _, run in groupby(tokens, lambda token: token == image)]
     texts = (f"{tokenizer.decode(image)} x {len(run)} " if run[0] == image else tokenizer.decode(run) for run in runs)

@@ -1,4 +1,4 @@
-"""The memory of one training step by kind: a prediction with fake tensors, or a measurement with real ones."""
+"""Records the memory of a training step by kind: predicted with fake tensors, or measured with real tensors."""
 
 import time
 import weakref
@@ -43,7 +43,7 @@ KINDS = (WEIGHTS, STATES, BUFFERS, GRADIENTS, ACTIVATIONS, TEMPORARIES)
 
 @dataclass(eq=False)
 class _Allocation:
-    """A storage, which one or several tensors share, from its allocation to its release."""
+    """A storage, which several tensors may share, from its allocation to its release."""
 
     nbytes: int
     device: torch.device
@@ -54,9 +54,9 @@ class _Allocation:
 
 
 class _Tracker(TorchDispatchMode, Observer):
-    """Records the storage of every tensor that an operation returns. Memory that a kernel frees itself is not recorded.
+    """Records the storage of every tensor that an operation returns, but not the memory that a kernel uses internally.
 
-    PyTorch's MemTracker finds the same peak, but knows optimizer states only by the hooks of `Optimizer.step`.
+    PyTorch's MemTracker finds the same peak, but it recognizes optimizer states only by hooks of `Optimizer.step`.
     """
 
     def __init__(self) -> None:
@@ -97,7 +97,7 @@ class _Tracker(TorchDispatchMode, Observer):
         self._resizing.stop()
 
     def label(self, tensors: Iterable[Tensor], kind: str) -> None:
-        """Sets the kind of the storages of tensors. Those that stay count from the beginning."""
+        """Sets the kind of the tensors' storages. Weights, states and buffers count from the beginning."""
         for tensor in tensors:
             for part in tensors_of(tensor):
                 allocation = self._allocation(part)
@@ -106,7 +106,7 @@ class _Tracker(TorchDispatchMode, Observer):
                     allocation.born = 0
 
     def label_unknown(self, kind: str, since: int) -> None:
-        """Sets the kind of all live storages without one that were allocated at `since` or later."""
+        """Sets the kind of all live storages of unknown kind that were allocated at `since` or later."""
         for allocation in self.allocations:
             if allocation.born >= since and allocation.died is None and not allocation.kind:
                 allocation.kind = kind
@@ -115,8 +115,8 @@ class _Tracker(TorchDispatchMode, Observer):
         self.label([grad], GRADIENTS)
 
     def update(self, program: Program, tiles: StoredTiles, state: dict[str, Any]) -> Result:
-        """Runs an update. With fake gradients, only the first update of a program runs, and its storages are recorded
-        again for other parameters, unless it leaves storages behind, such as states of a third-party optimizer.
+        """Runs an update. With fake gradients, only the first update of a program runs. For other parameters, its
+        storages are recorded again, unless it creates storages that stay, such as states of a third-party optimizer.
         """
         if not is_fake(tiles.grad):
             return super().update(program, tiles, state)
@@ -159,17 +159,17 @@ class _Tracker(TorchDispatchMode, Observer):
 
 
 class Timeline(NamedTuple):
-    """The bytes of tensors on the model's device at the moments of recorded steps."""
+    """The bytes of tensors on the model's device at each moment of the recorded steps."""
 
     live: dict[str, Any]  # by kind, int64 [moments]
-    seconds: Any  # the time of each moment, float64 [moments]; fake tensors have fewer
+    seconds: Any  # the time of each moment, float64 [moments]; fewer for fake tensors
     backwards: list[tuple[int, int]]  # the first and last moment of each backward
     end: int  # the moment at which the last step ends; an evaluation may follow
 
 
 @dataclass(frozen=True)
 class StepMemory:
-    """Bytes of tensors at the peak of one training step, once the optimizer has its states."""
+    """Bytes of tensors at the peak of one training step, including all optimizer states."""
 
     items: dict[str, int]  # kind → bytes on the model's device
     during: str  # the part of the step with the peak
@@ -178,8 +178,8 @@ class StepMemory:
     temporaries: tuple[tuple[str, int], ...]  # dtype and shape, and bytes, of the three largest
     host_weights: int = 0  # bytes of weights on the host
     host_states: int = 0
-    host_gradients: int = 0  # until the step is decided
-    # bytes of streamed weights and states: to the device, back, and to the device for each micro-batch but the last
+    host_gradients: int = 0  # offloaded gradients
+    # bytes of streamed weights and states: to the device, back, and to the device per micro-batch except the last
     copied: tuple[int, int, int] = (0, 0, 0)
     evaluation: int = 0  # bytes at the peak of an evaluation after the step; 0 without one
     timeline: Timeline | None = field(default=None, compare=False, repr=False)
@@ -190,12 +190,12 @@ class StepMemory:
 
     @property
     def rest(self) -> int:
-        """Weights, states, buffers and the batch, which stay between steps."""
+        """The bytes of weights, states, buffers and the batch, which stay between steps."""
         return sum(self.items[kind] for kind in (WEIGHTS, STATES, BUFFERS))
 
     @property
     def floor(self) -> int:
-        """`rest` and the largest gradient, which fused training always needs."""
+        """The sum of `rest` and the largest gradient, which fused training always needs."""
         return self.rest + self.largest_gradient
 
     def figures(self) -> dict[str, Any]:
@@ -207,7 +207,7 @@ def step_memory(model: nn.Module, make_optimizer: Callable[[], FusedOptimizer],
                 losses: Sequence[Callable[[], Tensor]], batch: Sequence[Tensor],
                 others: Sequence[nn.Module] = (), evaluate: Callable[[], None] | None = None,
                 steps: int = 1) -> StepMemory:  # fmt: skip
-    """Records every tensor of an optimizer's first steps. Its states count from the beginning.
+    """Records every tensor of an optimizer's first steps. Optimizer states count from the beginning.
 
     Args:
         model: in training mode, and sharded. Its parameters have no optimizer hooks yet.
@@ -215,7 +215,7 @@ def step_memory(model: nn.Module, make_optimizer: Callable[[], FusedOptimizer],
         batch: tensors that exist during the whole step.
         others: models that are not trained, such as a reference model.
         evaluate: evaluates a batch after the steps.
-        steps: 2 if the first one differs: DeepSpeed learns in it which parameters to prefetch.
+        steps: 2 if the first step differs, as in DeepSpeed, which determines then which parameters to prefetch.
     """
     tracker = _Tracker()
     tracker.label((stored(param) for each in (model, *others) for param in each.parameters()), WEIGHTS)
@@ -243,7 +243,6 @@ def step_memory(model: nn.Module, make_optimizer: Callable[[], FusedOptimizer],
         memories = [group.memory for group in optimizer._parameters.groups]
         leaves = tree_leaves([list(optimizer.state.values()), extras, memories])
         tracker.label((leaf for leaf in leaves if isinstance(leaf, Tensor)), STATES)
-        tracker.label_unknown(GRADIENTS, since=0)  # memory on the host for them
         end = tracker.now
         # the first layers are still on the device when the next step begins
         there = sum(unit.nbytes for streaming in streamings for unit in streaming.units[:2] if unit.present)
@@ -265,7 +264,9 @@ def _at_peak(
     changes = np.zeros((len(KINDS) + 1, last + 1), dtype=np.int64)  # on the model's device, and on the host
     spans, kept = [], Counter[str]()  # on the host
     for allocation in tracker.allocations:
-        on_host, kind = int(allocation.device.type != device.type), allocation.kind or TEMPORARIES
+        on_host = int(allocation.device.type != device.type)
+        stays = on_host and allocation.died is None  # the memory of offloaded gradients
+        kind = allocation.kind or (GRADIENTS if stays else TEMPORARIES)
         died = last if allocation.died is None else min(allocation.died, last)  # it may have been collected since
         row = -1 if on_host else rows[kind]
         changes[row, allocation.born] += allocation.nbytes

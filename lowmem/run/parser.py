@@ -1,4 +1,4 @@
-"""The parser of a training command: TRL's arguments and the options of `fused` and `layers`, on one command line."""
+"""Parses a training command, which accepts TRL's arguments and the options of `fused` and `layers`."""
 
 import importlib
 import re
@@ -18,9 +18,9 @@ from lowmem.rules import resolve
 from lowmem.run.boundary import reason
 from lowmem.run.yaml_file import SECTIONS, Setting, yaml_value
 
-# Arguments of earlier versions and other programs, and what to write instead; None if nothing replaces them.
+# Arguments of earlier versions and other programs, with their replacements; None if there is no replacement.
 FORMER = {
-    "dataset_probs": "datasets: [{path: A, fraction: 0.7}, {path: B, fraction: 0.3}]",  # if TRL has shares
+    "dataset_probs": "datasets: [{path: A, fraction: 0.7}, {path: B, fraction: 0.3}]",  # if TRL supports fractions
     "group_by_length": "train_sampling_strategy: group_by_length",
     "include_tokens_per_second": None,
     "max_prompt_length": "max_length",
@@ -33,7 +33,7 @@ FORMER = {
     "warmup_ratio": "warmup_steps: SHARE, with a share of all steps below 1",
 }
 
-# Options of `accelerate launch`, which `trl` takes.
+# Options of `accelerate launch` that `trl` accepts.
 _LAUNCHER_OPTIONS = (
     "accelerate_config", "config_file", "gpu_ids", "machine_rank", "main_process_ip", "main_process_port",
     "mixed_precision", "num_machines", "num_processes",
@@ -44,7 +44,7 @@ _FILES = (".json", ".yaml", ".yml")  # suffixes of a value that names a file ins
 
 @cache
 def dataclasses_of(command: str) -> tuple[Any, ...]:
-    """TRL's dataclasses for a command: script arguments, the trainer's, the model's and the data set mixture's."""
+    """Returns TRL's dataclasses for a command: arguments of the script, the trainer, the model and the data mixture."""
     try:
         module = importlib.import_module(f"trl.scripts.{command}")
     except (ImportError, RuntimeError) as error:  # TRL 0.24 imports packages that it does not require
@@ -69,7 +69,7 @@ class Parser(TrlParser):
         super().__init__(types, prog=f"lowmem {command}", allow_abbrev=False, add_help=False)
         self.argument_default = SUPPRESS  # --help shows the defaults of the dataclasses
         self.hints = {name: hint for kind in types for name, hint in get_type_hints(kind).items()}
-        self.items: dict[str, Any] = {}  # arguments that take a list of mappings, and the dataclass of one
+        self.items: dict[str, Any] = {}  # arguments that take a list of mappings → dataclass of a mapping
         for action in self._actions:
             if is_dataclass(action.type):
                 self.items[action.dest], action.type = action.type, str
@@ -92,12 +92,12 @@ class Parser(TrlParser):
         raise ConfigError(re.sub(r"^argument (--[\w.]+)(/--[\w.-]+)*", r"\1", message))
 
     def known(self) -> list[str]:
-        """Returns the names of all arguments, as they are written in a YAML file."""
+        """Returns the names of all arguments as written in a YAML file."""
         return [option[2:] for option, action in self._option_string_actions.items() if action.nargs != 0]
 
     def convert(self, setting: Setting) -> Setting:
-        """Returns the setting of a YAML file with the name and the value that the command line would give. Raises
-        `ConfigError` if there is no such argument, or the value is not of its type.
+        """Returns a setting of a YAML file with the name and value that it would have on the command line. Raises
+        `ConfigError` if the argument does not exist, or the value does not have its type.
         """
         action = self._option_string_actions.get(f"--{setting.name}")
         if action is None or action.nargs == 0 or setting.name == "config" or setting.name in _LAUNCHER_OPTIONS:
@@ -106,8 +106,8 @@ class Parser(TrlParser):
         is_list = isinstance(value, list)
         plain = isinstance(value, bool | float | dict | NoneType) or (is_list and not takes_list)
         if hint is Any or (plain and _accepts(hint, type(value))) or (is_list and takes_list and not setting.texts):
-            pass  # not text: the value itself, or a list that is empty or nested
-        elif setting.name == "fsdp" and isinstance(value, bool):  # a flag since transformers 5.16, a text before
+            pass  # not text, so the value is used as it is, or an empty or nested list
+        elif setting.name == "fsdp" and isinstance(value, bool):  # a flag since transformers 5.16, a string before
             value = (action.const or "full_shard auto_wrap") if value else None
         elif setting.texts is None or (is_list and not takes_list):
             raise ConfigError(f"{setting}: expected {'a list' if takes_list else 'a single value'}, found {value!r}")
@@ -119,8 +119,8 @@ class Parser(TrlParser):
         return setting._replace(name=action.dest, value=value)
 
     def nested(self, setting: Setting) -> Setting:
-        """Returns the setting of an argument that takes a mapping, or a list of them, which may be a text in YAML.
-        Raises `ConfigError` if it is something else, or a mapping has an unknown key.
+        """Returns the setting of an argument that takes a mapping or a list of mappings, which may be a YAML string.
+        Raises `ConfigError` if it is something else, or if a mapping has an unknown key.
         """
         name, value, *_ = setting
         if isinstance(value, str) and _accepts(self.hints.get(name), dict) and not value.endswith(_FILES):
@@ -130,14 +130,14 @@ class Parser(TrlParser):
         elif (kind := self.items.get(name)) is not None:
             if len(value) == 1 and str(value[0]).startswith("["):
                 value = _yaml(value[0], setting)
-            value = [kind(item) if isinstance(item, str) else item for item in value]  # a name, as TRL takes it
+            value = [kind(item) if isinstance(item, str) else item for item in value]  # a name, as in TRL
             for item in value:
                 if not isinstance(item, kind):
                     check_keys(item, kind, setting)
         return setting._replace(value=value)
 
     def unknown(self, name: str, place: str = "") -> NoReturn:
-        """Raises `ConfigError`, with the nearest name, for an argument or key that the parser does not know."""
+        """Raises `ConfigError`, which suggests the closest name, for an unknown argument or key."""
         name = name[:100]
         section, _, option = name.rpartition(".")
         known = [other for other in self.known() if other != name]
@@ -176,7 +176,7 @@ def check_keys(item: Any, kind: Any, place: object) -> None:
 
 
 def _options(kind: Any) -> Iterator[tuple[str, Any, str]]:
-    """The name, default and description of each option in a dataclass, from its docstring."""
+    """Yields the name, default and description of each option of a dataclass. Descriptions are from its docstring."""
     text = (kind.__doc__ or "").partition("Attributes:")[2].partition("Raises:")[0]
     parts = re.split(r"\n {8}(\w+): ", text)
     described = dict(zip(parts[1::2], parts[2::2], strict=True))
@@ -186,7 +186,7 @@ def _options(kind: Any) -> Iterator[tuple[str, Any, str]]:
 
 
 def _accepts(hint: Any, kind: Any) -> bool:
-    """Returns whether a type hint, or a member of a union, is a type."""
+    """Returns whether a type hint, or a member of its union, is the type `kind`."""
     members = get_args(hint) if get_origin(hint) not in (list, dict) else ()
     return any(_accepts(member, kind) for member in members) if members else (get_origin(hint) or hint) is kind
 

@@ -1,4 +1,4 @@
-"""The pictures of a run: its loss, from its metrics, and the memory of its steps."""
+"""Draws the pictures of a run: its loss and other metrics, and the memory of its steps."""
 
 import itertools
 import math
@@ -26,25 +26,25 @@ _STYLE = {
 }  # fmt: skip
 _BLUE, _PALE, _EVAL = "#1f5fa8", "#b5cbe6", ("#d1495b", "#e08e2b", "#5b8c2a")
 
-# The color of each kind of memory, and the largest number of moments that are drawn.
+# The color of each kind of memory, and the maximum number of moments to draw.
 _KINDS = {
     WEIGHTS: "#1f5fa8", STATES: "#5b8c2a", BUFFERS: "#9aa3b0", GRADIENTS: "#d1495b", ACTIVATIONS: "#b5cbe6",
     TEMPORARIES: "#e7b55a",
 }  # fmt: skip
 _COLUMNS = 1500
 
-# The panels below the main metric: metrics, where they were logged, and their labels.
+# The panels below the main metric: logged metrics, and their labels.
 _PANELS = {
     "loss": "loss", "kl": "KL divergence", "rewards/accuracies": "accuracy", "rewards/margins": "reward margin",
     "accuracy": "accuracy", "margin": "reward margin", "grad_norm": "gradient norm", "learning_rate": "learning rate",
     "changed_share": "weights changed", "clip_coef": "clip coefficient", "loss_scale": "loss scale",
 }  # fmt: skip
-# The panels whose values may differ by orders of magnitude.
+# Panels whose values may differ by orders of magnitude.
 _LOGARITHMIC = ("grad_norm", "loss_scale")
 
 
 def draw(folder: Path, records: list[Record]) -> None:
-    """Draws loss.png of a run from its log history."""
+    """Draws loss.png from the log history of a run."""
     with matplotlib.rc_context(_STYLE):
         _write(loss_picture(records, folder.resolve().name), folder / "loss.png")
 
@@ -62,7 +62,7 @@ def _write(figure: Figure, path: Path) -> None:
 
 
 def _smoothed(values: list[float]) -> np.ndarray[Any, Any]:
-    """A centered Gaussian average, about a twentieth of the run wide, which leaves out NaN."""
+    """Returns a centered Gaussian average with a width of about a twentieth of the run. It ignores NaN."""
     finite = np.isfinite(values)
     width = max(len(values) / 60, 1.5)
     kernel = np.exp(-0.5 * (np.arange(-round(3 * width), round(3 * width) + 1) / width) ** 2)
@@ -72,7 +72,7 @@ def _smoothed(values: list[float]) -> np.ndarray[Any, Any]:
 
 
 def loss_picture(records: list[Record], name: str) -> Figure:
-    """Draws the loss, or the reward where it was logged, and below it what else was logged of `_PANELS`."""
+    """Draws the loss, or the reward if it was logged, and below it the other logged metrics of `_PANELS`."""
     main, logged = main_metric(records), set[str]().union(*records)
     panels = [key for key in _PANELS if key in logged and key != main]
     figure = Figure(figsize=(9, 4.2 + 1.4 * len(panels)), layout="constrained")
@@ -102,24 +102,24 @@ def loss_picture(records: list[Record], name: str) -> Figure:
 
 
 def series(records: list[Record], key: str) -> tuple[list[int], list[float]]:
-    """The steps and values of one metric; a value that was not finite is NaN."""
+    """Returns the steps and values of a metric. Non-finite values are NaN."""
     rows = [(record["step"], record[key]) for record in records if key in record]
     return [step for step, _ in rows], [math.nan if value is None else value for _, value in rows]
 
 
 def main_metric(records: Iterable[Record]) -> str:
-    """The metric that a run improves: the reward of GRPO and RLOO, whose loss stays near 0, or else the loss."""
+    """Returns the metric that a run improves: the reward for GRPO and RLOO, whose loss stays near 0, or the loss."""
     return "reward" if any("reward" in record for record in records) else "loss"
 
 
 def evaluations(records: list[Record], metric: str) -> list[str]:
-    """The keys of a metric in evaluations: one, or one per evaluation dataset."""
+    """Returns the keys of a metric in evaluations, one per evaluation dataset."""
     keys = dict.fromkeys(key for record in records for key in record)
     return [key for key in keys if re.fullmatch(rf"eval_(.+_)?(?<!aux_){metric}", key)]
 
 
 def memory_picture(timeline: Timeline, planned: int | None, title: str) -> Figure:
-    """Draws the bytes of tensors over time by kind. A column of pixels has its largest total. Backwards are shaded."""
+    """Draws the bytes of tensors over time by kind. A pixel column shows its largest total. Backwards are shaded."""
     total = sum(timeline.live.values())
     unit, name = (2**30, "GiB") if max(total) >= 2**30 else (2**20, "MiB")
     starts = np.unique(np.linspace(0, len(total), _COLUMNS, endpoint=False, dtype=np.int64))
@@ -143,5 +143,5 @@ def memory_picture(timeline: Timeline, planned: int | None, title: str) -> Figur
 
 
 def _point(steps: list[int]) -> str:
-    """Returns the marker of a single step, which a line alone would not show."""
+    """Returns the marker for a single step, which would not be visible as a line."""
     return "o" if len({*steps}) == 1 else ""

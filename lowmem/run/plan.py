@@ -1,7 +1,7 @@
-"""Predicts the memory of a run: the run's own trainer takes one step with fake tensors.
+"""Predicts the memory of a run: the trainer of the run takes one step with fake tensors.
 
-The step has the run's rule, policy, loss, checkpointing and placement, and the largest batch that the run can produce.
-Nothing is allocated, and every machine predicts the same.
+The step uses the run's rule, policy, loss, checkpointing and placement, and the largest batch that the run can produce.
+No memory is allocated, and the prediction does not depend on the machine.
 """
 
 import math
@@ -23,13 +23,13 @@ from lowmem.run.fake import LONGEST, MICRO_BATCHES, offloaded_to_nvme, running
 from lowmem.run.fake_ranks import fake_ranks
 from lowmem.run.memory import ACTIVATIONS, BUFFERS, STATES, WEIGHTS, StepMemory
 from lowmem.run.recipe import Recipe
-from lowmem.step.offload import HEADROOM
+from lowmem.step.room import HEADROOM
 from lowmem.tiles.quantized import in_codes
 
 # The device of fake tensors. A GPU is "meta", so that its tensors differ from those on the host.
 DEVICES = {"gpu": torch.device("meta"), "cpu": torch.device("cpu")}
 
-# Commands and arguments that cannot be planned or profiled, or cannot be planned: the reason, and what to do instead.
+# Commands and arguments that can be neither planned nor profiled, or only not planned: the reason and an alternative.
 _BOUND = "sft with the same model and length of rows is a lower bound"
 _NEITHER = {
     **dict.fromkeys(("grpo", "rloo"), f"its step also generates text. {_BOUND}"),
@@ -43,12 +43,12 @@ _NOT_PLANNED = {
 # Bytes per second of copies between host and device, in each direction: PCIe 4.0 with 16 lanes.
 LINK = 26e9
 
-# Memory that is not in tensors: CUDA's context, and what its allocator rounds up; Python and its libraries.
+# Memory outside tensors: the CUDA context and rounding by its allocator, or Python and its libraries.
 RESERVE = {"gpu": 3 << 29, "cpu": 1 << 30}
 
 
 class Phase(NamedTuple):
-    """Bytes at the peak of a phase: on a rank's device, on its host (0 if that is the device), on the shared disk."""
+    """Peak bytes of a phase: on a rank's device, on its host (0 if that is the device), and on the shared disk."""
 
     device: int
     host: int = 0
@@ -60,12 +60,12 @@ class RunPlan(NamedTuple):
 
     step: StepMemory
     phases: dict[str, Phase]  # by name, in their order
-    summary: dict[str, str]  # the run in words, by topic
-    reserve: int  # bytes that each device needs besides tensors
+    summary: dict[str, str]  # topic → description
+    reserve: int  # bytes that each device needs in addition to tensors
 
     @property
     def needed(self) -> int:
-        """The bytes that the device of a rank must have."""
+        """The bytes that the device of each rank must have."""
         return max(phase.device for phase in self.phases.values()) + self.reserve
 
     def figures(self) -> dict[str, Any]:
@@ -75,11 +75,11 @@ class RunPlan(NamedTuple):
 
 def plan(recipe: Recipe, ranks: int = 1, memory: int | None = None) -> RunPlan:
     """Predicts the memory of a run of `ranks` processes, each with one of the recipe's devices. memory: the free bytes
-    of a device; gradients take what is left of them (`store: auto`).
+    of a device; with `store: auto`, gradients use the remaining memory.
 
     Raises:
-        ConfigError: the model's configuration cannot be read, or the arguments cannot be trained with.
-        UnsupportedError: they cannot be planned.
+        ConfigError: the model's configuration cannot be read, or the arguments are not valid for training.
+        UnsupportedError: the arguments cannot be planned.
     """
     _ = recipe.config  # raises first
     require_plannable(recipe, ranks)
@@ -115,7 +115,7 @@ def plan(recipe: Recipe, ranks: int = 1, memory: int | None = None) -> RunPlan:
 
 
 def _without_files(step: StepMemory, streaming: Any, optimizer: Any) -> StepMemory:
-    """On a CPU, files are used where they are: two layers, and states of one parameter, are in memory at a time."""
+    """Subtracts weights and states in files, which a CPU maps: two layers and one parameter's states are in memory."""
     layers = sorted(unit.nbytes for unit in streaming.units)
     states = [[each for each in optimizer.state[param].values() if moves(each)] for param in streaming.owners]
     sizes = sorted(sum(state.nbytes for state in each) for each in states)
@@ -126,7 +126,7 @@ def _without_files(step: StepMemory, streaming: Any, optimizer: Any) -> StepMemo
 
 
 def _store(step: StepMemory, trainer: Any, memory: int | None) -> tuple[StepMemory, str]:
-    """Divides the stored gradients between a device with so much memory and the host, and describes them."""
+    """Divides the stored gradients between a device with `memory` bytes and the host, and describes the division."""
     args, optimizer, here = trainer.args, trainer.optimizer, 0
     automatic = optimizer._parameters.config.store_bytes is None
     if automatic and memory is not None:
@@ -151,10 +151,10 @@ def _store(step: StepMemory, trainer: Any, memory: int | None) -> tuple[StepMemo
 
 
 def _copies(step: StepMemory, streaming: Any, args: Any) -> str:
-    """Describes the copies of a step, and which passes hide them behind computation."""
+    """Describes the copies of a step, and the number of tokens per pass for which computation hides them."""
     width = sum(unit.nbytes for unit in streaming.units) / max(1, sum(param.numel() for param in streaming.owners))
     fetched, written, again = step.copied
-    fetched += again * max(0, args.gradient_accumulation_steps - MICRO_BATCHES)  # at most so many are planned
+    fetched += again * max(0, args.gradient_accumulation_steps - MICRO_BATCHES)  # the plan has no more
     seconds, tokens = max(fetched, written) / LINK, width * 100e12 / (2 * LINK)
     copies = f"{fetched / 1e9:,.2f} GB to the device and {written / 1e9:,.2f} GB back in a step"
     hidden = f": {seconds:,.1f} s at {LINK / 1e9:.0f} GB/s. They are hidden if a forward pass has {tokens:,.0f} tokens "
@@ -164,14 +164,14 @@ def _copies(step: StepMemory, streaming: Any, args: Any) -> str:
 
 def _phases(trainer: Any, step: StepMemory, ranks: int, device: torch.device, *, converts: bool) -> dict[str, Phase]:
     """Returns the phases of a run. Weights and states are loaded and saved one parameter at a time. `converts` is true
-    if the files have weights of another dtype.
+    if the files have weights in another dtype.
     """
     args, on_cpu, quantizes = trainer.args, device.type == "cpu", in_codes(trainer.model)
     placement, params = trainer.optimizer.placement, list(trainer.model.parameters())
     sharded, by_rows = placement in ("zero3", "fsdp2"), placement == "fsdp2"
     weights = [math.prod(shape_of(param)) * param.element_size() for param in params]
     largest, unit = max(weights), _largest_unit(trainer.model, placement)
-    gathered = largest + largest // ranks if sharded else largest * quantizes  # and the shard, padded
+    gathered = largest + largest // ranks if sharded else largest * quantizes  # plus the padded shard
     states = (step.items[STATES] + step.host_states) * (ranks if sharded else 1)
     checkpoint = sum(weights) + (0 if args.save_only_model else states)
     kept = args.save_total_limit or _saves(args)
@@ -201,7 +201,7 @@ def _phases(trainer: Any, step: StepMemory, ranks: int, device: torch.device, *,
 
 
 def _saves(args: Any) -> int:
-    """Returns the number of checkpoints of a run, if its arguments determine it, else 1."""
+    """Returns the number of checkpoints of a run, or 1 if its arguments do not determine the number."""
     if args.save_strategy == "epoch":
         return math.ceil(args.num_train_epochs)
     if args.save_strategy == "steps" and args.save_steps < 1:
@@ -210,7 +210,7 @@ def _saves(args: Any) -> int:
 
 
 def _largest_unit(model: Any, placement: str) -> int:
-    """Returns the most bytes that are gathered together: of a unit of FSDP2, or of a module without its parts."""
+    """Returns the maximum bytes gathered at once: of an FSDP2 unit, or of a module without its submodules."""
     modules = (module for module in model.modules() if placement == "zero3" or isinstance(module, FSDPModule))
     owners = {param: module for module in modules for param in module.parameters()}  # the innermost ones
     sizes: Counter[Any] = Counter()
@@ -220,8 +220,8 @@ def _largest_unit(model: Any, placement: str) -> int:
 
 
 def require_plannable(recipe: Recipe, ranks: int = 1) -> None:
-    """Raises `UnsupportedError` for a command, a device or an argument that a plan does not cover, and `ConfigError` if
-    there are too few ranks to shard the model.
+    """Raises `UnsupportedError` for a command, a device or an argument that a plan does not support, and `ConfigError`
+    if there are too few ranks to shard the model.
     """
     require_rows(recipe, _NOT_PLANNED, "planned")
     sharded = next((name for name in ("deepspeed", "fsdp") if getattr(recipe.training, name)), None)
@@ -239,8 +239,8 @@ def require_plannable(recipe: Recipe, ranks: int = 1) -> None:
 
 
 def require_rows(recipe: Recipe, unsupported: Mapping[str, str] = {}, done: str = "profiled") -> None:
-    """Raises `UnsupportedError` for a command or an argument that does not work with random weights and made-up rows,
-    or is among the `unsupported`.
+    """Raises `UnsupportedError` for a command or an argument that does not work with random weights and generated rows,
+    or that is in `unsupported`.
     """
     parts = (recipe.training, recipe.model)
     given = {recipe.command, *(name for part in parts for name, value in vars(part).items() if value)}

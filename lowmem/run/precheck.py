@@ -1,4 +1,4 @@
-"""The check that a run fits, before its weights are loaded or fetched."""
+"""Checks that a run fits in memory, before its weights are downloaded or loaded."""
 
 import json
 import os
@@ -22,25 +22,25 @@ from lowmem.run.terminal import out, rank, size, stage, warn
 # Models with fewer bytes of weights are not planned, because their run would be faster than the plan.
 _SMALL = 256 << 20
 
-# CUDA's context, which a plan reserves and this process has already.
+# CUDA's context, which a plan reserves but this process already has.
 _CONTEXT = 1 << 29
 
-# Control groups, in which SLURM, Docker and Kubernetes limit the memory of processes: the groups of this process; all
-# groups; and by kind (version 2, version 1) their folder, the files of the limit and the use, and the cache in the use.
+# Control groups, with which SLURM, Docker and Kubernetes limit memory: the groups of this process, and all groups. By
+# kind (version 2, version 1): their folder, the files with the limit and the usage, and the cache in the usage.
 _OWN_GROUPS, _GROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 _FILES = {
     "": (".", "max", "current", "inactive_file"),
     "memory": ("memory", "limit_in_bytes", "usage_in_bytes", "total_inactive_file"),
 }
 
-# Variables of launchers, which a plan in another process must not see.
+# Environment variables of launchers, which are not passed to a plan in another process.
 _LAUNCHER_VARIABLES = (
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_", "ACCELERATE_", "TORCHELASTIC_"
 )  # fmt: skip
 
 
 def require_fit(recipe: Recipe) -> None:
-    """Raises `LowmemError` if a run does not fit into the memory that is free on rank 0. Every rank calls it."""
+    """Raises `LowmemError` if a run does not fit in the free memory of rank 0. Every rank calls it."""
     problems = [_problem(recipe) if rank() == 0 else None]
     if in_group():
         distributed.broadcast_object_list(problems)
@@ -49,7 +49,7 @@ def require_fit(recipe: Recipe) -> None:
 
 
 def _problem(recipe: Recipe) -> str | None:
-    """Returns the reason if the run does not fit, or None."""
+    """Returns the reason why the run does not fit, or None if it fits or cannot be planned."""
     model, args = Path(recipe.model.model_name_or_path or ""), recipe.training
     files = [file for file in model.glob("*") if file.suffix in (".safetensors", ".bin")] if model.is_dir() else []
     if files and sum(file.stat().st_size for file in files) < _SMALL:
@@ -84,7 +84,7 @@ def _problem(recipe: Recipe) -> str | None:
 
 
 def free_on_host() -> int:
-    """Returns the bytes of host memory that are free for this process: of the machine, and of its control groups."""
+    """Returns the host memory in bytes that is free for this process, on the machine and in its control groups."""
     free: int = psutil.virtual_memory().available
     lines = _OWN_GROUPS.read_text().splitlines() if _OWN_GROUPS.exists() else []  # only on Linux
     for _, kind, path in (line.split(":", 2) for line in lines):
@@ -93,7 +93,7 @@ def free_on_host() -> int:
         root, *files, cache = _FILES[kind]
         group = _GROUPS / root / path.lstrip("/")
         for folder in (group, *group.parents):
-            with suppress(OSError, ValueError):  # a container sees no files above its own; "max" is no limit
+            with suppress(OSError, ValueError):  # a container does not see files above its own; "max": no limit
                 limit, used = (int((folder / f"memory.{name}").read_text()) for name in files)
                 stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
                 free = min(free, limit - used + int(stat.get(cache, 0)))
@@ -101,8 +101,8 @@ def free_on_host() -> int:
 
 
 def plan_elsewhere(recipe: Recipe, memory: int | None = None) -> tuple[dict[str, Any] | None, str]:
-    """Plans a run in another process, of which nothing stays here. Returns the figures and the text of the plan, or
-    None and the reason why there is none.
+    """Plans a run in another process, so that it does not affect this one. Returns the figures and the text of the
+    plan, or None and the reason why there is no plan.
     """
     env = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHER_VARIABLES)}
     device = "cpu" if recipe.training.device.type == "cpu" else "gpu"

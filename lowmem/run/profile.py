@@ -1,6 +1,6 @@
-"""Measures the memory of training steps, and draws it together with what a plan predicts.
+"""Measures the memory of training steps, and draws it together with the prediction of a plan.
 
-The run's own trainer takes the steps, with random weights and the longest rows, so nothing is downloaded.
+The trainer of the run takes the steps, with random weights and rows of maximum length, so weights are not downloaded.
 """
 
 import json
@@ -31,16 +31,16 @@ class Profile(NamedTuple):
     planned: dict[str, Any] | None  # the figures of a plan, on rank 0
     text: str  # the plan, or the reason why there is none
     process: int  # reserved by the process's CUDA allocator, or its resident set on a CPU
-    files: list[Path]  # that rank 0 has written
+    files: list[Path]  # written by rank 0
 
 
 def profile(recipe: Recipe, steps: int, folder: Path) -> Profile:
-    """Takes steps on this machine, and writes a picture of the memory of rank 0 and its figures; on a GPU also the
-    snapshot of its allocator, for https://pytorch.org/memory_viz.
+    """Takes steps on this machine, and writes a picture and the figures of the memory of rank 0. On a GPU, it also
+    writes a snapshot of the allocator, for https://pytorch.org/memory_viz.
 
     Raises:
-        ConfigError: the model's configuration cannot be read, or the arguments cannot be trained with.
-        UnsupportedError: the command has no rows that can be made.
+        ConfigError: the model's configuration cannot be read, or the arguments are not valid for training.
+        UnsupportedError: the command or an argument does not work with random weights and generated rows.
         LowmemError: the folder cannot be written.
     """
     require_rows(recipe)
@@ -62,6 +62,7 @@ def profile(recipe: Recipe, steps: int, folder: Path) -> Profile:
     if rank() == 0:
         if on_gpu:
             torch.cuda.memory._dump_snapshot(str(folder / SNAPSHOT))
+            torch.cuda.memory._record_memory_history(enabled=None)
         figures = {"measured": measured.figures(), "planned": planned, "process": process}
         write_file(folder / FIGURES, (json.dumps(figures, indent=2) + "\n").encode())
         assert measured.timeline is not None

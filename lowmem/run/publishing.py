@@ -1,5 +1,5 @@
-"""Publishes a model on the Hub: its files, its tokenizer, its card, the curve and the arguments of training. No other
-file leaves the machine: the run folder also has paths, the command line and the environment.
+"""Publishes a model on the Hub: its files, tokenizer and card, the loss curve and the arguments. Other files of the run
+folder are not uploaded, because they contain paths, the command line and the environment.
 """
 
 from pathlib import Path
@@ -25,7 +25,7 @@ _UNPUBLISHED = (OPTIMIZER_FILE, "checkpoint-*", ".*", "runs/*")
 
 
 def publish(trainer: Any, recipe: Recipe, folder: Path, topics: dict[str, str]) -> None:
-    """Uploads the final model of a run folder. Rank 0 calls it. topics: of the run, for the card."""
+    """Uploads the final model of a run folder. Rank 0 calls it. topics: the description of the run, for the card."""
     trainer._finish_current_push()
     trainer.create_model_card(trainer.hub_model_id.rpartition("/")[2], recipe.script.dataset_name)
     card = folder / "README.md"
@@ -37,7 +37,7 @@ def publish(trainer: Any, recipe: Recipe, folder: Path, topics: dict[str, str]) 
 
 
 def publish_checkpoint(trainer: Any, folder: Path) -> None:
-    """Starts to upload a checkpoint, as `hub_strategy` says, unless an upload is in progress. Rank 0 calls it."""
+    """Starts to upload a checkpoint according to `hub_strategy`, unless an upload is in progress. Rank 0 calls it."""
     args, current = trainer.args, trainer.push_in_progress
     busy = current is not None and not current.is_done()
     if args.hub_strategy == HubStrategy.END or (busy and not args.hub_always_push):
@@ -61,7 +61,7 @@ def _upload(trainer: Any, folder: Path, message: str, *, path_in_repo: str | Non
 
 
 def shared_arguments(recipe: Recipe) -> str:
-    """The arguments of a run as YAML, with the names of local files and directories in place of their paths."""
+    """Returns the arguments of a run as YAML. Paths of local files and directories are replaced by their names."""
 
     def shared(value: Any) -> Any:
         if isinstance(value, dict):

@@ -1,7 +1,7 @@
 """The recipe of a run: the arguments of a training command, parsed once, and the TRL dataclasses built from them.
 
-A YAML file has the names of the arguments as keys, and a value means what the same text means on the command line. The
-libraries that own an argument check it. An error names the line of the file, or the argument.
+The keys of a YAML file are the names of the arguments, and a value means the same as on the command line. The libraries
+that define an argument check it. Errors name the line of the file, or the argument.
 """
 
 import argparse
@@ -38,19 +38,19 @@ LAST, AUTO = "last", "auto"
 # Without these, trainers log a NaN loss as 0, and the progress bar depends on the log level of transformers.
 _DEFAULTS = {"logging_nan_inf_filter": False, "disable_tqdm": False}
 
-# The optimizer whose hyperparameters are arguments where no rule is set.
+# The rule whose hyperparameters are arguments if no rule is set.
 _DEFAULT_RULE = "adamw"
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """The arguments of a run. `recipe.having(max_length=1024)` is the recipe with another argument. Raises
-    `ConfigError` for a value that is not allowed.
+    """The arguments of a run. `recipe.having(max_length=1024)` returns a copy with this value. Raises `ConfigError` for
+    invalid values.
     """
 
     command: str  # the training command, such as "sft"
-    settings: Mapping[str, Setting] = field(repr=False)  # all that are set; options of a section: `section.option`
-    device: str | None = None  # "gpu" or "cpu", for which the arguments are; None for the device of this machine
+    settings: Mapping[str, Setting] = field(repr=False)  # all arguments that are set; `section.option` in a section
+    device: str | None = None  # target of the arguments: "gpu", "cpu", or None for the device of this machine
     file: Path | None = None  # the YAML file
     options: argparse.Namespace = field(default_factory=argparse.Namespace)  # of `plan`, `inspect` and others
 
@@ -78,16 +78,16 @@ class Recipe:
         vars(self).update(parts)  # the dataclass is frozen
 
     def having(self, **values: Any) -> "Recipe":
-        """Returns the recipe with other values of some arguments."""
+        """Returns the recipe with these values of arguments."""
         settings = {name: Setting(name, value) for name, value in values.items()}
         return replace(self, settings={**self.settings, **settings})
 
     def probe(self, folder: str, *, sharded: bool = False, **attributes: Any) -> "Recipe":
-        """Returns the recipe of a trainer in another folder, which reports and evaluates nothing.
+        """Returns the recipe of a trainer in another folder, which does not report or evaluate.
 
         Args:
-            sharded: it shards its model, if this recipe does.
-            attributes: other arguments of the trainer. They are not checked again, and ignored if it has none.
+            sharded: whether it shards its model, if this recipe does.
+            attributes: other arguments of the trainer. They are not checked again. Unknown arguments are ignored.
         """
         recipe, training = copy.copy(self), copy.copy(self.training)
         attributes |= {"output_dir": folder, "report_to": [], "eval_strategy": "no"}
@@ -118,9 +118,9 @@ class Recipe:
             return AutoConfig.from_pretrained(name, revision=self.model.model_revision, trust_remote_code=False)
         except Exception as error:  # libraries rarely document which
             raise ConfigError(
-                f"model_name_or_path: a plan needs the config.json of {name!r}, which cannot be read "
-                f"(model_name_or_path: {reason(error)}). Download it on a machine with network access (hf download "
-                f"{name} config.json), and set model_name_or_path to its directory"
+                f"model_name_or_path: the config.json of {name!r} cannot be read ({reason(error)}). Download it on a "
+                f"machine with network access (hf download {name} config.json), and set model_name_or_path to its "
+                "directory"
             ) from error
 
     @property
@@ -133,20 +133,20 @@ class Recipe:
 
     @cached_property
     def optimizer(self) -> FusedConfig:
-        """The options of the optimizer. Raises if the arguments cannot be trained with."""
+        """The options of the optimizer. Raises `LowmemError` if the arguments are not valid for training."""
         completed = Inputs(None, self.training, None, self.fused).options(self.training)
         with_learning_rate(self.training, completed, nn.Module())
         return completed
 
     @property
     def loading_options(self) -> dict[str, Any]:
-        """The options of every `from_pretrained`: the revision, and whether code of the model may be executed."""
+        """Options for every `from_pretrained` call: the revision, and whether code of the model may be executed."""
         # trust_remote_code is an argument of trainers, and of models before TRL 1.16
         trusted = any(getattr(part, "trust_remote_code", False) for part in (self.training, self.model))
         return {"revision": self.model.model_revision, "trust_remote_code": trusted}
 
     def to_yaml(self) -> str:
-        """Returns the recipe as YAML, without `env` and `resume_from_checkpoint`: a command line continues a run."""
+        """Returns the recipe as YAML without `env`, and without `resume_from_checkpoint`, which a command line sets."""
         nested: dict[str, Any] = {}
         for name, value in self.values.items():
             if name == "resume_from_checkpoint":
@@ -156,7 +156,7 @@ class Recipe:
         return yaml.safe_dump(nested, sort_keys=False, allow_unicode=True, width=120)
 
     def _section(self, name: str) -> Any:
-        """The options of a section, or None for `fused` where nothing is set."""
+        """Returns the options of a section, or None for `fused` if none of its options is set."""
         options = {key.partition(".")[2]: value for key, value in self.values.items() if key.startswith(f"{name}.")}
         if not options and name == "fused":
             return None
@@ -170,7 +170,7 @@ class Recipe:
 
 
 class _Set(argparse.Namespace):
-    """The arguments that are set. argparse reads None for the others, and so adds no defaults."""
+    """The arguments that are set. argparse reads None for other arguments, so it does not add defaults."""
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("_"):
@@ -184,7 +184,7 @@ def parse(
 
     Args:
         argv: the words after the command.
-        device: "gpu" or "cpu" makes the recipe of a run on that device, which this machine need not have.
+        device: "gpu" or "cpu" for the recipe of a run on this device. The machine does not need to have it.
         more: a function that adds the options of `plan` or `inspect` to the parser; their `--device` comes first.
     """
     file, rule, in_file = configured(argv)
@@ -206,7 +206,7 @@ def parse(
 
 
 def _stay_in_place(settings: dict[str, Setting], file: Path | None) -> None:
-    """Sets `output_dir` to the folder of a run whose configuration is read, which may have been moved or copied."""
+    """Sets `output_dir` to the run folder of the configuration file, because it may have been moved or copied."""
     if file is None or file.name != CONFIG or not (file.parent / ENVIRONMENT).exists():
         return
     setting, folder = settings.get("output_dir", Setting("output_dir", "")), file.parent.resolve()
@@ -217,7 +217,7 @@ def _stay_in_place(settings: dict[str, Setting], file: Path | None) -> None:
 
 
 def _for_device(device: str | None, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Defaults that differ, and values that depend on the device. transformers raises for TRL's `bf16` on a CPU."""
+    """Returns changed defaults, and values for the device: transformers raises an error for TRL's `bf16` on a CPU."""
     changed: dict[str, Any] = {name: value for name, value in _DEFAULTS.items() if name not in arguments}
     autocast = arguments.get("bf16"), arguments.get("fp16")
     if device is not None:
@@ -250,7 +250,7 @@ def _located(section: str, settings: Mapping[str, Setting]) -> Iterator[None]:
 
 
 def _check(settings: Mapping[str, Setting]) -> None:
-    """Raises `ConfigError` for secrets, and for values that libraries accept although they make no sense."""
+    """Raises `ConfigError` for secrets, and for invalid values that libraries accept."""
     for name, setting in settings.items():
         if secrets.contained(name, _plain(setting.value)):
             raise ConfigError(
@@ -267,7 +267,7 @@ def _check(settings: Mapping[str, Setting]) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """The value as YAML has it."""
+    """Converts a value to types that YAML can represent."""
     if is_dataclass(value) and not isinstance(value, type):
         return {name: item for name, item in _plain(asdict(value)).items() if item is not None}
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Arguments that reduce the memory of a run, what each costs, and which of them make it fit."""
+"""Finds arguments that reduce the memory of a run, with their costs, and the first ones with which it fits."""
 
 import json
 import math
@@ -22,16 +22,16 @@ from lowmem.step.program import rounding_of
 
 _SMALL_STATES = ("lomo", "adalomo", "adafactor", "adafactor_t2t")  # rules with almost no states
 _MOMENTUM = {"fused.rule": "adafactor", "fused.beta1": 0.9, "fused.state_storage": "8bit"}  # a byte of state per weight
-_MLP_TILE = 4096  # the proposed value of layers.mlp_tile
+_MLP_TILE = 4096  # the suggested value of layers.mlp_tile
 
 
 @dataclass(frozen=True)
 class Reduction:
-    """Values of arguments that reduce the memory of a run, and their cost in time and quality."""
+    """Values of arguments that reduce the memory of a run, with their cost in time and quality."""
 
     values: dict[str, Any]
     cost: str
-    ranks: int | None = None  # the processes that the values are for, if they are more than before
+    ranks: int | None = None  # the number of processes, if the values require more than before
 
     @property
     def words(self) -> str:
@@ -43,19 +43,19 @@ class Reduction:
 
 
 def reductions(recipe: Recipe, ranks: int = 1) -> list[Reduction]:
-    """Returns the reductions that are valid in a recipe. Those that change the training most come last."""
+    """Returns the reductions that are valid in a recipe. Reductions that change the training most come last."""
     valid = []
     kinds = (_of_weights(recipe), _of_activations(recipe), _of_ranks(recipe, ranks), _of_rows(recipe))
     for reduction in chain(*kinds):
-        with suppress(LowmemError):  # values may conflict with others of the recipe
+        with suppress(LowmemError):  # values may conflict with other values of the recipe
             _ = recipe.having(**reduction.values).optimizer  # raises
             valid.append(reduction)
     return valid
 
 
 def planned(recipe: Recipe, ranks: int, memory: int) -> Iterator[tuple[Reduction, Recipe, int]]:
-    """Plans the reductions one by one. If none makes the run fit in `memory`, adds one after the other until it fits.
-    Yields a reduction, the recipe with its values, and the bytes that each device needs.
+    """Plans each reduction. If the run does not fit in `memory` with any of them, combines them until it fits. Yields a
+    reduction, the recipe with its values, and the bytes that each device needs.
     """
     least, found = math.inf, reductions(recipe, ranks)
     for reduction in found:

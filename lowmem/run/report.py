@@ -1,4 +1,4 @@
-"""The log lines of a run, its progress bar, metrics.jsonl, and the picture that is drawn from it."""
+"""Writes the log lines, the progress bar, metrics.jsonl and loss.png of a run."""
 
 import json
 import math
@@ -27,28 +27,28 @@ METRICS = "metrics.jsonl"  # the log history, one JSON object per line
 # The only metric that is text: the parameter that contributes most to the model's norm (`scaled_adam`).
 DOMINANT = "dominant_parameter"
 
-# Metrics of an evaluation that a log line leaves out.
+# Metrics of an evaluation that log lines omit.
 _TIMING = ("runtime", "samples_per_second", "steps_per_second", "num_tokens")
 
 
 class _Bar(ProgressCallback):  # type: ignore[misc]
-    """The progress bar of transformers without its log, which a `RunReport` prints."""
+    """The progress bar of transformers, without its log lines, because `RunReport` prints them."""
 
     def on_log(self, *_: Any, **__: Any) -> None:
         pass
 
 
 class RunReport(TrainerCallback):  # type: ignore[misc]
-    """Writes log lines, metrics.jsonl and, on a terminal, a progress bar; with every checkpoint, and at the end, even
-    after an error, loss.png.
+    """Writes log lines, metrics.jsonl and, on a terminal, a progress bar. Draws loss.png with every checkpoint and at
+    the end, even after an error.
 
         with RunReport(run_dir).attached(trainer):
             trainer.train()
 
-    The Trainer counts tokens without padding (`include_num_input_tokens_seen`). Checkpoints contain the count, so that
-    a resumed run continues it. Tokens per second leave out evaluation, saving and, in the first step, compilation.
-    Memory is measured on rank 0: on its GPU, or in its process where there is none. The peak is the highest value since
-    training began, without loading the model, except on macOS and Windows, which cannot reset the peak of a process.
+    The Trainer counts tokens without padding (`include_num_input_tokens_seen`). Checkpoints contain the count, so a
+    resumed run continues it. Tokens per second exclude evaluation, saving and, in the first step, compilation. Memory
+    is measured on rank 0, on its GPU or, without a GPU, in its process. The peak is the highest value since training
+    began and excludes loading the model, except on macOS and Windows, which cannot reset the peak of a process.
     """
 
     def __init__(self, run_dir: str | Path, console: Console | None = None) -> None:
@@ -66,7 +66,7 @@ class RunReport(TrainerCallback):  # type: ignore[misc]
 
     @contextmanager
     def attached(self, trainer: Trainer) -> Iterator[None]:
-        """Reports on a trainer, in place of the trainer's own progress bar and printer."""
+        """A context that reports on a trainer, and replaces the trainer's progress bar and printer."""
         if trainer.args.include_num_input_tokens_seen == "no":
             trainer.args.include_num_input_tokens_seen = "non_padding"
         trainer.remove_callback(ProgressCallback)
@@ -124,7 +124,7 @@ class RunReport(TrainerCallback):  # type: ignore[misc]
                 self._print(str(error), "red")
 
     def _log(self, trainer: Any, log: Callable[..., None], logs: Record, *args: Any, **kwargs: Any) -> None:
-        """Logs as a trainer does, with the metrics of this report, so that trackers get them, and writes them."""
+        """Logs as the trainer does, but adds the metrics of this report for trackers, and writes metrics.jsonl."""
         state = trainer.state
         nothing_trained = "train_loss" in logs and state.global_step == self.first_step  # a finished run was resumed
         if not state.is_world_process_zero or nothing_trained:
@@ -155,7 +155,7 @@ class RunReport(TrainerCallback):  # type: ignore[misc]
             self.console.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
-# The parts of a line after the main metric, the most important ones first. A line that is too long omits the last ones.
+# The parts of a line after the main metric, in order of importance. Lines that are too long omit the last parts.
 _PARTS = {
     "rewards/accuracies": "accuracy {rewards/accuracies:>6.3f}",
     "accuracy": "accuracy {accuracy:>6.3f}",
@@ -174,7 +174,7 @@ _PARTS = {
 
 
 def _json_line(record: Record) -> str:
-    """One line of metrics.jsonl. JSON has no NaN and no infinity: they become null."""
+    """Returns a line of metrics.jsonl. NaN and infinity become null, because JSON does not support them."""
     finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
     return json.dumps(finite, default=str) + "\n"
 
@@ -182,7 +182,7 @@ def _json_line(record: Record) -> str:
 def _log_line(
     record: Record, max_steps: int, width: int, seconds_left: float | None = None, main: str = "loss"
 ) -> str | None:
-    """One aligned line of at most `width` columns for a logging step, an evaluation or the end of training."""
+    """Returns an aligned line of at most `width` columns for a logging step, an evaluation or the end of training."""
     step = f"step {record['step']:>{len(str(max_steps))}}/{max_steps}"
     if "train_loss" in record:
         trained = f"trained in {timedelta(seconds=round(record['train_runtime']))}"
@@ -215,13 +215,13 @@ def _reset_peak(device: torch.device) -> None:
 
 
 def _memory(device: torch.device) -> dict[str, int]:
-    """Bytes in use now, and the most since training began."""
+    """Returns the bytes in use, and the peak since training began."""
     if device.type == "cuda":
         return {"memory": torch.cuda.memory_allocated(device), "peak_memory": torch.cuda.max_memory_allocated(device)}
     used = psutil.Process().memory_info()
     if sys.platform == "win32":
         return {"memory": used.rss, "peak_memory": used.peak_wset}
-    import resource  # Windows has none
+    import resource  # not available on Windows
 
     unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss
     return {"memory": used.rss, "peak_memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}

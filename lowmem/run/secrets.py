@@ -1,4 +1,4 @@
-"""Credentials in texts: found in a configuration, which is copied into the run folder, and blanked in messages."""
+"""Finds credentials in a configuration, which is copied into the run folder, and blanks them in messages."""
 
 import os
 import re
@@ -7,7 +7,7 @@ from typing import Any
 
 _BLANK = "***"
 
-# The last part of a name says what its value is: `hub_token`, `WANDB_API_KEY`, `aws-secret`, but not `eos_token`.
+# The last part of a name shows that its value is secret: `hub_token`, `WANDB_API_KEY`, `aws-secret`, not `eos_token`.
 _SPECIAL = "bos|eos|pad|unk|sep|cls|mask|stop|image|audio|video|special|system|user|assistant|end|max|new|num"
 _NAME = (
     rf"(?<![\w-])(?!(?:[\w-]*[_-])?(?:{_SPECIAL})[_-]?tokens?\b)"
@@ -20,7 +20,7 @@ _VALUE = re.compile(
     r"(?<![A-Za-z0-9])(?:hf_[A-Za-z0-9]{16,}|sk-[\w-]{16,}|gh[pousr]_[A-Za-z0-9]{20,}|xox[abprs]-[\w-]{10,}"
     r"|AKIA[A-Z0-9]{16}|AIza[\w-]{30,})|(?<=\w://)[^/\s@'\"]+(?=@)"
 )
-_SHORTEST = 8  # characters of a value that is blanked; shorter words may occur by chance
+_SHORTEST = 8  # minimum length of blanked values; shorter words may occur by chance
 _ASSIGNED = re.compile(rf"({_NAME}[\"']?\s*[=:]\s*)(\"[^\"]*\"|'[^']*'|[^\s,;}}\])\"']+)", re.IGNORECASE)
 
 # Other values to blank.
@@ -33,9 +33,9 @@ def hide(values: Iterable[str]) -> None:
 
 
 def redacted(text: str) -> str:
-    """Returns the text with `***` in place of credentials: the values of keys such as `hub_token` and `api_key` in
-    `key=value` and `key: value`, tokens of known services, user and password in URLs, the values of environment
-    variables such as `WANDB_API_KEY`, and hidden ones.
+    """Replaces credentials in a text by `***`: the values of keys such as `hub_token` and `api_key` in `key=value` and
+    `key: value`, tokens of known services, user and password in URLs, the values of environment variables such as
+    `WANDB_API_KEY`, and hidden values.
     """
     for value in (*_environment(), *_HIDDEN):
         text = text.replace(value, _BLANK)
@@ -43,7 +43,7 @@ def redacted(text: str) -> str:
 
 
 def contained(name: str, value: Any) -> bool:
-    """Returns whether a value of a configuration, or an item of it, is a credential by its name or by itself."""
+    """Returns whether a value of a configuration, or an item in it, is a credential, judging by its name or content."""
     if isinstance(value, dict):  # an item is named by its key, and by the keys around it
         secret = _KEY.fullmatch(name[-100:])
         return any(contained(name if secret else str(key), item) for key, item in value.items())

@@ -1,4 +1,4 @@
-"""Printing to the terminal: only rank 0 prints, except that any rank reports its own failure (`cli.main`)."""
+"""Prints to the terminal. Only rank 0 prints, except that any rank reports its own failure (`cli.main`)."""
 
 import os
 import shlex
@@ -13,7 +13,7 @@ from unittest.mock import patch
 from rich.console import Console
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-# Columns of a line if the output is not a terminal.
+# Columns per line if the output is not a terminal.
 _IN_A_FILE = 200
 
 # Paths and data are printed as they are: [bold] in them is not markup.
@@ -24,13 +24,13 @@ err = Console(highlight=False, markup=False, emoji=False, stderr=True)
 
 
 def rank() -> int:
-    """The rank of this process by its launcher."""
+    """Returns the rank that the launcher assigned to this process."""
     return int(os.environ.get("RANK", 0))
 
 
 def train_command(command: str, run_dir: Path, save_only_model: bool = False) -> str:
-    """Returns the command that continues the run of a folder, or, if its checkpoints are only models, that starts a run
-    from one of them. The launcher of several processes is not known.
+    """Returns the command that continues a run or, if its checkpoints contain only models, that starts a run from one
+    of them. It does not include the launcher of several processes, which is not known.
     """
     launcher = ", with the same launcher" if int(os.environ.get("WORLD_SIZE", 1)) > 1 else ""
     config = shlex.quote(str(run_dir / "config.yaml"))
@@ -41,13 +41,13 @@ def train_command(command: str, run_dir: Path, save_only_model: bool = False) ->
 
 
 def stage(activity: str) -> None:
-    """Says what begins. Progress bars of libraries follow."""
+    """Prints the activity that begins. Progress bars of libraries follow."""
     out.print(f"{activity} ...")
 
 
 @contextmanager
 def progress_in_lines(seconds: float = 60) -> Iterator[None]:
-    """A context in which progress bars of libraries are lines on stderr, at most one per bar in `seconds`."""
+    """A context in which libraries' progress bars are lines on stderr, at most one line per bar every `seconds`."""
 
     def printer(_: object) -> Callable[[str], None]:
         last = time.monotonic()

@@ -1,4 +1,4 @@
-"""One run from its first line to its last: data, model and trainer in a run folder, signals, and the end."""
+"""Runs training in a run folder: loads the data and the model, trains, handles signals, and saves the model."""
 
 import shlex
 import signal
@@ -30,7 +30,7 @@ def train(recipe: Recipe) -> int | None:
     """Trains in `output_dir`, from the beginning or from a checkpoint, and saves the model there. Raises `LowmemError`.
 
     Returns:
-        The signal on which the run has stopped, with a checkpoint, or None if it is complete.
+        The signal that stopped the run after it saved a checkpoint, or None if the run is complete.
     """
     Inputs(None, recipe.training, None, recipe.fused).check_arguments()
     folder = RunFolder(Path(recipe.training.output_dir), recipe.training.resume_from_checkpoint, rank())
@@ -69,13 +69,13 @@ def train(recipe: Recipe) -> int | None:
 
 
 def _require_metric(trainer: Any) -> None:
-    """Raises `ConfigError` if an evaluation, of one batch, does not have the metric of the best model."""
+    """Raises `ConfigError` if an evaluation of one batch does not return `metric_for_best_model`."""
     name, data = trainer.args.metric_for_best_model, trainer.eval_dataset
     if data is None or name in (None, "loss", "eval_loss"):
         return
     handler = trainer.callback_handler
     count = trainer.args.per_device_eval_batch_size * trainer.args.world_size
-    with torch.random.fork_rng(), patch.object(handler, "callbacks", []):  # they would report it
+    with torch.random.fork_rng(), patch.object(handler, "callbacks", []):  # they would report this evaluation
         metrics = trainer.evaluate(data.take(min(count, len(data)) if has_length(data) else count))
     names = [metric.removeprefix("eval_") for metric in metrics]
     if name.removeprefix("eval_") not in names:
@@ -107,8 +107,8 @@ class _FirstStep(TrainerCallback):  # type: ignore[misc]
 
 
 class _StopOnSignal(TrainerCallback):  # type: ignore[misc]
-    """On the first Ctrl-C or SIGTERM, ends training with a checkpoint after the current step, and evaluates no more. A
-    second Ctrl-C ends it at once. A second SIGTERM does not: a cluster and a launcher may both send one.
+    """On the first Ctrl-C or SIGTERM, ends training after the current step with a checkpoint and without evaluation. A
+    second Ctrl-C ends it at once. A second SIGTERM does not, because a cluster and a launcher may both send one.
     """
 
     def __init__(self) -> None:
@@ -145,14 +145,14 @@ class _StopOnSignal(TrainerCallback):  # type: ignore[misc]
         self._stop(args, state, control, saved=True)
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Ends an evaluation. It may take longer than a cluster waits."""
+        """Ends an evaluation, which may take longer than a cluster waits after SIGTERM."""
         if self._stop(args, state, control):
             raise build.EvaluationStopped
 
     def _stop(self, args: Any, state: Any, control: Any, *, saved: bool = False) -> bool:
-        """Stops in the same step on every rank, although a signal may reach them in different steps. The Trainer, which
-        counts tokens, waits for all ranks in every micro-batch, so waiting here hardly takes longer. Steps that share
-        completions are trained until their last.
+        """Stops in the same step on every rank, although the signal may reach ranks in different steps. The Trainer
+        waits for all ranks in every micro-batch to count tokens, so waiting here takes little time. Training stops
+        only after the last of the steps that share completions.
         """
         if self.number is not None or state.global_step % steps_with_completions(args):
             return False
@@ -168,7 +168,7 @@ class _StopOnSignal(TrainerCallback):  # type: ignore[misc]
 
 
 def _print_end(command: str, trainer: Any, run_dir: Path, *, stopped: bool) -> None:
-    """Says how the run ended, and what can be done with its results."""
+    """Prints how the run ended, and how to continue it or use its results."""
     if stopped:
         again = train_command(command, run_dir, trainer.args.save_only_model)
         out.print(f"stopped at step {trainer.state.global_step}; continue with: {again}", style="bold", soft_wrap=True)
@@ -184,7 +184,7 @@ def _print_end(command: str, trainer: Any, run_dir: Path, *, stopped: bool) -> N
 
 @contextmanager
 def _with_advice(recipe: Recipe, folder: RunFolder) -> Iterator[None]:
-    """Adds advice to an out-of-memory error. Writes the traceback of an error without a message for users."""
+    """Adds advice to an out-of-memory error. Writes the traceback of errors that have no message for users."""
     try:
         yield
     except Exception as error:

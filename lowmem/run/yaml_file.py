@@ -1,4 +1,4 @@
-"""YAML files: their keys, each with its value and its line, read as YAML 1.2 does and without executing anything."""
+"""Reads the keys of YAML files with their values and lines, as in YAML 1.2, and without executing code."""
 
 import argparse
 import os
@@ -18,7 +18,7 @@ SECTIONS: dict[str, Any] = {"fused": FusedConfig, "layers": LayersConfig}
 
 
 class Setting(NamedTuple):
-    """An argument that is set: its name, its value, and where: file and line, or "--". As a string, place and name."""
+    """An argument that is set: its name, value and place (file and line, or "--"). As a string, its place and name."""
 
     name: str
     value: Any
@@ -30,8 +30,8 @@ class Setting(NamedTuple):
 
 
 class Loader(yaml.SafeLoader):
-    """Reads `1e-3` as a number, as YAML 1.2 does. Raises an error with the line for a repeated key and for a value that
-    does not match its tag.
+    """Reads `1e-3` as a number, as YAML 1.2 does. Raises an error that names the line for a repeated key or a value
+    that does not match its tag.
     """
 
     def construct_object(self, node: Any, deep: bool = False) -> Any:
@@ -57,7 +57,7 @@ Loader.add_implicit_resolver(
 
 
 def yaml_value(text: str) -> Any:
-    """Returns the value of one YAML text, such as `0.1`, `[0.9, 0.95]` or `adamw`."""
+    """Returns the value of a YAML string, such as `0.1`, `[0.9, 0.95]` or `adamw`."""
     try:
         return yaml.load(text, Loader)
     except (yaml.YAMLError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""Gradients that the training loop has put into `.grad`: `step()` uses them like gradients of a backward."""
+"""Lets `step()` use gradients that the training loop has written to `.grad`, as if a backward had computed them."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,11 +13,11 @@ from lowmem.step.record import ParamRecord
 
 
 class _Loss(torch.autograd.Function):
-    """A loss of 0 with chosen gradients, so that hooks, policies and placements handle them like all others."""
+    """A zero loss with given gradients, which hooks, policies and placements handle like any others."""
 
     @staticmethod
     def forward(ctx: Any, grads: Sequence[Tensor], leaf: Tensor, *params: Tensor) -> Tensor:
-        ctx.grads = grads  # autograd copies a gradient to which there is another reference
+        ctx.grads = grads  # autograd copies a gradient that is referenced elsewhere
         return torch.zeros_like(leaf)
 
     @staticmethod
@@ -26,7 +26,7 @@ class _Loss(torch.autograd.Function):
 
 
 def complete_step(loop: StepLoop, records: Sequence[ParamRecord]) -> None:
-    """Completes a step with the gradients in `.grad` of these parameters. Without any, it completes the micro-batches.
+    """Completes a step with the gradients in `.grad` of `records`. If `records` is empty, completes the micro-batches.
 
     Raises:
         StepError: a gradient cannot be used.

@@ -1,4 +1,4 @@
-"""The share of weights that a step changes, measured on a sample. Rounding to nearest may leave most unchanged."""
+"""Measures the share of weights that a step changes, on a sample. Rounding to nearest may leave most unchanged."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -10,31 +10,31 @@ from lowmem.step.record import ParamRecord
 from lowmem.tiles.layout import cut
 from lowmem.tiles.storage import Held
 
-# The number of sampled parameters, and the approximate number of elements of each. One step in EVERY is measured.
+# Number of sampled parameters, approximate number of sampled elements of each, and steps per measurement.
 PARAMETERS = 8
 ELEMENTS = 1 << 10
 EVERY = 20
 
 
 class Changes:
-    """Counts the sampled elements of weights that updates change, among those that have a gradient, in the first two
-    steps, since a warmup may begin at a rate of 0, and in every 20th one.
+    """Counts how many sampled elements with a nonzero gradient are changed by updates. It measures every 20th step and
+    the first two, because a warmup may start with a learning rate of 0.
 
     Args:
-        records: of all parameters.
-        device: of the reported share.
+        records: the records of all parameters.
+        device: the device of the reported share.
     """
 
     def __init__(self, records: Mapping[Tensor, ParamRecord], device: torch.device) -> None:
         self._records = records
         self._sampled: set[ParamRecord] = set()
-        self._counts: list[Tensor] = []  # of each update: changed, and counted
-        self._share = torch.full((), torch.nan, device=device)  # of the last step that was measured
-        self._step, self._is_due = 1, True  # whether the step is measured
+        self._counts: list[Tensor] = []  # per update: numbers of changed and of counted elements
+        self._share = torch.full((), torch.nan, device=device)  # of the last measured step
+        self._step, self._is_due = 1, True  # the current step, and whether it is measured
 
     def watch(self, records: Sequence[ParamRecord], weight: Held, grad: Tensor) -> Callable[[], None] | None:
-        """Samples a weight, or a stack of weights, before its update. Returns a function that counts its changes after
-        the update; None if it is not in the sample.
+        """Samples a weight, or a stack of weights, before its update. Returns a function to call after the update,
+        which counts the changes, or None if the weight is not in the sample.
         """
         if not self._is_due:
             return None
@@ -53,21 +53,21 @@ class Changes:
         return count
 
     def take(self) -> Tensor:
-        """Returns the share for the step that ends, or for the last one that was measured: a float32 scalar, NaN if no
-        sampled element had a gradient.
+        """Returns the share of changed weights in this step, or in the last measured step, as a float32 scalar. It is
+        NaN if no sampled element had a nonzero gradient.
         """
         if self._counts:
             changed, counted = torch.stack([count.to(self._share.device) for count in self._counts]).sum(0)
             self._share, self._is_due = changed / counted, False
         self._step += 1
         self._is_due |= self._step == 2 or self._step % EVERY == 0
-        self._sampled.clear()  # if none of them was updated, all are frozen, and the next step samples others
+        self._sampled.clear()  # if none was updated, all are frozen, so the next step samples other parameters
         self._counts.clear()
         return self._share
 
 
 def _elements(weight: Held, where: tuple[slice, ...]) -> Tensor:
-    """The sampled elements of a weight, dequantized if it is quantized."""
+    """Returns the sampled elements of a weight, dequantized if it is quantized."""
     if not weight.storage.is_quantized:
         return weight.parts[0][where]
     pairs = zip(weight.parts, weight.storage.parts, strict=True)
@@ -76,7 +76,7 @@ def _elements(weight: Held, where: tuple[slice, ...]) -> Tensor:
 
 @functools.cache
 def _where(shape: torch.Size, in_codes: bool = False) -> tuple[slice, ...]:
-    """Slices that select about `ELEMENTS` evenly spaced elements of a tensor, or complete groups if it is quantized."""
+    """Returns slices of about `ELEMENTS` evenly spaced elements of a tensor, or of complete groups if `in_codes`."""
     if in_codes:
         *lines, columns = shape
         return *(slice(size // 2, size // 2 + 1) for size in lines), slice(0, min(ELEMENTS, columns))

@@ -1,4 +1,4 @@
-"""Norms of gradients, and the decision about a step, which is made once for all its updates.
+"""Measures gradient norms, and decides once per step how gradients are clipped and whether the step is skipped.
 
 The order is the same as in a loop that calls `scaler.unscale_`, `clip_grad_value_` and `clip_grad_norm_`: gradients are
 unscaled, clamped by value, and multiplied by one clip coefficient, which is computed from the norm of the result.
@@ -24,8 +24,8 @@ from lowmem.tiles.transfers import to_device
 class Norms(NamedTuple):
     """2-norms of gradients, float64. They are summed in float32, so a norm above 1.8e19 is Inf.
 
-    unscaled: without the loss scale.  clamped: after `clip_value`.  clipped: the one that `clip_norm` limits.
-    tiled: as `unscaled`, summed in tiles. On a CPU, PyTorch's norm of a large float32 tensor may be 1 % off.
+    unscaled: without the loss scale.  clamped: after `clip_value`.  clipped: the norm that `clip_norm` limits.
+    tiled: like `unscaled`, but summed tile by tile. On a CPU, PyTorch's norm of a large float32 tensor may be 1 % off.
     """
 
     unscaled: Tensor
@@ -34,14 +34,14 @@ class Norms(NamedTuple):
     tiled: Tensor
 
 
-# The clip coefficients of a parameter group, float32 scalars: by which gradients are multiplied as they are read, and
-# which the rule applies to its update instead.
+# The clip coefficients of a parameter group, float32 scalars. Gradients are multiplied by the first one when they are
+# read. The rule applies the second one to its update.
 Clip = tuple[Tensor | None, Tensor | None]
 
 
 @dataclass(frozen=True)
 class Decision:
-    """Everything known about the gradients of a step: before its first update, or in "immediate" after the last one.
+    """Norms, clip coefficients and skip flags of a step, known before its first update ("immediate": after its last).
 
     names: the parameters that got a gradient, in parameter order.
     norms: 2-norm of each unscaled gradient, float64 [parameters].
@@ -49,10 +49,10 @@ class Decision:
     finite: boolean scalar. False skips all updates.
     tiled: see `Norms`.
     clip_coef: the factor of `clip_norm`, a float32 scalar, or None.
-    own_clips: the coefficients of parameter groups whose rule clips too.
-    measured: `norms` belong to the gradients that are applied, not to gradients of an earlier pass.
-    prepared: `measured`, and float32 gradients have been unscaled and clamped in place.
-    skipped: the host knows that the step is skipped, so that nothing has to run.
+    own_clips: the clip coefficients of parameter groups whose rule also clips.
+    measured: whether the gradients that are applied have these `norms`, and not the gradients of an earlier pass.
+    prepared: whether `measured` is true and float32 gradients have been unscaled and clamped in place.
+    skipped: whether the host knows that the step is skipped, so that no update is launched.
     """
 
     names: tuple[str, ...]
@@ -68,7 +68,7 @@ class Decision:
 
     @functools.cached_property
     def each(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """By parameter, the sum of squares of its unscaled gradient, float64 [1], and whether it is updated, [1]."""
+        """Maps names to the sum of squares of the unscaled gradient, float64 [1], and to the flag in `updated`, [1]."""
         of_each = zip(self.norms.square().split(1), self.updated.split(1), strict=True)
         return dict(zip(self.names, of_each, strict=True))
 
@@ -77,10 +77,10 @@ class Clipping:
     """Measures and clips the gradients of a step.
 
     Args:
-        parameters: of the optimizer. Norms are summed over the ranks that hold the other shards of each gradient.
+        parameters: the parameters of the optimizer. Norms are summed over the ranks that each gradient is sharded over.
 
     Attributes:
-        device: of the loss scale and of decisions.
+        device: the device of the loss scale and of decisions.
     """
 
     def __init__(self, parameters: Parameters) -> None:
@@ -102,8 +102,8 @@ class Clipping:
     def measure(self, record: ParamRecord, grad: Tensor) -> Tensor:
         """Returns the `Norms` of a gradient, or of this rank's shard of it, float64 [4].
 
-        A float32 gradient is unscaled and clamped in place, as by PyTorch. A 16-bit gradient is read tile by tile and
-        does not change; a GPU reads it at once if nothing is to be done with its elements.
+        A float32 gradient is unscaled and clamped in place, as PyTorch does. A 16-bit gradient does not change. It is
+        read tile by tile, or at once on a GPU if it needs neither unscaling nor clamping.
         """
         if 0 in grad.shape:  # the shard is empty
             return torch.zeros(4, dtype=torch.float64, device=grad.device)
@@ -122,13 +122,13 @@ class Clipping:
         return parts[0] if len(parts) == 1 else torch.stack([*map(norm_over, torch.stack(parts, 1))])
 
     def decide(self, measured: Mapping[str, Tensor], *, prepared: bool) -> Decision:
-        """Decides a step. Reads a value back only for third-party optimizers, whose updates cannot be undone.
+        """Decides a step. The host waits only for third-party optimizers, because their updates cannot be undone.
 
         Args:
             measured: by name, the result of `measure` for each parameter that got a gradient.
-            prepared: whether the measured gradients will be applied, not equal ones from another pass.
+            prepared: whether the measured gradients themselves will be applied, and not the gradients of another pass.
         """
-        # norms are summed in parameter order, which decides their last bits
+        # the order of summation affects the last bits, so norms are summed in parameter order
         fired = [record for record in self.records.values() if record.name in measured]
         norms = self._over_ranks(torch.stack([measured[record.name].to(self.device) for record in fired], 1))
         finite = norm_over(norms.unscaled).isfinite()
@@ -136,12 +136,12 @@ class Clipping:
         if not self.scaler.dynamic and all(record.takes_nonfinite for record in fired):
             finite = torch.ones_like(finite)
         coef = None
-        if self.norm is not None:  # as torch divides
+        if self.norm is not None:  # the same division as in torch
             coef = (self.norm / (norm_over(norms.clipped).float() + 1e-6)).clamp(max=1.0)
         read = norms.clamped if coef is None else norms.clamped * coef
         results = self._clip_by_rules(fired, read)
         for group, result in results.items():
-            for name, new in result.memory.items():  # a skipped step leaves it as it is
+            for name, new in result.memory.items():  # a skipped step does not change it
                 group.memory[name].copy_(torch.where(finite, new, group.memory[name]))
         return Decision(
             names=tuple(record.name for record in fired),
@@ -160,7 +160,7 @@ class Clipping:
         )
 
     def review(self, fired: Sequence[ParamRecord]) -> Decision:
-        """Returns the decision about gradients that were applied, or measured, without one."""
+        """Returns the decision for gradients that have already been applied or measured."""
         square_sums = self.gather(record.square_sum for record in fired)
         updated = square_sums.isfinite()
         # a third-party optimizer has updated its parameter before the host knows
@@ -175,7 +175,7 @@ class Clipping:
         )
 
     def gather(self, values: Iterable[Tensor]) -> Tensor:
-        """Returns values of parameters, [1] on any devices, as one tensor [parameters]."""
+        """Concatenates one value per parameter, each [1] on any device, into a tensor [parameters] on `device`."""
         return torch.cat([value.to(self.device) for value in values])
 
     def _over_ranks(self, norms: Tensor) -> Norms:
@@ -203,7 +203,7 @@ class Clipping:
                 continue
             zero, states = torch.zeros_like(read[0]).float(), self.parameters.states
             if not group.memory:
-                with zero.device:  # created there, not copied to it
+                with zero.device:  # creates it on the device instead of copying it
                     memory = group.rule.group_memory(group.live)
                     group.memory.update({name: value.clone() for name, value in memory.items()})
             results[group] = group.rule.clip_by_norm(
@@ -235,12 +235,12 @@ class Clipping:
 
 
 def norm_over(norms: Tensor) -> Tensor:
-    """Returns the 2-norm over several tensors from their float64 norms, summed in float32 as by PyTorch."""
+    """Returns the 2-norm over several tensors from their float64 norms, summed in float32 as PyTorch does."""
     return torch.linalg.vector_norm(norms.float()).double()
 
 
 def _norms(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Computes the 2-norm of float32 values as PyTorch does, and summed in tiles: float64 scalars."""
+    """Returns the 2-norm of float32 values as PyTorch computes it, and summed tile by tile, as float64 scalars."""
     parts = tiles(values)
     norm = tiled = torch.linalg.vector_norm(values)
     if len(parts) > 1:

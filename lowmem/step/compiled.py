@@ -1,4 +1,4 @@
-"""Runs programs as compiled code, which is traced once for each kind of parameters."""
+"""Compiles programs, once for each kind of parameters, and runs the compiled code."""
 
 import functools
 import importlib.util
@@ -34,24 +34,24 @@ from lowmem.tiles.traced import GRAD, Arguments, Kind, TracedUpdate, signature, 
 
 logger = logging.getLogger(__name__)
 
-# With fewer trainable elements compilation takes longer than it saves.
+# With fewer trainable elements, compilation takes longer than it saves.
 COMPILE_FROM = 1 << 25
 
-# Types of devices on which updates are kernels of Triton. For others Inductor compiles them.
+# Types of devices whose updates are Triton kernels. For other devices, Inductor compiles the updates.
 KERNELS = {"cuda"}
 
 Update = Stages | OneTile | Kernels
 
-# Compiled updates, which parameters of all sizes share, by rule, or by its class if it has no attributes.
-# None: the rule cannot be traced.
+# Compiled updates by rule, or by its class if the rule has no attributes. Parameters of all sizes share them.
+# None if the rule cannot be traced.
 _TRACED: WeakKeyDictionary[Any, dict[tuple[ParamSpec, Kind], "Traced"] | None] = WeakKeyDictionary()
 
 
 class Bound(NamedTuple):
-    """The compiled update of one parameter, with what stays from step to step.
+    """The compiled update of one parameter, with the arguments that do not change from step to step.
 
-    made_for: what it depends on; see `Compilation.bind`.  places: of tiles.  args: states, as the code takes them.
-    alive: references to the states. With the first one that is freed, or replaced, the views of the others are.
+    made_for: its cache key; see `Compilation.bind`.  places: the places of the tiles.  args: the states as arguments.
+    alive: weak references to the states. When one of them is freed or replaced, the views of all states are freed.
     """
 
     made_for: Any
@@ -62,9 +62,9 @@ class Bound(NamedTuple):
 
 
 class Launched(NamedTuple):
-    """A parameter whose update is launched together with others.
+    """A parameter whose update is launched together with updates of other parameters.
 
-    place: of the numbers of its group among those of the step, and of the key of its noise.  shard: of the weight.
+    place: the indices of its group's numbers and of its noise key in `Sent`.  shard: this rank's shard of the weight.
     """
 
     record: ParamRecord
@@ -76,16 +76,16 @@ class Launched(NamedTuple):
 
 
 class Compilation:
-    """The compiled code of one optimizer. Ranks that train one model use it together or not at all, because compiled
-    and eager code sum in different orders. Ranks of shards agree on new code when they need it. Replicas, whose updates
-    may differ in their order, agree when the step ends, and use it from the next one on.
+    """The compiled code of one optimizer. Either all ranks that train a model use it or none does, because compiled and
+    eager code sum in different orders. If parameters are sharded, ranks agree on new code when they need it. Replicas
+    may update in different orders, so they agree at the end of the step, and use the code from the next step on.
 
-    An error of the compiler may pass, such as a full disk. After one, updates are not compiled until the next step
-    whose number is a power of 10.
+    A compiler error may be temporary, such as a full disk. After an error, updates are not compiled until the next
+    step whose number is a power of 10.
 
     Attributes:
         seconds: total compile time in this process.
-        failure: the error after which updates are not compiled; None if they are.
+        failure: the error because of which updates are not compiled, or None.
     """
 
     seconds: ClassVar[float] = 0.0
@@ -94,27 +94,27 @@ class Compilation:
     def __init__(self, parameters: Parameters) -> None:
         self._parameters, self._requested = parameters, parameters.config.compile
         self._step, self._decided = 0, False
-        self._new: dict[tuple[Program, Any], Update | None] = {}  # code on which ranks have not agreed
+        self._new: dict[tuple[Program, Any], Update | None] = {}  # code on which ranks have not yet agreed
         self._own: str | None = None  # the error of this rank
         self._bound: dict[ParamRecord, Bound] = {}
-        # launched in this step and in the last one
+        # batches launched in this step, and in the last step
         self._batches: dict[tuple[ParamRecord, ...], tuple[list[Bound], Batch]] = {}
         self._earlier = self._batches
-        self._warns = self._requested is True  # of updates that are not compiled, once
+        self._warns = self._requested is True  # whether to warn about updates that are not compiled
 
     @property
     def active(self) -> bool:
-        """Returns whether updates are compiled now."""
+        """True if updates are compiled now."""
         return self._decided and self.failure is None
 
     def decide(self) -> None:
-        """Decides whether to compile: as requested, or with "auto" where it pays. Every rank calls it.
+        """Decides whether to compile: as requested, or with "auto" if the model is large enough. Every rank calls it.
 
         Raises:
-            ConfigError: it is True where there is no compiler that works. On every rank.
+            ConfigError: `compile=True`, but some rank has no working compiler. Raised on every rank.
         """
         records, requested = self._parameters.records.values(), self._requested
-        size = sum(r.span.numel for r in records if r.param.requires_grad)  # of full parameters: ranks decide alike
+        size = sum(r.span.numel for r in records if r.param.requires_grad)  # full parameters: all ranks decide alike
         wanted = requested is True or (requested == "auto" and size >= COMPILE_FROM)
         devices = {record.param.device.type for record in records} if wanted else set()
         own = next(filter(None, (missing_compiler(device, tries=requested is True) for device in devices)), None)
@@ -131,7 +131,7 @@ class Compilation:
             QuantizedWeight.compiled = self._decided
 
     def begin(self, step: int) -> None:
-        """Begins a step, in which an error may be over."""
+        """Begins a step. If its number is a power of 10, clears an earlier compiler error."""
         self._step = step
         self._earlier, self._batches = self._batches, {}
         if str(step).rstrip("0") == "1":
@@ -145,9 +145,9 @@ class Compilation:
             raise ConfigError(f"compile=True, but compiling failed; use 'auto' or False: {failure}")
 
     def run(self, record: ParamRecord, tiles: StoredTiles, states: Mapping[str, Tensor]) -> Result | None:
-        """Updates a parameter as `Program.run` does, but with compiled code. Returns None if there is none for it.
+        """Updates a parameter as `Program.run` does, but with compiled code. Returns None if it has no compiled code.
 
-        Every rank calls it for the same parameters, also if it has no elements of a shard.
+        Every rank calls it for the same parameters, even if its shard is empty.
         """
         bound = self.bind(record, tiles, states)
         if bound is None:
@@ -163,7 +163,7 @@ class Compilation:
         return self.active and record.param.device.type in KERNELS and not record.program.rule.materializes
 
     def launch(self, batch: Sequence[Launched], values: Values) -> Result:
-        """Updates parameters that have the same kernels, by one launch per pass. Ranks of shards call it together."""
+        """Updates parameters that have the same kernels, with one launch per pass. If sharded, every rank calls it."""
         records = tuple(each.record for each in batch)
         bounds, known = [each.bound for each in batch], self._batches.get(records) or self._earlier.get(records)
         if known is None or any(one is not other for one, other in zip(known[0], bounds, strict=True)):
@@ -181,15 +181,15 @@ class Compilation:
     def bind(
         self, record: ParamRecord, tiles: StoredTiles, states: Mapping[str, Tensor], place: tuple[int, int] = (0, 0)
     ) -> Bound | None:
-        """Returns the compiled update of a parameter; None if there is none for it. Every rank calls it for the same
-        parameters, also if it has no elements of a shard. place: see `Launched`.
+        """Returns the compiled update of a parameter, or None if it has no compiled code. Every rank calls it for the
+        same parameters, even if its shard is empty. place: see `Launched`.
         """
         program, made_for = record.program, None
         if program.rule.materializes:
             self._warn(record)
             return None
         varying = tiles.grad.dtype, tiles.scalars.names, tiles.reading.form
-        # a dispatch mode (fake tensors, a memory tracker) has to see each operation, which compiled code hides
+        # a dispatch mode (fake tensors, a memory tracker) must see every operation, but compiled code hides them
         if _get_current_dispatch_mode() is None:
             tensors = *tiles.weight.parts, *filter(torch.is_tensor, states.values())  # users may add other values
             is_aligned = tiles.grad.data_ptr() % 16 == 0
@@ -204,10 +204,10 @@ class Compilation:
     def _bind(
         self, record: ParamRecord, tiles: StoredTiles, states: Mapping[str, Tensor], varying: Any, made_for: Any
     ) -> Bound | None:
-        """Finds or compiles the code of an update, and makes the arguments that stay. made_for: None forbids it."""
+        """Finds or compiles the code of an update and prepares its constant arguments, unless `made_for` is None."""
         self._bound.pop(record, None)
         program, tensors = record.program, {name: state for name, state in states.items() if torch.is_tensor(state)}
-        data = {name: tensor.data for name, tensor in tensors.items()}  # whose views do not keep the states
+        data = {name: tensor.data for name, tensor in tensors.items()}  # their views do not keep the states alive
         held = program.held(data)
         parts = *tiles.weight.parts, *(part for each in held.values() for part in each.parts)
         dtypes = [part.dtype for storage in (program.weight, *program.states.values()) for part in storage.parts]
@@ -216,7 +216,7 @@ class Compilation:
         places, several = list[Place](), self._parameters.placement.several
         if tiles.device.type in KERNELS:
             member = _member(record, tiles, data, (0, 0))
-            # ranks would have to agree on alignment
+            # shards are treated as unaligned, because ranks would have to agree on alignment
             aligned = program.ranks is None and member.is_aligned and tiles.grad.data_ptr() % 16 == 0
             fits = fits and member.fits
             variant: Any = tiles.shape[1] == 1, aligned
@@ -241,14 +241,14 @@ class Compilation:
                 numbers=tiles.scalars.names,
             )
             self._new[program, key] = self._compile(program, kind, variant) if fits else None
-            if program.ranks is not None or not several:  # ranks of shards update in one order
+            if program.ranks is not None or not several:  # sharded: all ranks update in the same order
                 self.settle()
         update: Update | None = program.compiled.get(key)
         if update is None or not fits:
             return None
         if isinstance(update, OneTile):
             args |= update.in_blocks({name: each.parts for name, each in held.items()}, places[0].rect.size)
-        if isinstance(update, Kernels):  # tables have addresses
+        if isinstance(update, Kernels):  # they read addresses from tables
             args = {}
         bound = self._bound
         alive = [ref(state, lambda _: bound.pop(record, None)) for state in tensors.values()]
@@ -256,7 +256,7 @@ class Compilation:
         return bound[record]
 
     def _warn(self, record: ParamRecord) -> None:
-        """Warns once of an update that is not compiled although compile=True. A failure of the compiler raises."""
+        """Warns once about an update that is not compiled although compile=True. Compiler errors are raised instead."""
         if self._warns and self.failure is None and not (self._new or _get_current_dispatch_mode()):
             self._warns = False
             cause = "the shape or strides of the parameter do not allow it"
@@ -279,7 +279,7 @@ class Compilation:
         return update
 
     def settle(self) -> None:
-        """Called when a step ends. Allows the use of new code, unless compiling has failed on some rank."""
+        """Called when a step ends. Enables new code unless compiling has failed on any rank."""
         if not self._new:
             return
         self.failure = self._parameters.placement.agree(self._own)
@@ -294,7 +294,7 @@ class Compilation:
 
 
 def _numbers(tiles: StoredTiles) -> Arguments:
-    """Returns the arguments of compiled code that are other ones in each step, except for the tensors of a tile."""
+    """Returns the arguments of compiled code that change in each step, except for the tensors of a tile."""
     args: Arguments = {**tiles.reading.tensors}
     args["numbers", "single"], args["numbers", "double"] = tiles.scalars.single, tiles.scalars.double
     if tiles.keys is not None:
@@ -303,7 +303,7 @@ def _numbers(tiles: StoredTiles) -> Arguments:
 
 
 class Traced:
-    """The trace of an update, and what is compiled from it."""
+    """The trace of an update, and the code compiled from it."""
 
     def __init__(self, update: TracedUpdate) -> None:
         self._update, self._stages, self._one_tile = update, Stages(update), OneTile(update)
@@ -340,7 +340,7 @@ def traced(program: Program, kind: Kind, variant: Any) -> Update | None:
                 trace_update(kind, lambda sweep, states: rule.update(sweep, spec, states), alike=spec.alike)
             )
         update, compiling = updates[key].code(*variant)
-    except Exception as error:  # of the rule, or of PyTorch's tracer, such as for a branch on the value of a tensor
+    except Exception as error:  # from the rule or PyTorch's tracer, such as for a branch on a tensor's value
         updates.clear()
         _TRACED[_key(rule)] = None
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
@@ -352,7 +352,7 @@ def traced(program: Program, kind: Kind, variant: Any) -> Update | None:
 
 
 def _member(record: ParamRecord, tiles: StoredTiles, states: Mapping[str, Tensor], place: tuple[int, int]) -> Member:
-    """Returns a parameter as kernels take it."""
+    """Returns the tensors of a parameter as kernel arguments."""
     program = record.program
     held = {"param": tiles.weight, **program.held(states)}
     parts = {(name, n): part for name, each in held.items() for n, part in enumerate(each.parts)}
@@ -361,7 +361,7 @@ def _member(record: ParamRecord, tiles: StoredTiles, states: Mapping[str, Tensor
 
 
 def is_traceable(rule: UpdateRule) -> bool:
-    """Returns whether the updates of a rule can be compiled, as far as is known before they are traced."""
+    """Returns whether the updates of a rule can be compiled. Tracing may still show that they cannot."""
     return not rule.materializes and _TRACED.get(_key(rule), {}) is not None
 
 
@@ -370,7 +370,7 @@ def _key(rule: UpdateRule) -> Any:
 
 
 def missing_compiler(device: str, *, tries: bool) -> str | None:
-    """Returns why updates cannot be compiled for a type of device, or None. tries: compile something."""
+    """Returns why updates cannot be compiled for a type of device, or None. tries: whether to compile a test."""
     if not tries:
         return None if has_compiler(device) else f"no compiler for {device!r} is installed{on_rank()}"
     if device == "meta" or _get_current_dispatch_mode():
@@ -389,4 +389,4 @@ def has_compiler(device: str) -> bool:
     """Returns whether a compiler for a type of device is installed."""
     if device == "cpu":
         return any(shutil.which(name) for name in (os.environ.get("CXX", ""), "g++", "clang++", "c++") if name)
-    return device == "meta" or importlib.util.find_spec("triton") is not None  # "meta" is a GPU that is planned for
+    return device == "meta" or importlib.util.find_spec("triton") is not None  # "meta": a planned GPU

@@ -28,7 +28,7 @@ class StepCycle:
 
     Attributes:
         step: the number of this step, or of the last one.
-        seed: of stochastic rounding. Its random numbers also depend on the step.
+        seed: the seed of stochastic rounding. The random numbers also depend on the step.
         moved: whether an update has begun in the running backward.
         waiting: the number of micro-batches that have ended in an unfinished step.
         last: whether the running or latest backward completes its step.
@@ -64,10 +64,10 @@ class StepCycle:
         Args:
             last: whether this backward completes the step.
             explicit: whether `FusedOptimizer.backward` runs it.
-            nests: whether it will run other backwards inside.
+            nests: whether it will run nested backwards.
 
         Raises:
-            StepError: see `refuse_begin`; or this backward would run inside another, or run others inside.
+            StepError: see `refuse_begin`; or this backward would run inside another, or contain other backwards.
         """
         self.refuse_begin()
         if nests or (not explicit and _inside_custom_backward()):
@@ -93,7 +93,7 @@ class StepCycle:
             )
 
     def fired(self, name: str, *, in_parts: bool) -> None:
-        """Notes a complete gradient. Raises `StepError` for a second one of this parameter, unless `in_parts`."""
+        """Records a complete gradient. Raises `StepError` for a parameter's second gradient, unless `in_parts`."""
         if name in self._fired_now and not in_parts:
             raise StepError(
                 f"parameter {name!r} got its gradient in two parts within one backward, and the first part has already "
@@ -104,7 +104,7 @@ class StepCycle:
         self.notice(name)
 
     def notice(self, name: str) -> None:
-        """Notes a gradient that at least one rank has."""
+        """Records a gradient that at least one rank has."""
         self._fired.add(name)
         self._fired_now.add(name)
 
@@ -138,7 +138,7 @@ class StepCycle:
             )
 
     def fail(self, reason: str) -> None:
-        """Called when a backward has failed. The step is torn if an update had begun; otherwise it did not happen."""
+        """Called when a backward has failed. The step is torn if an update had begun; otherwise it is undone."""
         self._running = None
         if self.moved:
             self.tear(
@@ -171,7 +171,7 @@ class StepCycle:
 
         Args:
             skipped: whether nothing was updated.
-            replayed: False if a second pass computed other gradients than the first.
+            replayed: False if a second pass did not compute the same gradients as the first.
         """
         if not replayed:
             self.tear(

@@ -1,6 +1,6 @@
-"""Habits of ordinary training loops that would silently go wrong here: torch's functions are patched to raise.
+"""Patches functions of torch to raise an error where ordinary training loops would silently go wrong with lowmem.
 
-The functions are wrapped once per process. They do the same as before for parameters that no `FusedOptimizer` updates.
+Functions are wrapped once per process. They behave as before for parameters that no `FusedOptimizer` updates.
 """
 
 import functools
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 def watch() -> None:
     """Wraps `GradScaler.scale`, torch's functions that clip gradients, and reentrant checkpointing.
 
-    Logs a warning about functions that this version of torch has elsewhere.
+    Logs a warning if this version of torch does not have a function in the expected place.
     """
     for habit, wrap in (
         ("a loss that a GradScaler has scaled", _wrap_scaling),
@@ -113,7 +113,7 @@ def reentrant(loss: Tensor | None) -> bool:
 
 
 def nests(records: Iterable[ParamRecord]) -> bool:
-    """Returns whether the running backward will run others inside, which may update some of these parameters."""
+    """Returns whether the running backward will run nested backwards, which may update some of these parameters."""
     nested = any(map(torch._C._will_engine_execute_node, list(_REENTRANT)))
     return nested and any(record.trained and not record.reached for record in records)
 

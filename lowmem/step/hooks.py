@@ -31,19 +31,19 @@ _TWO_OPTIMIZERS = (
 
 
 class Caller:
-    """The thread that trains, and its context variables, which autograd's threads do not have. Since torch 2.12 they
-    include the settings of `torch.compile` (utils/_config_module.py), by which optimizers may compile their step.
+    """The training thread and its context variables, which autograd's threads do not inherit. Since torch 2.12 they
+    include the settings of `torch.compile` (utils/_config_module.py), which affect optimizers that compile their step.
     """
 
     def __init__(self) -> None:
         self.note()
 
     def note(self) -> None:
-        """Notes the present thread."""
+        """Records the current thread and its context variables."""
         self._thread, self._context = threading.get_ident(), contextvars.copy_context()
 
     def run(self, function: Callable[..., None], *args: Any) -> None:
-        """Calls a function with the context variables of the noted thread."""
+        """Calls a function with the context variables of the recorded thread."""
         if threading.get_ident() == self._thread:
             function(*args)
         else:
@@ -57,12 +57,12 @@ class Hooks:
     its parameters. Autograd runs hooks on one thread per device, but only one of them updates at a time.
 
     Args:
-        records: of all parameters of the optimizer.
+        records: the records of all parameters of the optimizer.
         cycle: the life cycle of the step.
-        update: the method of the optimizer that takes complete gradients, from `.grad` of the parameter of a record.
+        update: the optimizer's method that takes a record when the gradient in its parameter's `.grad` is complete.
 
     Attributes:
-        caller: the thread that has created the optimizer, or called `backward` or `step` last.
+        caller: the thread that created the optimizer, or the last one that called `backward` or `step`.
         paused: whether gradients are freed without an update.
         in_accumulate: whether the training loop is inside `FusedOptimizer.accumulate`.
         prepared: whether Accelerate has prepared the optimizer.
@@ -88,9 +88,9 @@ class Hooks:
 
     @property
     def postponed(self) -> bool:
-        """True if a loop of Accelerate is in the middle of a step, where `step` and `zero_grad` do nothing.
+        """True if Accelerate is accumulating gradients in the middle of a step, so `step` and `zero_grad` do nothing.
 
-        This holds only for prepared optimizers: the state of Accelerate belongs to the process, and outlives a loop.
+        It is False for optimizers that are not prepared: Accelerate's state is global, and outlives a training loop.
         """
         state = sys.modules.get("accelerate.state") if self.prepared else None
         return state is not None and not state.GradientState().sync_gradients
@@ -112,7 +112,7 @@ class Hooks:
             return
         requires_grad = param.requires_grad
         try:
-            param.requires_grad_(True)  # torch registers hooks on no other tensors, but keeps them
+            param.requires_grad_(True)  # torch registers hooks only on tensors that require gradients, but keeps them
             self._handles[param] = param.register_post_accumulate_grad_hook(functools.partial(self._fire, record))
         finally:
             param.requires_grad_(requires_grad)
@@ -173,7 +173,7 @@ class Hooks:
 
     def require_single_optimizer(self, record: ParamRecord) -> None:
         """Raises `StepError` if the running backward belongs to another optimizer, or is a micro-batch of one optimizer
-        and a complete step of another. record: of the first gradient.
+        and a complete step of another. record: the parameter with the first gradient.
         """
         if len(_LIVE) == 1:
             return
@@ -204,7 +204,7 @@ def _owner(param: Tensor) -> Hooks | None:
 
 
 def is_hooked(param: Tensor) -> bool:
-    """Returns whether an optimizer has the parameter, which it updates while it is not frozen."""
+    """Returns whether the parameter belongs to an optimizer, which updates it unless it is frozen."""
     return any(param in hooks._handles for hooks in list(_LIVE))
 
 
@@ -216,7 +216,7 @@ def name_of(param: Any) -> str | None:
 
 def reached() -> Iterator[tuple[Hooks, ParamRecord]]:
     """Yields the parameters that the running backward will update, with the hooks of their optimizer."""
-    with _disable_current_modes():  # a dry run may be in progress beside an optimizer of real tensors
+    with _disable_current_modes():  # a dry run may run next to an optimizer with real tensors
         for hooks in list(_LIVE):
             for record in () if hooks.paused else list(hooks._records.values()):
                 if record.reached:

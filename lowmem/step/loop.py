@@ -25,13 +25,13 @@ logger = logging.getLogger(__name__)
 
 
 class StepLoop:
-    """The steps of one optimizer.
+    """Runs the steps of one optimizer.
 
     A step begins with `backward`, or with the first gradient of a plain `loss.backward()`. The hooks then call
     `arrived` for each parameter. After the last backward, `_finish` completes the step.
 
     Attributes:
-        policy: decides when gradients become updates.
+        policy: decides when a gradient updates its parameter.
     """
 
     policy: Policy
@@ -44,7 +44,7 @@ class StepLoop:
         self.choose_policy()
 
     def choose_policy(self, loss: Tensor | None = None) -> None:
-        """Chooses the policy for the present options and the graph of the loss. Logs the reason if it is not obvious.
+        """Chooses the policy for the current options and the graph of the loss. Logs the reason if it is not obvious.
 
         Raises:
             UnsupportedError: the requested policy does not meet a need.
@@ -127,7 +127,7 @@ class StepLoop:
         self._finish()
 
     def _begin(self) -> None:
-        """Called when a step begins, or a micro-batch, before any weight changes."""
+        """Called when a step or a micro-batch begins, before any weight changes."""
         self.drop_failed()
         self.report.settle()
         self.report.raise_if_diverged()
@@ -163,11 +163,11 @@ class StepLoop:
 
     def arrived(self, record: ParamRecord) -> None:
         """Called when the gradient of a parameter is complete."""
-        if torch.is_grad_enabled():  # autograd creates a graph. Entering no_grad for each small parameter takes long
+        if torch.is_grad_enabled():  # create_graph=True. Entering no_grad for every small parameter would be slow
             with torch.no_grad():
                 self.arrived(record)
             return
-        if record.param.grad is None:  # its autograd function returned none
+        if record.param.grad is None:  # its autograd function returned None
             if not self.cycle.idle:
                 self._use(self.placement.reducer.skip(record))
             return
@@ -185,7 +185,7 @@ class StepLoop:
         for placed, grad in reduced:
             self.cycle.notice(placed.name)
             self.policy.ready(self.records[placed.param], grad)
-            del grad  # frees it before the next one is made
+            del grad  # frees it before the next one is created
 
     @torch.no_grad()
     def _end_pass(self) -> None:
@@ -195,7 +195,7 @@ class StepLoop:
 
     @torch.no_grad()
     def _finish(self, loss: Tensor | None = None) -> None:
-        """Called after the backwards of a micro-batch. The last micro-batch decides and reports the step."""
+        """Called after the backwards of a micro-batch. After the last micro-batch, completes and reports the step."""
         self.cycle.require_gradients()
         if not self.cycle.last:
             self.placement.free_copies(self.records.values(), updated=False)
@@ -215,7 +215,7 @@ class StepLoop:
         self.report.close(self.policy, decision, loss)
 
     def _fail(self, error: BaseException) -> None:
-        """Called when a backward has failed. Adds a note to its error that says what happened to the step."""
+        """Called when a backward has failed. Adds a note about the state of the step to the error."""
         waiting = self.cycle.waiting
         if not self.cycle.idle:
             self.cycle.fail(f"its backward ended with {type(error).__name__}")

@@ -12,11 +12,11 @@ from lowmem.options import DynamicScale
 
 
 class LossScaler:
-    """The loss scale of an optimizer: none, fixed or dynamic. It is a tensor on the device, and the host never waits.
+    """The loss scale of an optimizer: none, fixed or dynamic. It is a device tensor, so the host never waits for it.
 
     Args:
         requested: a number, "dynamic" or a `DynamicScale`. None, 0 and 1 mean no scaling.
-        device: of the scale.
+        device: the device of the scale.
 
     Attributes:
         dynamic: whether the scale adapts to overflows.

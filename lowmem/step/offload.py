@@ -1,4 +1,4 @@
-"""The gradient store: where policy `deferred` stores gradients until their step is decided."""
+"""The gradient store, in which policy `deferred` stores gradients until all gradients of the step are known."""
 
 import logging
 import math
@@ -12,25 +12,23 @@ from torch import Tensor
 
 from lowmem.placements.base import Placed
 from lowmem.step.record import ParamRecord
+from lowmem.step.room import HEADROOM, free_memory
 from lowmem.tiles.stored import flat, separate
 
 logger = logging.getLogger(__name__)
 
-# Devices that copy while the host waits. A plan has a GPU's tensors on "meta".
+# Devices whose copies block the host. In a plan, the tensors of a GPU are on "meta".
 _WITHOUT_STREAMS = ("cpu", "meta")
 
-# Copies in flight in each direction: while one runs, the next one is launched.
+# Maximum number of copies in flight per direction: while one runs, the next one is launched.
 _IN_FLIGHT = 2
 
-# The part of a device's memory that gradients leave free, for what backward allocates besides them.
-HEADROOM = 1 / 16
-
-# Makes the current stream, and the stream that launched a copy, wait for its end; the host continues.
+# Makes the current stream and the stream that launched a copy wait for the copy. The host does not wait.
 Wait = Callable[[], None]
 
 
 class Offloaded(NamedTuple):
-    """A gradient on the host: its form, its bytes in several pieces of memory, and the copy that writes them."""
+    """A gradient on the host: its properties, its bytes in several pieces, and a function that waits for their copy."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -41,27 +39,27 @@ class Offloaded(NamedTuple):
 
 
 class GradientStore:
-    """Stores one gradient per parameter until its step is decided: on its device as far as the budget goes, the others
-    on the host.
+    """Stores one gradient per parameter until all gradients of the step are known: on its device while the budget
+    lasts, then on the host.
 
-    Without a budget, the store asks how much memory is free when the first gradient of a backward arrives, and leaves a
-    reserve. In the last micro-batch, it asks again when this is used up, as backward has freed activations since.
-    Earlier ones leave room for the activations of the next. Ranks need not decide alike, because the order of updates
-    does not depend on where gradients are. If an allocation of the store fails, all gradients go to the host from then
-    on.
+    Without a budget, the store measures the free memory when the first gradient of a backward arrives, and leaves a
+    reserve. In the last micro-batch, it measures again when the limit is reached, because backward has freed
+    activations by then. Earlier micro-batches leave room for the activations of the next one. Ranks may decide
+    differently, because the order of updates does not depend on where gradients are stored. If an allocation of the
+    store fails, all gradients are offloaded from then on.
 
-    Separate streams copy gradients to the host, and back again, while the device computes, two at a time in each
-    direction. Gradients on the host are in pinned memory. torch rounds its sizes up to powers of two, so each gradient
-    is divided into a few pieces of such sizes.
+    Separate streams copy gradients to the host and back while the device computes, at most two at a time in each
+    direction. Gradients on the host are in pinned memory. torch rounds the sizes of pinned memory up to powers of two,
+    so each gradient is divided into a few pieces of such sizes.
 
     Args:
-        budget: bytes of gradients that may stay on each device: 0 offloads all of them; None: as many as are free.
+        budget: maximum bytes of gradients on each device: 0 offloads all gradients; None uses the free memory.
     """
 
     def __init__(self, budget: float | None) -> None:
         self._budget = budget
-        self._limits: dict[torch.device, float] = {}  # as the budget, in this backward
-        self._least: dict[torch.device, float] = {}  # of all backwards
+        self._limits: dict[torch.device, float] = {}  # budget of each device in this backward
+        self._least: dict[torch.device, float] = {}  # the smallest budget of all backwards
         self._held = Counter[torch.device]()  # bytes of gradients
         self._room: dict[str, Sequence[Tensor]] = {}  # memory on the host, reused in the next step
         self._stored: dict[str, tuple[Placed, Tensor | Offloaded]] = {}
@@ -78,7 +76,7 @@ class GradientStore:
         """Called before a backward.
 
         Args:
-            last: its gradients complete the step.
+            last: whether its gradients complete the step.
             width: the minimum number of bytes per element, if wider gradients will follow.
         """
         self._wait()
@@ -86,8 +84,8 @@ class GradientStore:
         self._latest, self._last, self._width = "", last, width
 
     def get(self, record: Placed, *, wide: bool = False) -> Tensor | None:
-        """Returns the stored gradient on its device, or None. In-place changes have to be stored again. wide: in
-        float32, or a wider dtype.
+        """Returns the stored gradient on its device, or None. If it is changed in place, store it again. wide: whether
+        to convert it to float32, unless its dtype is wider.
         """
         if record.name not in self._stored:
             return None
@@ -100,7 +98,7 @@ class GradientStore:
         return self._allocate(lambda: grad.to(torch.promote_types(grad.dtype, torch.float32))) if wide else grad
 
     def keep(self, record: Placed, grad: Tensor) -> None:
-        """Stores a gradient in place of an earlier one. The caller must not use it afterwards."""
+        """Stores a gradient, and replaces an earlier one. The caller must not use the gradient afterwards."""
         self._remove(record)
         if self._fits(grad.device, grad.nbytes):
             self._stored[record.name] = record, self._allocate(lambda: separate(grad))
@@ -129,9 +127,9 @@ class GradientStore:
                 assert grad is not None
                 self._remove(record)
                 yield record, grad
-                del grad  # its memory is free for the next one
+                del grad  # frees its memory for the next one
         finally:
-            self._wait()  # copies that are no longer needed still write
+            self._wait()  # copies that are no longer needed may still be writing
 
     def clear(self) -> None:
         """Removes all gradients."""
@@ -145,7 +143,7 @@ class GradientStore:
     def _remove(self, record: Placed) -> None:
         if record.name in self._stored and isinstance(stored := self._stored.pop(record.name)[1], Tensor):
             self._held[stored.device] -= stored.nbytes
-        if record.name in self._coming:  # it is not used, but its copy still reads the memory
+        if record.name in self._coming:  # it is not needed, but its copy still reads the memory
             self._coming[record.name][1]()
             del self._coming[record.name]
 
@@ -165,12 +163,10 @@ class GradientStore:
         return needed <= self._limits[device]
 
     def _free(self, device: torch.device) -> float:
-        """Returns how many bytes of gradients the device has room for now."""
+        """Returns the number of bytes of gradients that currently fit on the device."""
         if device.type in _WITHOUT_STREAMS:
             return math.inf if device.type == "cpu" else 0
-        module = torch.get_device_module(device)
-        free, total = module.mem_get_info(device)
-        free += module.memory_reserved(device) - module.memory_allocated(device)
+        free, total = free_memory(device)
         room = max(0, self._held[device] + free - int(total * HEADROOM))
         if device not in self._least:
             logger.info(
@@ -181,8 +177,8 @@ class GradientStore:
         return room
 
     def _allocate(self, make: Callable[[], Tensor]) -> Tensor:
-        """Calls a function that allocates memory of a device. If it fails, all gradients go to the host before it is
-        called again.
+        """Calls a function that allocates device memory. If the device is out of memory, offloads all gradients and
+        calls it again.
         """
         try:
             return make()
@@ -216,7 +212,7 @@ class GradientStore:
         """Copies a gradient to its device."""
         stored = self._stored[record.name][1]
         assert isinstance(stored, Offloaded)
-        stored.written()  # perhaps launched by another stream
+        stored.written()  # another stream may have launched the copy
         grad = self._allocate(
             lambda: torch.empty_strided(stored.shape, stored.stride, dtype=stored.dtype, device=stored.device)
         )
@@ -224,7 +220,7 @@ class GradientStore:
         return grad, self._copy(parts, stored.device, outward=False)
 
     def _pieces(self, name: str, grad: Tensor) -> Sequence[Tensor]:
-        """Returns memory on the host for a gradient."""
+        """Returns host memory for a gradient, in pieces."""
         size = grad.numel() * max(grad.element_size(), self._width)
         if sum(map(len, self._room.get(name, ()))) < size:  # a new parameter, or a wider dtype
             self._room.pop(name, None)
@@ -264,7 +260,7 @@ class GradientStore:
 
 
 def _parts(grad: Tensor, pieces: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields each piece of memory with the bytes of `grad` that belong there."""
+    """Yields each piece of memory with the bytes of `grad` that it stores."""
     data = flat(grad).view(torch.uint8)
     for piece in pieces:
         yield piece[: len(data)], data[: len(piece)]

@@ -20,8 +20,8 @@ logger = logging.getLogger(__name__)
 
 
 class States(defaultdict[Tensor, dict[str, Any]]):
-    """States by parameter. It is true even if it is empty: `torch.distributed.checkpoint.state_dict` lets an optimizer
-    whose `state` is false step on gradients of zero to create states, but `state_dict` shows them anyway.
+    """States by parameter. It is true even if it is empty: for an optimizer whose `state` is false,
+    `torch.distributed.checkpoint.state_dict` runs a step with zero gradients. Our `state_dict` does not need this step.
     """
 
     def __bool__(self) -> bool:
@@ -30,17 +30,17 @@ class States(defaultdict[Tensor, dict[str, Any]]):
 
 @dataclass(frozen=True, eq=False)
 class Parameters:
-    """The parameters of one optimizer. The containers are filled while the optimizer lives.
+    """The parameters of one optimizer. The containers change during the lifetime of the optimizer.
 
     Attributes:
         config: the options of the optimizer.
-        placement: of all parameters.
+        placement: the placement of all parameters.
         model: the module that owns them, if the user passed it.
         param_groups: the list that users and schedulers edit.
         groups: the groups as they were added.
         records: a record per parameter. Norms are summed in this order.
         states: the optimizer states of each parameter, created before its first update.
-        frozen: parameters of the model that have been frozen since the optimizer was created.
+        frozen: the names of the model's parameters that have been frozen since the optimizer was created.
     """
 
     config: FusedConfig
@@ -67,7 +67,7 @@ class Parameters:
         return next((param.device for param in self.records), torch.device("cpu"))
 
     def same_rule(self, rule: UpdateRule, where: str) -> UpdateRule:
-        """Returns the rule of an earlier group with this name, or this one. Raises `ConfigError` if they differ."""
+        """Returns the rule of an earlier group with this name, or `rule`. Raises `ConfigError` if they differ."""
         same = next((group.rule for group in self.groups if group.rule.name == rule.name), rule)
         if not rule.equals(same):
             raise ConfigError(
@@ -77,7 +77,7 @@ class Parameters:
         return same
 
     def new_records(self, group: AddedGroup) -> dict[Tensor, ParamRecord]:
-        """Returns records of the parameters of a new group."""
+        """Creates records for the parameters of a new group."""
         names = {record.name for record in self.records.values()}
         records: dict[Tensor, ParamRecord] = {}
         for name, param in zip(group.live["param_names"], group.live["params"], strict=True):
@@ -115,7 +115,7 @@ class Parameters:
                 )
 
     def clear_states(self) -> None:
-        """Removes everything that updates have stored beside the weights."""
+        """Removes everything that updates have stored except the weights."""
         self.states.clear()
         for group in self.groups:
             group.memory.clear()
@@ -154,8 +154,8 @@ class Parameters:
         return next((option for option in options if option is not None), None)
 
     def refuse_unfrozen(self) -> None:
-        """Raises `StepError` if clipping by norm would leave out a parameter of the model that was unfrozen. Otherwise
-        it warns once of such parameters, which an optimizer of torch may update.
+        """Raises `StepError` if clipping by norm would ignore a parameter of the model that was unfrozen. Otherwise,
+        warns once about such parameters, which a torch optimizer may update.
         """
         unfrozen = {param: name for param, name in self.frozen.items() if param.requires_grad}
         if missing := [name for param, name in unfrozen.items() if not is_hooked(param)]:
@@ -174,8 +174,8 @@ class Parameters:
             del self.frozen[param]
 
     def settings(self) -> dict[str, Any]:
-        """The settings on which all ranks have to agree."""
-        others = ("rule", "lr", "hyper", "groups")  # are in the groups
+        """Returns the settings that must be the same on all ranks."""
+        others = ("rule", "lr", "hyper", "groups")  # they are in the groups
         settings = {name: value for name, value in vars(self.config).items() if name not in others}
         for number, group in enumerate(self.groups):
             for key in group.live.keys() - {"params", "param_names"}:

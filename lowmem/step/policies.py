@@ -21,10 +21,10 @@ from lowmem.tiles.stored import add
 from lowmem.tiles.transfers import to_device
 
 # Relative error of a norm from the order in which the 2¹⁷ squares of a tile are added. There are at least 8 vector
-# lanes with 2¹⁴ additions each. On average, each addition is off by 2⁻²⁴ of half the sum. A norm has half the error.
+# lanes with 2¹⁴ additions each. On average, each addition is off by 2⁻²⁴ of half the sum. The root halves the error.
 _SUMMED = 2.0**-12
 
-# If larger terms cancel in a gradient, it may differ by this fraction of the tolerance of the norm over all gradients.
+# If large terms cancel in a gradient, it may differ by this fraction of the tolerance for the norm over all gradients.
 _CANCELLED = 2.0**-4
 
 _NO_SUMS = (
@@ -32,7 +32,7 @@ _NO_SUMS = (
     "which stores their sums, or use one larger batch."
 )
 
-# The leaves to which a backward runs (None: all), and whether to retain the graph.
+# The leaves for which a backward computes gradients (None: all), and whether to retain the graph.
 Pass = tuple[Sequence[Tensor] | None, bool]
 
 
@@ -44,8 +44,8 @@ class Policy:
 
     Attributes:
         reason: why the policy was chosen.
-        accumulates: whether gradients are summed, of micro-batches or of several parts within a backward.
-        unmet: the needs that the policy does not meet (see `Needs`), each with the message of the error.
+        accumulates: whether gradients are summed over micro-batches, or over several parts within a backward.
+        unmet: the names of the `Needs` that the policy does not meet, with their error messages.
     """
 
     name: ClassVar[str] = "immediate"
@@ -72,7 +72,7 @@ class Policy:
             raise StepError("with a loss scale the loss must be scaled: call opt.backward(loss)")
 
     def passes(self) -> Iterator[Pass]:
-        """Yields the backwards of a loss. The loop runs each one before it asks for the next."""
+        """Yields the backwards of a loss. The loop runs each backward before the next one is yielded."""
         yield None, False
 
     def begin(self) -> MicroBatch:
@@ -88,7 +88,7 @@ class Policy:
         return self._decision
 
     def replayed(self) -> Tensor | None:
-        """Returns whether both passes had the same gradients, a boolean scalar; None if there is one pass."""
+        """Returns whether both passes had the same gradients, a boolean scalar, or None if there is only one pass."""
         return None
 
     def drop(self) -> None:
@@ -98,7 +98,7 @@ class Policy:
 
 
 class TwoPass(Policy):
-    """Runs backward twice. The first pass measures each gradient and drops it, the second one updates."""
+    """Runs backward twice. The first pass measures each gradient and frees it. The second pass updates parameters."""
 
     name = "two_pass"
     unmet: ClassVar[Mapping[str, str]] = {
@@ -163,9 +163,9 @@ class TwoPass(Policy):
 def _tolerance(param: Tensor) -> float:
     """Returns the relative tolerance for the norm of a gradient that is computed twice.
 
-    On a CPU, the same kernels give the same bits. On a GPU they may add in another order, so that some elements round
-    to a neighbour in their dtype. This averages out. The tolerance is the unit roundoff, 2⁻⁸ for bfloat16 and 2⁻¹¹ for
-    float16. Under autocast, a float32 gradient may have been computed in bfloat16.
+    On a CPU, the same kernels give the same bits. On a GPU they may add in a different order, so that some elements
+    round to a neighboring value. These errors average out. The tolerance is the unit roundoff, 2⁻⁸ for bfloat16 and
+    2⁻¹¹ for float16. Under autocast, a float32 gradient may have been computed in bfloat16.
     """
     roundoff = torch.finfo(param.dtype).eps / 2
     if param.device.type != "cpu" and param.dtype == torch.float32:
@@ -174,7 +174,7 @@ def _tolerance(param: Tensor) -> float:
 
 
 class Deferred(Policy):
-    """Sums the gradients of micro-batches, and stores gradients until the step is decided."""
+    """Sums gradients over micro-batches, and stores them until all gradients of the step are known."""
 
     name = "deferred"
     accumulates = True
@@ -196,7 +196,7 @@ class Deferred(Policy):
         return MicroBatch(self._add, last, earlier, wide=self._wide and bool(earlier))
 
     def _missed(self) -> list[ParamRecord]:
-        """The parameters that got a gradient in an earlier micro-batch but not in this one."""
+        """Returns the parameters that got a gradient in an earlier micro-batch but not in this one."""
         missed = self.cycle.missed()
         return [record for record in self.records.values() if record.name in missed]
 
@@ -248,14 +248,14 @@ POLICIES: dict[str, type[Policy]] = {policy.name: policy for policy in (Policy, 
 
 @dataclass(frozen=True)
 class Needs:
-    """Requirements that decide which policies are possible.
+    """Requirements that determine which policies are possible.
 
     norm: the option that needs the norm over all gradients before the first update.
     skip: the feature that needs an overflowing step to be skipped as a whole.
     exact_skip: the feature that is exact only if such a step is skipped as a whole.
-    accumulation: a step has several micro-batches.
-    reentrant: activation checkpointing does not allow a backward that only measures.
-    sharded: parameters are sharded.
+    accumulation: whether a step has several micro-batches.
+    reentrant: whether activation checkpointing does not allow a backward that only measures gradients.
+    sharded: whether parameters are sharded.
     """
 
     norm: str | None = None

@@ -1,4 +1,4 @@
-"""Programs: the update and the storage of one kind of parameters, defined when they are claimed."""
+"""Programs, which define the update and the storage of one kind of parameters. Created when a parameter is claimed."""
 
 import functools
 import logging
@@ -22,15 +22,15 @@ from lowmem.tiles.sweep import Sweep
 
 logger = logging.getLogger(__name__)
 
-# Smaller parameters have float32 states instead of a storage with groups, and stochastic rounding. Their shards might
-# not divide into groups, and a state has the same form for any number of ranks.
+# Parameters with fewer elements use float32 states and stochastic rounding instead of storages with groups. Their
+# shards might not be divisible into groups, and a state must have the same format for any number of ranks.
 SMALLEST_GROUPED = 1 << 12
 
 
 class Kept(NamedTuple):
-    """A tensor that is stored for a parameter: a state, or one tensor of the storage of a state or of the weight.
+    """Spec of one stored tensor of a state or a weight, whose storage may have several tensors.
 
-    extent, extra: as in `StateSpec`.  group: elements of a row per value; 0 if the extent is not full.
+    extent, extra: see `StateSpec`.  group: number of elements of a row per value; 0 if the extent is not full.
     """
 
     dtype: torch.dtype
@@ -48,16 +48,16 @@ class Result(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """The update of parameters of one kind: of equal group, shape, dtype and device.
+    """The update of all parameters that have the same group, shape, dtype and device.
 
     Attributes:
-        rule, spec: of the parameters.
+        rule, spec: the rule and the spec of the parameters.
         span: the elements of each parameter on this rank.  layout: their rectangles.
-        ranks: the ranks that each parameter is sharded over; None if it is complete.
-        weight: the storage of the weight.  states: the storages of the states of the parameter's size, by name.
-        state_storage: the name that decides them; None if the rule decides all of them.
+        ranks: the ranks that each parameter is sharded over; None if it is not sharded.
+        weight: the storage of the weight.  states: the storages of states that have the parameter's size, by name.
+        state_storage: the option that selects these storages; None if the rule fixes every dtype.
         members: number of parameters that it updates at once, as a stack.
-        compiled: its compiled code, by the kind of arguments; None where there is none.
+        compiled: its compiled code by kind of arguments; None where compilation is not possible.
     """
 
     rule: UpdateRule
@@ -79,7 +79,7 @@ class Program:
 
     @functools.cached_property
     def kept(self) -> dict[str, Kept]:
-        """The tensors that are stored for a parameter, by name: `extra_names`, and its states."""
+        """The specs of a parameter's stored tensors, by name: `extra_names` and its states."""
         kept = {part.name: Kept(part.dtype, group=part.group) for part in self.weight.parts if part.name}
         for name, state in self.spec.states.items():
             if state.extent == "full":
@@ -92,12 +92,12 @@ class Program:
 
     @functools.cached_property
     def created(self) -> list[str]:
-        """The names of the kept tensors that are created before the first update. A quantized one has its parts."""
+        """Names of the tensors that are created before the first update. A quantized weight already has its parts."""
         there = self.extra_names if self.weight.is_quantized else ()
         return [name for name in self.kept if name not in there]
 
     def shape_of(self, kept: Kept, shape: Sequence[int] | None = None) -> tuple[int, ...]:
-        """Returns the logical shape of one of them. shape: of a shard, instead of the full parameter."""
+        """Returns the logical shape of a stored tensor, for the full parameter, or for a shard of this shape."""
         if kept.extent == "full":
             return grouped(self.span.shape if shape is None else shape, kept.group)
         return self.spec.view.state_shape(kept.extent, self.span.shape) + kept.extra
@@ -119,16 +119,16 @@ class Program:
 
     @functools.cached_property
     def group(self) -> int:
-        """Elements of a row that are encoded together by some storage."""
+        """The largest number of elements of a row that a storage encodes together."""
         return max(storage.group for storage in (self.weight, *self.states.values()))
 
     @functools.cached_property
     def draws(self) -> bool:
-        """Returns whether some storage uses random numbers."""
+        """True if any storage uses random numbers."""
         return any(storage.draws for storage in (self.weight, *self.states.values()))
 
     def held(self, states: Mapping[str, Tensor]) -> dict[str, Held]:
-        """Returns the states of the parameter's size with their storages, from the tensors of all states."""
+        """Returns the states that have the parameter's size, with their storages. states: the tensors of all states."""
         return {
             name: Held(storage, tuple(states[part_name(name, part.name)] for part in storage.parts))
             for name, storage in self.states.items()
@@ -144,13 +144,13 @@ class Program:
 
 
 def make_program(placed: Placed, rule: UpdateRule, group: Mapping[str, Any], shard: Shard) -> Program:
-    """Defines the update of a parameter by the current settings of its group.
+    """Creates the program of a parameter from the current settings of its group.
 
-    A storage with groups requires rows, and shards, of complete groups. Parameters of fewer than `SMALLEST_GROUPED`
-    elements, mostly vectors, have float32 states and stochastic rounding instead.
+    A storage with groups requires that rows and shards consist of complete groups. Parameters with fewer than
+    `SMALLEST_GROUPED` elements, mostly vectors, have float32 states and stochastic rounding instead.
 
     Raises:
-        UnsupportedError: its rule cannot update it, or a storage does not fit it.
+        UnsupportedError: its rule or a storage does not support the parameter.
     """
     span, dtype, states = placed.span, placed.param.dtype, dict[str, Storage]()
 
@@ -174,7 +174,7 @@ def make_program(placed: Placed, rule: UpdateRule, group: Mapping[str, Any], sha
         small = Float(dtype, draws=dtype in ROUNDED_DTYPES)
         weight = fitting(weight_storage(rounding, dtype), small) if quantized is None else quantized.format
         chosen = group["state_storage"]
-        if chosen == "auto":  # states have the bits of their weight
+        if chosen == "auto":  # states are as precise as their weight
             chosen = "float32" if any(part.dtype == torch.float32 for part in weight.parts) else "bfloat16"
         for name, state in spec.states.items():
             if state.extent != "full":
@@ -217,7 +217,7 @@ def rounding_of(rule: UpdateRule, group: Mapping[str, Any], dtype: torch.dtype) 
 
 @functools.cache
 def _warn_of_lost_updates(dtype: torch.dtype, cls: str | None) -> None:
-    """Warns of weights that are rounded to nearest, once per process. cls: the third-party optimizer class, if any."""
+    """Warns once per process about weights rounded to nearest. cls: the third-party optimizer class, if any."""
     if in_group() and dist.get_rank() > 0:
         return
     logger.warning(

@@ -21,10 +21,10 @@ class AddedGroup:
 
     Attributes:
         live: the dict in `param_groups`, which schedulers edit.
-        settings: a copy, made when the group was added. "auto" becomes the storage of states that are loaded.
+        settings: a copy from when the group was added. Loading states replaces "auto" by their storage.
         count: the number of its parameters at that time.
-        programs: of its parameters, by the properties that they share.
-        memory: the tensors that its rule's own clipping by norm keeps; empty before the first step.
+        programs: the programs of its parameters, by the properties that these share.
+        memory: the tensors that its rule stores for its clipping by norm; empty before the first step.
     """
 
     live: Group
@@ -36,7 +36,7 @@ class AddedGroup:
 
     @property
     def is_by_name(self) -> bool:
-        """True if a hyperparameter lists names of parameters, so that parameters of one program may come to differ."""
+        """True if a hyperparameter lists parameter names, so that parameters of one program may become different."""
         values = [(key, value) for group in (self.settings, self.live) for key, value in group.items()]
         return any(isinstance(value, Mapping | list) for key, value in values if key not in ("params", "param_names"))
 
@@ -59,7 +59,7 @@ class ParamRecord(Placed):
         group: the parameter group.
         program: how the parameter is updated. It is set when the parameter is claimed.
         form: the result of `Shard.form` for which the program was chosen; None before that.
-        extra: the other tensors of the weight's storage, by name; none before its first update, or if it is quantized.
+        extra: the other tensors of the weight's storage, by name; empty before its first update, or if it is quantized.
         version: the result of `Shard.version` for the weight that `extra` belongs to; None if `extra` was loaded.
         square_sum: sum of squares of its last gradient, float64 [1].
         size: the result of `rule.update`: the factor of this gradient's norm in `rule.statistics`, [1], or None.
@@ -88,8 +88,8 @@ class ParamRecord(Placed):
         return make_program(Placed(self.name, self.param, shard.span(self.param)), self.rule, group, shard)
 
     def choose_program(self, shard: Shard, state: Mapping[str, Any] | None = None) -> None:
-        """Decides how the parameter is updated and stored, and again after it has changed. state: its present states,
-        which stay in their storage; None if it has nothing yet.
+        """Chooses how the parameter is updated and stored, also after it has changed. state: its current states, whose
+        storage does not change; None if it does not have any yet.
 
         Raises:
             StepError: its states, residual or master copy no longer fit. Nothing changes.
@@ -115,7 +115,7 @@ class ParamRecord(Placed):
         self.program = self.group.programs.setdefault((*like, program.weight, *program.states.items()), program)
 
     def put_extra(self, tensors: dict[str, Tensor], shard: Shard) -> None:
-        """Takes the saved tensors of the weight's storage."""
+        """Loads the saved tensors of the weight's storage."""
         if (quantized := shard.quantized(self.param)) is None:
             self.extra, self.version = tensors, None
         else:
@@ -132,12 +132,12 @@ class ParamRecord(Placed):
 
 
 def weights_in_words(records: Iterable[ParamRecord]) -> str:
-    """The dtypes and formats of weights, with their rounding."""
+    """Describes the dtypes, formats and rounding of weights."""
     return ", ".join(dict.fromkeys(map(_weight_in_words, records)))
 
 
 def states_in_words(records: Iterable[ParamRecord]) -> str:
-    """The storages of elementwise states of matrices, by name."""
+    """Lists the storages of elementwise states of matrices."""
     programs = (record.program for record in records if record.claimed)
     return ", ".join(dict.fromkeys(p.state_storage for p in programs if p.state_storage and len(p.span.shape) > 1))
 

@@ -24,9 +24,9 @@ Statistics = dict[str, float | str]
 class Ending(NamedTuple):
     """The numbers that are copied to the host when a step ends.
 
-    each: a parameter, whether its gradient was finite, and whether it was updated.  finite: no gradient had Inf or NaN,
-    or the step was updated all the same.  replayed: a second pass had the same gradients.  scale_at_minimum: a dynamic
-    loss scale cannot back off any further.
+    each: name, whether the gradient was finite, and whether the parameter was updated.  finite: no gradient had Inf or
+    NaN, or the updates ran anyway.  replayed: a second pass had the same gradients.  scale_at_minimum: a dynamic loss
+    scale cannot back off any further.
     """
 
     each: list[tuple[str, float, float]]
@@ -46,8 +46,8 @@ class LastStep:
         names: the parameters that got a gradient, in parameter order.
         clip_coef: the factor by which `clip_norm` multiplied each gradient, a float32 scalar; None without it.
         changed_share: the share of weights that a step changed, among those that had a gradient, a float32 scalar. It
-            is measured on a sample of this rank's weights, in the first step and in every 20th after it. Other steps
-            have the last value. NaN if no weight of the sample was updated.
+            is measured on a sample of this rank's weights, in the first two steps and in every 20th step. Other steps
+            report the last value. NaN if no weight of the sample was updated.
     """
 
     step: int
@@ -79,7 +79,7 @@ class LastStep:
 
     @property
     def loss_scale(self) -> float | None:
-        """The factor of the loss; None if there is no scaling."""
+        """The loss scale of the step, or None."""
         return None if self._scale is None else float(self._scale)
 
     @property
@@ -94,9 +94,9 @@ class LastStep:
 
     @property
     def skipped_params(self) -> int:
-        """The number of parameters with a gradient that were not updated. In a skipped step these are all; otherwise,
-        under "immediate", they are `nonfinite`, except for rules that handle Inf and NaN themselves, and for
-        third-party optimizers, whose updates cannot be undone.
+        """The number of parameters with a gradient that were not updated: all of them in a skipped step. Otherwise,
+        under "immediate", it counts the parameters in `nonfinite`, except for rules that handle Inf and NaN
+        themselves, and for third-party optimizers, whose updates cannot be undone.
         """
         return sum(not updated for *_, updated in self._ending.each)
 
@@ -112,7 +112,7 @@ class Report:
     """Closes steps without waiting for the device. The host learns how a step ended when the next one begins.
 
     Args:
-        parameters, updates: of the optimizer.
+        parameters, updates: the parameters and updates of the optimizer.
 
     Attributes:
         last: the report of the last step, None before the first.
@@ -131,7 +131,7 @@ class Report:
         self.nonfinite_steps = torch.zeros_like(self.nonfinite_gradients)
         self.streak = 0
         self._first: list[str] = []  # parameters with a non-finite gradient in the first step of the streak
-        self._ended = False  # a step has ended, and `settle` has not read how
+        self._ended = False  # whether a step has ended whose outcome `settle` has not read
         self._diverged: str | None = None
         self._drifted = False
         self._searching = self._clipping.scaler.dynamic
@@ -140,9 +140,9 @@ class Report:
         """Creates the report of the step that has just ended, and updates the loss scale.
 
         Args:
-            policy: of the step.
-            decision: about its gradients; None if they were applied without one.
-            loss: without the loss scale; None after a plain backward.
+            policy: the policy of the step.
+            decision: the decision of the step; None if gradients were applied without one.
+            loss: the loss without the loss scale; None after a plain backward.
         """
         clipping, scaler = self._clipping, self._clipping.scaler
         if decision is None:
@@ -193,7 +193,7 @@ class Report:
         return {**counts, "streak": self.streak}
 
     def load_state_dict(self, saved: Mapping[str, int] | None) -> None:
-        """Continues to count from the result of `state_dict`, and forgets how the last step ended."""
+        """Restores the counters from the result of `state_dict`, and discards the outcome of the last step."""
         self._ended, self._diverged = False, None
         saved = {"gradients": 0, "steps": 0, "streak": 0, **(saved or {})}
         self.nonfinite_gradients.fill_(saved["gradients"])
@@ -201,7 +201,7 @@ class Report:
         self.streak, self._first = saved["streak"], []
 
     def settle(self) -> None:
-        """Reads how the last step ended, if the host does not know it yet, and tells the life cycle."""
+        """Reads the outcome of the last step, unless the host knows it already, and passes it to the life cycle."""
         ended, self._ended = self._ended, False
         last = self.last
         if not ended or last is None or last._ended.values() is None:  # a dry run has no numbers
@@ -240,7 +240,7 @@ class Report:
             )
 
     def compare_replicas(self) -> None:
-        """Warns, once, if ranks that should have equal weights do not, judging by a sample. Every rank calls it."""
+        """Warns once if a sample of the weights shows that ranks differ but should be equal. Every rank calls it."""
         names = self._parameters.placement.drifted(self._parameters.records.values(), self._cycle.step)
         if names and not self._drifted:
             self._drifted = True
@@ -262,5 +262,5 @@ class Report:
 
 
 def _some(names: list[str]) -> str:
-    """The first names, for a message."""
+    """Formats the first names for a message."""
     return ", ".join(map(repr, names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -1,7 +1,7 @@
-"""Saving and loading an optimizer: everything except the weights that its next step depends on, exact, never cast.
+"""Saves and loads an optimizer: everything except the weights that its next step depends on, exactly and without casts.
 
-There are two forms. The form by name is used in files. It has states of the parameters that have been updated. The form
-by number is returned by `torch.optim.Optimizer.state_dict`. It also has states before the first update, because
+There are two forms. Files use the form by name, which has the states of parameters that have been updated.
+`torch.optim.Optimizer.state_dict` returns the form by number, which also has states before the first update, because
 `torch.distributed.checkpoint.load` loads only into tensors that exist.
 """
 
@@ -26,7 +26,7 @@ from lowmem.tiles.storage import Storage, Uniform, part_name, state_storages
 
 Form = tuple[tuple[int, ...], Any]  # shape and dtype of a tensor, or the type of another value
 
-# Tensors by which the rule of a group clips are saved like states, under this name with the index of the group.
+# The tensors that a group's rule needs for clipping are saved like states, under this name and the group's index.
 GROUP = "_group"
 
 # Key of the first group in the form by number: everything that is neither a state nor a hyperparameter, because
@@ -50,24 +50,24 @@ class Owner(NamedTuple):
     program: Program
 
     def unspecified(self, name: str) -> str | None:
-        """Where a state is held that only the rule knows; None for other states."""
+        """Returns where a state without a `StateSpec` is stored; None for other states."""
         return None if name in self.program.kept else self.record.rule.unspecified_state(name, self.settings)
 
     def span(self, name: str) -> Span | None:
-        """This rank's part of a tensor that is sharded like its parameter; None if every rank has all of it."""
+        """Returns this rank's part of a tensor that is sharded like its parameter; None if it is not sharded."""
         kept = self.program.kept.get(name)
         group = int(self.unspecified(name) == "full") if kept is None else kept.group
         return self.program.span.grouped(group) if group else None
 
 
 def named(loop: StepLoop, *, lazy: bool) -> dict[str, Any]:
-    """Returns everything by name, with full tensors, or a `TensorSource` of each if `lazy`. Every rank calls it."""
+    """Returns the form by name, with full tensors, or if `lazy`, with `TensorSource`s. Every rank calls it."""
     parameters, shard = loop.parameters, loop.parameters.shard
     loop.drop_failed()
     loop.report.settle()
     parameters.placement.settle()
     loop.cycle.refuse_open("save")
-    loop.claim()  # states that no longer fit their parameter raise
+    loop.claim()  # raises if states no longer fit their parameter
     states, records = parameters.states, list(loop.records.values())
     groups = [
         {k: v for k, v in added.live.items() if k not in ("params", "param_names")}
@@ -95,7 +95,7 @@ def named(loop: StepLoop, *, lazy: bool) -> dict[str, Any]:
 
 
 def numbered(loop: StepLoop) -> dict[str, Any]:
-    """Returns everything in the form of `torch.optim.Optimizer.state_dict`. Every rank calls it."""
+    """Returns the form by number, as `torch.optim.Optimizer.state_dict` does. Every rank calls it."""
     rest = named(loop, lazy=False)
     groups, states = rest.pop("param_groups"), rest.pop("state")
     names = list(chain.from_iterable(group["params"] for group in groups))
@@ -115,13 +115,13 @@ def numbered(loop: StepLoop) -> dict[str, Any]:
 
 
 def _state_storage(group: AddedGroup, records: Iterable[ParamRecord]) -> str:
-    """The storage of the states of a group. "auto" stays if it has none, or several."""
+    """Returns the storage of the states of a group, or its option "auto" if there is not exactly one storage."""
     names = {record.program.state_storage for record in records if record.group is group and record.claimed} - {None}
     return str(names.pop() if len(names) == 1 else group.live["state_storage"])
 
 
 def _initial(parameters: Parameters, record: ParamRecord) -> dict[str, Any]:
-    """The states that a parameter would have before its first update."""
+    """Returns the states that a parameter would have before its first update."""
     if parameters.states.get(record.param) or not record.span.numel:
         return {}
     shard = parameters.shard
@@ -131,7 +131,7 @@ def _initial(parameters: Parameters, record: ParamRecord) -> dict[str, Any]:
 
 
 def _sources(shard: Shard, owner: Owner, state: Mapping[str, Any]) -> dict[str, Any]:
-    """The tensors of a parameter by name: its states, and the remaining tensors of the storage of its weight."""
+    """Returns the sources of a parameter's states, and of the other tensors of its weight's storage, by name."""
     extra = owner.record.extra
     if (quantized := shard.quantized(owner.record.param)) is not None:
         extra = dict(zip(owner.program.extra_names, quantized.parts, strict=True))
@@ -139,7 +139,7 @@ def _sources(shard: Shard, owner: Owner, state: Mapping[str, Any]) -> dict[str, 
 
 
 def _source(shard: Shard, owner: Owner | None, name: str, value: Any) -> Any:
-    """The source of a full tensor that belongs to a parameter, or to a group."""
+    """Returns the source of a full tensor of a parameter, or of a group if `owner` is None."""
     if not isinstance(value, Tensor):
         return value
     if owner is None or (span := owner.span(name)) is None:
@@ -148,17 +148,17 @@ def _source(shard: Shard, owner: Owner | None, name: str, value: Any) -> Any:
 
 
 def _kept(sources: Mapping[str, Any]) -> dict[str, Any]:
-    """Reads values to keep. A view of a stack is copied, because `torch.save` would save the whole stack."""
+    """Reads all sources. A view of a stack is copied, because `torch.save` would save the whole stack."""
     values = {name: source.read() if isinstance(source, TensorSource) else source for name, source in sources.items()}
     views = {n: t for n, t in values.items() if isinstance(t, Tensor) and t.untyped_storage().nbytes() > t.nbytes}
     return {**values, **{name: view.clone() for name, view in views.items()}}
 
 
 def load(loop: StepLoop, saved: Mapping[str, Any], *, numbered: bool) -> None:
-    """Continues from the result of `named`, or if `numbered`, of `numbered` or of a `torch.optim.AdamW`.
+    """Loads the result of `named`, or if `numbered`, the result of `numbered` or of `torch.optim.AdamW.state_dict`.
 
-    Everything is checked and read once before anything changes. It is read again after the present states have been
-    freed, so that old and new states are never in memory together.
+    Everything is checked and read once before anything changes. It is read again after the current states have been
+    freed, so that old and new states are never in memory at the same time.
     """
     parameters = loop.parameters
     try:
@@ -199,7 +199,7 @@ def load(loop: StepLoop, saved: Mapping[str, Any], *, numbered: bool) -> None:
 
 
 def _check(loop: StepLoop, saved: Mapping[str, Any]) -> dict[str, Owner]:
-    """Checks everything, changes nothing. Returns the parameters that have a saved state or are trained, by name."""
+    """Checks the saved values. Returns the parameters that have a saved state or are trained, by name."""
     _refuse_other_groups(loop.parameters.param_groups, saved["param_groups"])
     step, seed, counts = saved["step"], saved["seed"], saved.get("nonfinite") or {}
     if {*map(type, (step, seed, *counts.values()))} != {int} or step < 0:
@@ -233,7 +233,7 @@ def _check(loop: StepLoop, saved: Mapping[str, Any]) -> dict[str, Owner]:
 
 
 def _refuse_other_groups(groups: Sequence[Group], saved_groups: Sequence[Mapping[str, Any]]) -> None:
-    """Raises `CheckpointError` if the saved groups have other rules, storages or parameters."""
+    """Raises `CheckpointError` if the saved groups have different rules, storages or parameters."""
     names = [group["param_names"] for group in groups]
     if [group["params"] for group in saved_groups] != names:
         theirs, ours = {n for g in saved_groups for n in g["params"]}, {n for g in names for n in g}
@@ -254,7 +254,7 @@ def _refuse_other_groups(groups: Sequence[Group], saved_groups: Sequence[Mapping
 
 
 def _copy(parameters: Parameters, owner: Owner | None, name: str, value: Any) -> Any:
-    """Copies this rank's part of a saved value of a parameter, or of a group, to its device."""
+    """Copies this rank's part of a saved value to the device of its parameter or group."""
     value = value.read() if isinstance(value, TensorSource) else value
     if not isinstance(value, Tensor):
         return value
@@ -267,9 +267,9 @@ def _copy(parameters: Parameters, owner: Owner | None, name: str, value: Any) ->
 
 
 def _refuse_other_weight(owner: Owner, have: Mapping[str, Form], was: str | None) -> None:
-    """Raises `CheckpointError` if states belong to a weight in another dtype, and depend on it.
+    """Raises `CheckpointError` if the weight had a different dtype and some of its states depend on the dtype.
 
-    So do a residual, a master copy, and tensors that only the rule knows, of the weight's dtype and dimensions.
+    These are a residual, a master copy, and states without a `StateSpec` that have the weight's dtype and dimensions.
     """
     record, now = owner.record, owner.record.param.dtype
     then = now if was is None else getattr(torch, was.removeprefix("torch."))
@@ -294,7 +294,7 @@ def _listing(forms: Mapping[str, Form]) -> str:
 
 
 def _converted(parameters: Parameters, saved: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the same with states in the storages of this optimizer."""
+    """Returns the saved optimizer with states converted to the storages of this optimizer."""
     by_name = {record.name: record for record in parameters.records.values()}
     groups, states = [], dict(saved["state"])
     for group, other in zip(parameters.param_groups, saved["param_groups"], strict=False):
@@ -327,9 +327,9 @@ def _in_storages(state: Mapping[str, Any], then: Program, now: Program) -> dict[
 
 
 def _by_name(saved: Mapping[str, Any], own: Sequence[Mapping[str, Any]], seed: int) -> dict[str, Any]:
-    """Converts the form by number, of an optimizer of lowmem or a `torch.optim.AdamW`, to the form by name.
+    """Converts the form by number, from lowmem or `torch.optim.AdamW`, to the form by name.
 
-    own: the groups of this optimizer, in whose order torch.distributed.checkpoint replaces numbers by names.
+    own: the groups of this optimizer. torch.distributed.checkpoint replaces numbers by names in the order of `own`.
     """
     groups, states = [dict(group) for group in saved["param_groups"]], saved["state"]
     keys, names = [group["params"] for group in groups], [group["param_names"] for group in own]
@@ -352,7 +352,7 @@ def _by_name(saved: Mapping[str, Any], own: Sequence[Mapping[str, Any]], seed: i
             "with opt.load_named_state_dict(...)"
         )
     counts = dict(zip(chain(*keys), zip(chain(*names), rest["states"], strict=True), strict=True))
-    by_name = dict(rest.get("state", {}))  # of groups. torch.distributed.checkpoint loses empty dicts
+    by_name = dict(rest.get("state", {}))  # states of groups. torch.distributed.checkpoint drops empty dicts
     for key, state in {**{key: {} for key in counts}, **states}.items():
         name, count = counts[key]
         if count not in (0, len(state)):

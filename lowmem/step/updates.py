@@ -1,7 +1,7 @@
-"""Runs the updates of parameters: large ones one by one, small ones in stacks, shards after they are measured."""
+"""Updates parameters: large ones one by one, small ones in stacks, and shards after they have been measured."""
 
 import functools
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain
@@ -18,6 +18,7 @@ from lowmem.step.cycle import StepCycle
 from lowmem.step.parameters import Parameters
 from lowmem.step.program import Program, Result
 from lowmem.step.record import AddedGroup, ParamRecord
+from lowmem.step.room import unused_memory
 from lowmem.tiles.quantized import tensors_of
 from lowmem.tiles.rounding import noise_key
 from lowmem.tiles.storage import Float, Held, Shown
@@ -25,9 +26,9 @@ from lowmem.tiles.stored import StoredTiles, begin_storage, separate
 from lowmem.tiles.sweep import Reading, Scalars, Sweep
 from lowmem.tiles.transfers import to_device
 
-# Elements up to which a parameter is small: launching its update takes longer than the update. With stacks, small
-# parameters are never compiled: eager torch sums so few elements in one order, so a parameter gets the same bits
-# alone and in a stack.
+# Maximum elements of a small parameter, for which launching an update takes longer than the update itself. If small
+# parameters are stacked, they are not compiled: eager torch sums so few elements in a fixed order, so a parameter gets
+# the same bits alone and in a stack.
 SMALL = 1 << 14
 
 # Elements per tile in a plan for a GPU, where the temporaries of compiled code are negligible.
@@ -36,7 +37,7 @@ PLANNED_TILE = 1 << 16
 # Maximum elements per stack. Waiting gradients count towards the memory of "one gradient".
 STACK = 1 << 18
 
-# Maximum elements of shards that wait to be measured: on a large model, the shards of a layer or two.
+# Maximum elements of shards that wait to be measured. In a large model, these are the shards of one or two layers.
 SHARDS = 1 << 25
 
 
@@ -45,11 +46,11 @@ Queue = deque[tuple[ParamRecord, Tensor]]
 
 @dataclass(frozen=True, eq=False)
 class Sent:
-    """Values of a step on a device.
+    """Values of a step that have been copied to a device.
 
-    numbers: of the rules of all groups, float64.  places: of each group among them.  names: of each group's numbers.
-    keys: of the random bits of parameters, int32.  drawing: the parameters that have one, and its place.
-    reading: how gradients are read if the step is not decided before its updates.
+    numbers: the numbers of all groups, float64.  places: index of each group's first number.  names: of its numbers.
+    keys: the keys of the parameters' random bits, int32.  drawing: index of the key of each parameter that has one.
+    reading: how gradients are read if there is no decision before the updates.
     """
 
     numbers: Tensor
@@ -68,18 +69,18 @@ class Sent:
 
     @functools.cached_property
     def key_of(self) -> Mapping[ParamRecord, Tensor]:
-        """The keys by parameter, scalars."""
+        """The keys by parameter, as scalars."""
         return dict(zip(self.drawing, self.keys.unbind(), strict=True))
 
 
 class Observer:
-    """Sees the gradients and the updates of a step. A plan measures their memory."""
+    """Observes the gradients and the updates of a step. A plan uses it to measure their memory."""
 
     def gradient(self, grad: Tensor) -> None:
         """Called when a gradient is taken from its parameter."""
 
     def update(self, program: Program, tiles: StoredTiles, state: dict[str, Any]) -> Result:
-        """Runs a program by tiles."""
+        """Runs a program tile by tile."""
         return program.run(tiles, state)
 
 
@@ -87,12 +88,12 @@ class Updates:
     """Updates parameters whose gradients are reduced.
 
     Args:
-        parameters, cycle, clipping: of the optimizer.
+        parameters, cycle, clipping: the parameters, life cycle and clipping of the optimizer.
 
     Attributes:
         changes: counts the weights that updates change.
         compilation: runs the updates of large parameters as compiled code.
-        observer: runs what is not compiled.
+        observer: runs updates that are not compiled.
     """
 
     observer = Observer()
@@ -104,12 +105,15 @@ class Updates:
         self._batching = parameters.config.batching
         self._numbers: dict[AddedGroup, Mapping[str, float]] = {}  # of this step
         self._sent: dict[torch.device, Sent] = {}  # in this step
-        self._together: dict[Program, int] = {}  # number of its parameters that are updated as one
-        # gradients that wait until such a stack is full, by their dtype too; and those of shards, to be measured
+        self._together: dict[Program, int] = {}  # number of its parameters per stack
+        # gradients that wait for a full stack, by program and dtype, and gradients of shards that wait to be measured
         self._stacks: dict[tuple[Program, torch.dtype], Queue] = defaultdict(deque)
         self._shards: Queue = deque()
-        self._waiting: list[tuple[ParamRecord, Tensor]] = []
-        self._elements = 0  # of them, on every rank
+        # for kernels, large and small ones (True), and the elements of their full parameters
+        self._waiting: dict[bool, list[tuple[ParamRecord, Tensor]]] = {False: [], True: []}
+        self._elements = Counter[bool]()
+        self._room: dict[torch.device, int] = {}  # elements that may wait on a device in this step
+        self._steps = 0  # in this process
 
     @property
     def compiled(self) -> bool:
@@ -121,12 +125,14 @@ class Updates:
         """Begins a step: every rule computes the numbers of its groups, or raises."""
         self._numbers = {group: group.rule.scalars(group.live, step) for group in self._parameters.groups}
         self._sent.clear()
+        self._room.clear()
+        self._steps += 1
         self.compilation.begin(step)
         for record in self._parameters.records.values():
             record.size = None
 
     def _sent_to(self, device: torch.device) -> Sent:
-        """Sends what updates of this step read to a device, all at once."""
+        """Copies the values that updates of this step read to a device, all at once."""
         if device not in self._sent:
             drawing = [each for each in self._parameters.records.values() if each.claimed and each.program.draws]
             keys = [noise_key(self.cycle.seed, self.cycle.step, each.name) for each in drawing]
@@ -151,19 +157,20 @@ class Updates:
 
         waiting: the number of elements of large gradients that may wait to be updated by the same launches.
 
-        An elementwise rule has no sums over ranks, but all ranks must know whether a gradient is finite before the
-        first one writes. So shards wait until they take as much memory as one full gradient, and are measured together.
+        An elementwise rule does not need sums over ranks, but all ranks must know whether a gradient is finite before
+        any of them writes. So shards wait until they are as large as one full gradient, and are measured together.
         """
         program = record.program
         is_small = program.span.numel <= SMALL
         if self.compilation.by_kernels(record):
-            if waiting and program.span.numel + self._elements > waiting + STACK:
-                self._update_waiting(decision)
-            self._waiting.append((record, separate(grad) if is_small else grad))
-            self._elements += program.span.numel
+            most = STACK if is_small else waiting or self._may_wait(record, grad)
+            if program.span.numel + self._elements[is_small] > most:
+                self._update_waiting(is_small, decision)
+            self._waiting[is_small].append((record, separate(grad) if is_small else grad))
+            self._elements[is_small] += program.span.numel
             del grad
-            if not (is_small or waiting) or self._elements >= max(waiting, STACK) or self._shard.moves:
-                self._update_waiting(decision)
+            if self._elements[is_small] >= most or self._shard.moves:
+                self._update_waiting(is_small, decision)
             return
         large_shard = program.ranks is not None and not is_small
         if large_shard and program.rule.elementwise and decision is None:
@@ -174,6 +181,18 @@ class Updates:
                 self._update_shards()
         else:
             self._update(record, grad, decision)
+
+    def _may_wait(self, record: ParamRecord, grad: Tensor) -> int:
+        """Returns how many elements of large gradients may wait although they need not: as many as the largest one has,
+        if this much memory was free in all earlier steps. Ranks of shards would have to agree.
+        """
+        if record.program.ranks is not None:
+            return 0
+        if grad.device not in self._room:
+            records = [each for each in self._parameters.records.values() if each.claimed] if self._steps > 1 else []
+            largest = max((each.program.span.numel for each in records), default=0)
+            self._room[grad.device] = largest * (unused_memory(grad.device) >= largest * grad.element_size())
+        return self._room[grad.device]
 
     def _update(self, record: ParamRecord, grad: Tensor, decision: Decision | None) -> None:
         """Updates a parameter alone, or puts it into a stack and updates the stack if it is full."""
@@ -194,7 +213,7 @@ class Updates:
             self._update_stack(stack, decision)
 
     def put_zeros(self, records: Iterable[ParamRecord], decision: Decision | None) -> None:
-        """Updates parameters without a gradient as if it were zero, if their rule asks for it."""
+        """Updates parameters without a gradient as if it were zero, if their rule requires it."""
         for record in records:
             if record.rule.every_parameter and record.trained and not self.cycle.has_fired(record.name):
                 shard = self._shard.read(record.param)
@@ -202,25 +221,26 @@ class Updates:
                 self.put(record, zero.expand(shard.shape), decision)
 
     def flush(self, decision: Decision | None) -> None:
-        """Updates the parameters whose gradients wait, after the last gradient of a step."""
-        self._update_waiting(decision)
+        """Updates all parameters whose gradients are waiting. Called after the last gradient of a step."""
+        for is_small in self._waiting:
+            self._update_waiting(is_small, decision)
         if self._shards:
             self._update_shards()
         for stack in filter(None, self._stacks.values()):
             self._update_stack(stack, decision)
 
     def drop(self) -> None:
-        """Discards the gradients that wait, after their backward has failed."""
-        self._waiting.clear()
-        self._elements = 0
+        """Discards the waiting gradients after a failed backward."""
+        self._waiting = {False: [], True: []}
+        self._elements.clear()
         self._shards.clear()
         self._stacks.clear()
 
     def begin_state(self, record: ParamRecord) -> None:
-        """Creates the missing states of a parameter, before its first update, after a reset, or after an edit of it."""
+        """Creates missing states of a parameter: before its first update, or after a reset or an edit of the weight."""
         program, state = record.program, self._states[record.param]
         edited = record.extra and record.version not in (None, self._shard.version(record.param))
-        if edited and not isinstance(program.weight, Shown):  # which follows edits. A residual belongs to one weight
+        if edited and not isinstance(program.weight, Shown):  # `Shown` follows edits. A residual does not
             record.extra = {}
         if missing := [name for name in program.created if name not in state and name not in record.extra]:
             new = self._shard.keep(record.param, initial_tensors(program, missing, self._shard.read(record.param)))
@@ -236,9 +256,9 @@ class Updates:
             self._run([record], held, grad, state, decision)
         self._written(record, shard)
 
-    def _update_waiting(self, decision: Decision | None) -> None:
-        """Updates the parameters whose gradients wait."""
-        waiting, self._waiting, self._elements = self._waiting, [], 0
+    def _update_waiting(self, is_small: bool, decision: Decision | None) -> None:
+        """Updates the small or the large parameters in `_waiting`."""
+        waiting, self._waiting[is_small], self._elements[is_small] = self._waiting[is_small], [], 0
         for record, _ in waiting:
             self.begin_state(record)
         if not self._shard.moves:
@@ -254,8 +274,8 @@ class Updates:
         waiting: Sequence[tuple[ParamRecord, Tensor, dict[str, Any], dict[str, Tensor]]],
         decision: Decision | None,
     ) -> None:
-        """Updates parameters, those that have the same kernels by one launch per pass. waiting: gradient, states and
-        the other tensors of the weight's storage of each.
+        """Updates parameters, with one launch per pass for all that have the same kernels. waiting: each record with
+        its gradient, its states and the other tensors of its weight's storage.
         """
         batches = defaultdict[Any, list[Launched]](list)
         for record, grad, state, extra in waiting:
@@ -283,7 +303,7 @@ class Updates:
             for count_changes in filter(None, counts):
                 count_changes()
             shards = [each.shard for each in batch]
-            torch.autograd.graph.increment_version(shards)  # kernels write by addresses
+            torch.autograd.graph.increment_version(shards)  # torch does not see the kernels' writes
             for record, shard in zip(records, shards, strict=True):
                 self._written(record, shard)
 
@@ -305,7 +325,7 @@ class Updates:
             self._update(*self._shards.popleft(), measured)
 
     def _update_stack(self, stack: Queue, decision: Decision | None) -> None:
-        """Updates parameters as one: stacks their tensors, and copies the results back."""
+        """Updates parameters as one stack: stacks their tensors, and copies the results back."""
         records, grads = zip(*stack, strict=True)
         stack.clear()
         if len(records) == 1:
@@ -332,7 +352,7 @@ class Updates:
     def _run(
         self, records: Sequence[ParamRecord], held: Held, grad: Tensor, state: dict[str, Any], decision: Decision | None
     ) -> None:
-        """Runs the program of parameters on their tensors, and notes the results in their records."""
+        """Runs the program of parameters on their tensors, and stores the results in their records."""
         self.cycle.moved = True
         count_changes, tiles = self.changes.watch(records, held, grad), self._tiles(records, held, grad, decision)
         first, result = records[0], None
@@ -347,19 +367,19 @@ class Updates:
 
     @staticmethod
     def _program(records: Sequence[ParamRecord]) -> Program:
-        """The program of a parameter, or of a stack of them."""
+        """Returns the program of a parameter, or of a stack of parameters."""
         program = records[0].program
         return program if len(records) == 1 else program.stacked(len(records))
 
     def _tiles(
         self, records: Sequence[ParamRecord], held: Held, grad: Tensor, decision: Decision | None
     ) -> StoredTiles:
-        """Returns the tiles of a parameter, or of a stack of them."""
+        """Returns the tiles of a parameter, or of a stack of parameters."""
         program, sent, keys = self._program(records), self._sent_to(grad.device), None
         if program.draws:
             each = [sent.key_of[record] for record in records]
             keys = each[0] if len(each) == 1 else torch.stack(each)[:, None]
-        # a GPU's compiled code has no temporaries of a tile
+        # compiled code on a GPU does not allocate temporaries of the size of a tile
         planned = self.compilation.active and program.span.numel > SMALL and grad.device.type == "meta"
         return StoredTiles(
             program.layout,
@@ -375,14 +395,14 @@ class Updates:
 
     @staticmethod
     def _note(records: Sequence[ParamRecord], result: Result) -> None:
-        """Notes the results of updates in the records of their parameters."""
+        """Stores the results of updates in the records of their parameters."""
         sizes = [None] * len(records) if result.sizes is None else _each(result.sizes)
         for record, square_sum, size in zip(records, _each(result.square_sums), sizes, strict=True):
             record.square_sum, record.size = square_sum, size
 
 
 def initial_tensors(program: Program, names: Iterable[str], shard: Tensor) -> dict[str, Tensor]:
-    """Returns new tensors of a parameter with these names, before its first update. shard: of the weight."""
+    """Creates the tensors of a parameter with these names before its first update. shard: the shard of its weight."""
     new = {}
     for name in names:
         kept = program.kept[name]
@@ -393,5 +413,5 @@ def initial_tensors(program: Program, names: Iterable[str], shard: Tensor) -> di
 
 
 def _each(values: Tensor) -> Sequence[Tensor]:
-    """Returns the elements as tensors of one element."""
+    """Splits a tensor into tensors of one element."""
     return [values] if values.numel() == 1 else values.view(-1).split(1)

@@ -243,6 +243,7 @@ LEARNED = torch.tensor(0.5, requires_grad=True)
         ({"label_smoothing": 1.5}, "label_smoothing=1.5 is out of range; allowed: a number >= 0 and <= 1"),
         ({"logit_scale": float("nan")}, "logit_scale=nan"),
         ({"reduction": "avg"}, "reduction='avg'; allowed are"),
+        ({"reduction": "none", "num_items": 7}, "num_items has no effect"),
         *(  # which would get no gradient
             ({name: LEARNED}, rf"{name}=tensor\(0.5000, .*requires_grad=True\) .* allowed: a number")
             for name in ("logit_scale", "softcap", "temperature", "label_smoothing")

@@ -125,7 +125,7 @@ def peaks(rank, steps, settings):
 def peaks_with_sums_elsewhere(rank, steps):
     """The same where sums are offloaded, as from a GPU, to memory that stays."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(policies, "GradientStore", lambda **_: GradientStore(host=True))
+        patch.setattr(policies, "GradientStore", lambda budget: GradientStore(0))
         return peaks(rank, steps, {"policy": "deferred"})
 
 

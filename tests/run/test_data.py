@@ -66,11 +66,12 @@ def test_missing_data_raises(changes, message, arguments):
     [
         ("", "the data cannot be loaded: "),
         ('{"text": "a"}\n{"text": 1\n', "bad.jsonl, line 2: "),
+        ('{"text": "a"}\n[1, 2]\n', "bad.jsonl, line 2: it is not a JSON object"),
         ('{"text": "a"}\n{"text": "\\ud83d"}\n', "bad.jsonl, line 2: 'utf-8' codec can't encode"),
         ('{"text": "a"}\n{"text": "\xe9"}\n'.encode("latin-1"), "bad.jsonl, line 2: 'utf-8' codec can't decode byte"),
         ("\x00\x01", "the data cannot be loaded: "),
     ],
-    ids=["nothing", "broken", "half an emoji", "Latin-1", "binary"],
+    ids=["nothing", "broken", "a list", "half an emoji", "Latin-1", "binary"],
 )
 def test_data_that_cannot_be_read(content, message, arguments, tmp_path):
     (tmp_path / "bad.jsonl").write_bytes(content if isinstance(content, bytes) else content.encode())

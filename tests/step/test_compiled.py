@@ -4,7 +4,6 @@ import gc
 import itertools
 import math
 import weakref
-from collections.abc import Iterable
 from typing import ClassVar
 
 import pytest
@@ -118,16 +117,10 @@ def assert_as_by_tiles(rule, shapes, bits=False, **arguments):
     torch.testing.assert_close(got[1].last_step.grad_norm, want[1].last_step.grad_norm)
 
 
-# A rule is traced once for each of its roundings, and has half of the shapes with each of two.
-ROUNDINGS, SHAPES = ("nearest", "stochastic", "compensated", "master"), (MATRIX, PRIME, EXPERTS, VECTOR, LONG, *CUT)
-TRACED: Iterable = ((rule, ROUNDINGS[(n + 2 * m) % 4], SHAPES[m::2]) for n, rule in enumerate(RULES) for m in range(2))
-if FULL:
-    TRACED = itertools.product(RULES, ROUNDINGS, [SHAPES])
-
-
-@pytest.mark.parametrize(("rule", "rounding", "shapes"), TRACED)
-def test_compiled_updates_equal_updates_by_tiles(as_traced, rule, rounding, shapes):
+@pytest.mark.parametrize(("rule", "rounding"), in_turn(RULES, ("nearest", "stochastic", "compensated", "master")))
+def test_compiled_updates_equal_updates_by_tiles(as_traced, rule, rounding):
     """Also the bits that are drawn at random: with others, weights would be spacings apart."""
+    shapes = (MATRIX, PRIME, EXPERTS, VECTOR, LONG, *CUT)
     assert_as_by_tiles(rule, shapes, bits=rule in ELEMENTWISE, dtype=torch.bfloat16, rounding=rounding)
 
 

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import lowmem
 from benchmarks.engine import without_computing
 from lowmem.kernels import Kernels
-from lowmem.step import compiled
+from lowmem.step import compiled, updates
 from lowmem.step.offload import GradientStore
 
 ROUNDINGS = ("nearest", "stochastic", "compensated", "master")
@@ -176,14 +176,22 @@ def test_a_compiled_update_has_few_operations_on_the_host(rule, kernels, monkeyp
 
 
 @pytest.mark.cpu_only("code is replaced on a CPU")
-@pytest.mark.parametrize(("policy", "flushes"), [("immediate", 9), ("deferred", 3)])
-def test_gradients_that_are_stored_anyway_are_updated_together(policy, flushes, monkeypatch):
-    """Up to the size of the largest one: 2M elements, and twice four times 512k. Their norms are known."""
+@pytest.mark.parametrize(
+    ("policy", "room", "flushes"), [("immediate", 0, 9), ("immediate", 8 << 20, 3), ("deferred", 0, 3)]
+)
+def test_gradients_for_which_memory_is_free_are_updated_together(policy, room, flushes, monkeypatch):
+    """Up to the size of the largest one: 2M elements, and twice four times 512k. Under `immediate`, memory must have
+    been free in an earlier step. Under `deferred`, norms are known, and gradients are stored anyway.
+    """
     launched = Counter[str]()
+    monkeypatch.setattr(updates, "unused_memory", lambda device: room)
     params = [torch.nn.Parameter(torch.zeros(rows, 1024)) for rows in (2048, *[512] * 8)]
     with without_computing(kernels=True):
         monkeypatch.setattr(Kernels, "launch", lambda self, launch, args, device: launched.update([launch.name]))
         opt = lowmem.FusedOptimizer(params, "adamw", compile=True, policy=policy)
+        opt.backward(torch.stack([param.sum() for param in params]).sum())
+        assert launched["pass_0"] == (9 if policy == "immediate" else 3)
+        launched.clear()
         opt.backward(torch.stack([param.sum() for param in params]).sum())
     assert launched["pass_0"] == flushes and launched.total() == flushes * (4 if policy == "immediate" else 2)
 
