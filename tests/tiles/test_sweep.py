@@ -192,7 +192,7 @@ def test_each_row_and_each_tensor_has_its_own_noise():
     """Of two stacked parameters with a state, each of two slices of three rows."""
     shape, rounds = (4, 3, 64), Float(torch.bfloat16, draws=True)
     weight, state = (Held(rounds, (torch.zeros(shape, dtype=torch.bfloat16),)) for _ in range(2))
-    keys = torch.tensor([[7], [8]], dtype=torch.int32)
+    keys = torch.tensor([[7], [7 << 20]], dtype=torch.int32)
     tiles = StoredTiles(Layout.of(shape, View.matrix(3)), weight, torch.zeros(shape), members=2, keys=keys)
     Sweep(tiles).apply(both_halfway, full={"state": state})
     rows = [tuple(row) for held in (weight, state) for row in held.parts[0].view(-1, 64).tolist()]
