@@ -4,10 +4,12 @@ import itertools
 
 import pytest
 import torch
+from support.nets import records_of
 from torch.distributed.fsdp import fully_shard
 
 import lowmem
 from lowmem.errors import ConfigError, UnsupportedError
+from lowmem.placements.agreement import drifted
 
 
 def layers(count, dtype=torch.float32):
@@ -96,6 +98,17 @@ def equal_params(rank):
 
 def test_equal_parameters_are_replicated(two):
     assert two.run(equal_params) == ["replicated", "replicated"]
+
+
+def steps_that_notice(rank, at):
+    """Steps in which ranks notice that they have different elements at this index."""
+    param = torch.nn.Parameter(torch.zeros(4096))  # a step compares every fourth element
+    param.data[at] += rank
+    return [step for step in range(8) if drifted(records_of(param), step)]
+
+
+def test_every_element_is_compared_in_its_turn(two):
+    assert two.run(steps_that_notice, 6) == [[2, 6]] * 2
 
 
 def in_a_trainer(rank, folder):

@@ -484,6 +484,14 @@ def test_a_step_that_fails_before_its_first_update_can_be_repeated(net, plain, n
 
 
 @pytest.mark.by_tiles("small parameters wait in a stack, and none that is compiled does")
+def test_the_gradients_of_a_failed_backward_are_not_applied_in_the_next(net):
+    opt, before = make(net, "auto"), weights(net)
+    fail(net, opt)
+    opt.backward(net.early.weight.sum())
+    assert moved(net, before) == [True, False, False]
+
+
+@pytest.mark.by_tiles("small parameters wait in a stack, and none that is compiled does")
 def test_a_plain_backward_that_fails_before_its_first_update_does_not_count(net):
     """A loop that calls step() and zero_grad() continues, the next step has the same number, and micro-batches before
     it are gone."""

@@ -41,9 +41,10 @@ def test_rounding_to_nearest_equals_a_cast(dtype):
 @HALVES
 def test_stochastic_rounding_keeps_representable_numbers(dtype):
     every = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(dtype)
-    random = torch.randint(1 << 16, every.shape, dtype=torch.int32)
-    drawn = rounding.narrow_stochastically(every.float(), dtype, random).to(dtype)
-    torch.testing.assert_close(drawn, every, rtol=0, atol=0, equal_nan=True)
+    for number in (0, 0xFFFF):
+        random = torch.full(every.shape, number, dtype=torch.int32)
+        drawn = rounding.narrow_stochastically(every.float(), dtype, random).to(dtype)
+        torch.testing.assert_close(drawn, every, rtol=0, atol=0, equal_nan=True)
 
 
 def split(value, dtype):

@@ -191,6 +191,13 @@ def test_zeros_stay_zeros(storage, number):
         assert actual[3, 4] == 0 or not signed(storage)
 
 
+@each([Compensated(torch.bfloat16), Compensated(torch.bfloat16, 8)])
+def test_a_masked_weight_is_zero(storage):
+    """Also if it was set through `.data`, so that it still has its residual."""
+    weight, *residual = store(storage, random_rows(storage))
+    assert not storage.decode((torch.zeros_like(weight), *residual)).any()
+
+
 @each(STORAGES)
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_a_non_finite_value_affects_only_its_group(storage, bad):

@@ -184,6 +184,21 @@ def test_noise_of_fewer_columns_has_not_changed():
     assert torch.equal(rounded_at((1 << 31) - 64), want)
 
 
+def both_halfway(t):
+    return {**halfway(t), "state": t.full.state + (1 + 2.0**-8)}
+
+
+def test_each_row_and_each_tensor_has_its_own_noise():
+    """Of two stacked parameters with a state, each of two slices of three rows."""
+    shape, rounds = (4, 3, 64), Float(torch.bfloat16, draws=True)
+    weight, state = (Held(rounds, (torch.zeros(shape, dtype=torch.bfloat16),)) for _ in range(2))
+    keys = torch.tensor([[7], [7 << 20]], dtype=torch.int32)
+    tiles = StoredTiles(Layout.of(shape, View.matrix(3)), weight, torch.zeros(shape), members=2, keys=keys)
+    Sweep(tiles).apply(both_halfway, full={"state": state})
+    rows = [tuple(row) for held in (weight, state) for row in held.parts[0].view(-1, 64).tolist()]
+    assert len(set(rows)) == len(rows) == 24
+
+
 @pytest.mark.parametrize("tile", [stored.GPU_TILE, stored.CPU_TILE])
 @pytest.mark.parametrize(("first", "last"), [(0, MANY), ((1 << 31) - 7, (1 << 32) + 9), (5, 1000)])
 def test_tiles_of_many_columns(first, last, tile):
