@@ -145,7 +145,7 @@ def test_earlier_micro_batches_do_not_delay_reductions(two):
     every = [tuple(range(LAYERS))] * 2
     steps = [[every, every], [every, [(7, 6, 5, 3, 1, 0)] * 2], [every, [(0, 1, 3, 5, 6)] * 2]]
     for results in two.run(peaks_with_sums_elsewhere, steps):
-        assert results[2] <= FEW
+        assert results[2] <= FEW + 2  # two more leave for the host
 
 
 @pytest.mark.filterwarnings("ignore:Expected a tensor")
