@@ -326,7 +326,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     @property
     def compiled(self) -> bool:
-        """Whether updates of large parameters are compiled, which takes a few seconds in the first step. False if they
+        """True if updates of large parameters are compiled, which takes a few seconds in the first step. False if they
         are updated only by third-party optimizers or rules that cannot be traced, or if the compiler has failed.
         """
         return self._updates.compiled

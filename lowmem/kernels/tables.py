@@ -45,7 +45,7 @@ class Member(NamedTuple):
 
     @property
     def fits(self) -> bool:
-        """Whether kernels can update the parameter: its tensors and the rows of its rectangles are contiguous."""
+        """True if kernels can update the parameter: its tensors and the rows of its rectangles are contiguous."""
         if not all(each.is_contiguous() for each in (*self.tensors.values(), *self.small.values())):
             return False
         views = self._views
@@ -54,7 +54,7 @@ class Member(NamedTuple):
 
     @property
     def is_aligned(self) -> bool:
-        """Whether all rows start at multiples of 16 elements, and all rectangles at multiples of 16 bytes."""
+        """True if all rows start at multiples of 16 elements, and all rectangles at multiples of 16 bytes."""
         numel, rectangles = self.tensors["param", 0].numel(), list(self.rectangles(0))
         return all((each.cols | each.stride | each.element) % 16 == 0 for each in rectangles) and all(
             (tensor.data_ptr() + each.element // (numel // tensor.numel()) * tensor.itemsize) % 16 == 0

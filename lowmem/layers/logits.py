@@ -208,7 +208,7 @@ class Logits(Tensor):
 
     @property
     def pending(self) -> bool:
-        """Whether `source` still describes the tensor. After in-place changes it has another autograd node."""
+        """True if `source` still describes the tensor. After in-place changes it has another autograd node."""
         return self._matrix is None and self._node is self.grad_fn
 
     @classmethod

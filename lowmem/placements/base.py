@@ -40,12 +40,12 @@ class Placed:
 
     @property
     def trained(self) -> bool:
-        """Whether a gradient would update the parameter: it is claimed and not frozen."""
+        """True if a gradient would update the parameter: it is claimed and not frozen."""
         return self.claimed and self.param.requires_grad
 
     @property
     def reached(self) -> bool:
-        """Whether the graph of the running backward reaches the parameter. It is False if reentrant checkpointing or
+        """True if the graph of the running backward reaches the parameter. It is False if reentrant checkpointing or
         `fully_shard` hides the parameter from the graph.
         """
         if not self.trained:

@@ -54,7 +54,7 @@ class _Turn:
 
     @property
     def open(self) -> bool:
-        """Whether the gradient may still arrive."""
+        """True if the gradient may still arrive."""
         return self.state in (_POSSIBLE, _EXPECTED)
 
     def apply(self) -> tuple[Placed, Tensor]:

@@ -151,9 +151,11 @@ class GradientStore:
 
     def _fits(self, device: torch.device, size: int) -> bool:
         """Returns whether a gradient stays on its device."""
+        if not size:
+            return True
         needed = self._held[device] + size
-        if self._budget is not None or not size:
-            return not size or needed <= (self._budget or 0)
+        if self._budget is not None:
+            return needed <= self._budget
         if device not in self._limits:
             free = self._free(device)
             self._least[device] = min(self._least.get(device, free), free)

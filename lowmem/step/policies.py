@@ -230,7 +230,7 @@ class Deferred(Policy):
             self.ready(record, self._sum_of(record))
         decision = self.clipping.decide(self._measured, prepared=True)
         if not decision.skipped:
-            largest = max((record.program.span.numel for record in self.records.values() if record.claimed), default=0)
+            largest = self.updates.largest
             for record, grad in self._store.drain(list(self.records.values())):
                 self.updates.put(record, grad, decision, waiting=largest)
                 del grad  # frees it before the store fetches the next one

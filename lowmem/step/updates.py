@@ -1,4 +1,4 @@
-"""Updates parameters: large ones one by one, small ones in stacks, and shards after they have been measured."""
+"""Updates parameters: alone, stacked, or by kernels together. Some shards are measured first."""
 
 import functools
 from collections import Counter, defaultdict, deque
@@ -34,7 +34,8 @@ SMALL = 1 << 14
 # Elements per tile in a plan for a GPU, where the temporaries of compiled code are negligible.
 PLANNED_TILE = 1 << 16
 
-# Maximum elements per stack. Waiting gradients count towards the memory of "one gradient".
+# Maximum elements per stack, and of small gradients that wait for kernels. They count towards the memory of "one
+# gradient".
 STACK = 1 << 18
 
 # Maximum elements of shards that wait to be measured. In a large model, these are the shards of one or two layers.
@@ -121,6 +122,12 @@ class Updates:
         rules = (group.rule for group in self._parameters.groups)
         return self.compilation.active and any(map(is_traceable, rules))
 
+    @property
+    def largest(self) -> int:
+        """The number of elements of the largest parameter."""
+        records = self._parameters.records.values()
+        return max((record.program.span.numel for record in records if record.claimed), default=0)
+
     def begin(self, step: int) -> None:
         """Begins a step: every rule computes the numbers of its groups, or raises."""
         self._numbers = {group: group.rule.scalars(group.live, step) for group in self._parameters.groups}
@@ -189,9 +196,8 @@ class Updates:
         if record.program.ranks is not None:
             return 0
         if grad.device not in self._room:
-            records = [each for each in self._parameters.records.values() if each.claimed] if self._steps > 1 else []
-            largest = max((each.program.span.numel for each in records), default=0)
-            self._room[grad.device] = largest * (unused_memory(grad.device) >= largest * grad.element_size())
+            most = self.largest if self._steps > 1 else 0
+            self._room[grad.device] = most * (unused_memory(grad.device) >= most * grad.element_size())
         return self._room[grad.device]
 
     def _update(self, record: ParamRecord, grad: Tensor, decision: Decision | None) -> None:

@@ -62,7 +62,7 @@ class Sums:
 
 @dataclass(frozen=True)
 class Reading:
-    """How a gradient is processed when it is read, and the decisions of the step about it.
+    """The processing of a gradient as it is read, and the decisions of the step about it.
 
     inverse_scale: float32 scalar that multiplies the gradient first, or None.
     limit: float32 scalar >= 0 to which the gradient is then clamped (+-limit), or None.
