@@ -118,7 +118,7 @@ def traceable():
     module = sys.modules.get("lowmem.step.compiled")
     for rule, updates in module._TRACED.items() if module else ():
         of_package = (rule if isinstance(rule, type) else type(rule)).__module__.startswith("lowmem.")
-        assert updates is not None or not of_package, f"updates of {rule} are not compiled"
+        assert None not in updates.values() or not of_package, f"updates of {rule} are not compiled"
 
 
 def reasons_to_skip(item):

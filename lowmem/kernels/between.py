@@ -162,7 +162,8 @@ class Scope(Printer):
         if (known := between.scalars.input(node)) is not None:
             return known._replace(code=self.text.once(known.code))
         if node in between.sums:
-            return self._load("work", f"{between.columns.load('total', between.sums[node])}", torch.float32)
+            total = between.columns.load("total", between.sums[node])
+            return self._sum(total, node) if between.sides[node] == ONE else self._load("work", total, torch.float32)
         kind, name = key = between.scalars.inputs.get(node, ("", ""))
         if kind == "size":
             return Value("BRC"[name], (), torch.int64)
@@ -182,6 +183,18 @@ class Scope(Printer):
         if self._side == SLICE:  # starts at the first slice of the sum
             base += " - index" if self._limit == "B" else f" - index % {self._limit}"
         return self.assign(f"tl.load({base} + at, mask=here, other=0)", self._shape, dtype)
+
+    def _sum(self, place: str, node: fx.Node) -> Value:
+        """Adds the parts of a sum over a parameter: partial sums, or the total over ranks."""
+        place = self.text.once(f"work + {place}")
+        count = self.text.once(self._between.columns.load("parts", self._between.sums[node]))
+        total = self.assign(f"tl.zeros([{BLOCK}], tl.float32)").code
+        self.lines += [
+            f"for first in range(0, {count}, {BLOCK}):",
+            f"    at = first + tl.arange(0, {BLOCK})",
+            f"    {total} += tl.load({place} + at, mask=at < {count}, other=0.0)",
+        ]
+        return self.assign(f"tl.sum({total}, 0)", (), torch.float32)
 
     def reshaped(self, node: fx.Node, value: Value) -> Value:
         before, after = ([str(size) for size in each.meta["val"].shape if size != 1] for each in (node.args[0], node))  # type: ignore[union-attr]

@@ -139,7 +139,7 @@ class Batch:
         """across: the ranks that have the other shards of the parameters."""
         self._kernels, self._across, source = kernels, across, kernels.source
         self.device = members[0].tensors["param", 0].device
-        tables = Tables(source, members)
+        tables = Tables(source, members, sharded=across is not None)
         self._size = tables.size
         self._scalars = self._sent([[0] * len(source.scalars.slots)] * len(tables.slices), torch.float64)
         rectangles, slices = self._sent(tables.rectangles), self._sent(tables.slices)
@@ -158,11 +158,11 @@ class Batch:
                     self.steps.append(Launch("fold", len(args[0]), args, (largest, *FOLD)))
                     if across is not None:
                         self.steps.append(Sum(tables.totals[n, largest], largest))
-        self._pinned = [
-            (torch.empty(len(members), dtype=torch.int64, pin_memory=True), torch.cuda.Event())
-            for _ in range(2 if self.device.type == "cuda" else 0)
-        ]  # pointers to gradients, used alternately
-        self._sent_pointers, self._grads = list[int](), torch.empty(0, dtype=torch.int64)
+        on_gpu = self.device.type == "cuda"
+        # pointers to gradients, written and copied alternately
+        self._buffers = [torch.empty(len(members), dtype=torch.int64, pin_memory=on_gpu) for _ in range(2)]
+        self._copied = [torch.cuda.Event() for _ in self._buffers] if on_gpu else []
+        self._sent_pointers, self._grads = list[int](), self._buffers[0]
         self._results = torch.zeros(len(source.results), len(members), dtype=torch.float64, device=self.device)
         rows = dict(zip(source.results, self._results, strict=True))
         self._result = Result(rows.get("square_sums"), rows.get("sizes"))
@@ -182,11 +182,8 @@ class Batch:
             The results, which the next run overwrites.
         """
         pointers, reading = [grad.data_ptr() for grad in grads], values.reading.tensors
-        source = self._kernels.source
-        assert not (source.aligned and any(pointer % 16 for pointer in pointers)), "a gradient is not aligned"
-        assert [name for _, name in reading] == source.scalars.reading, "gradients are read in another way"
         work = torch.empty(self._size, dtype=torch.float32, device=self.device)
-        with torch.cuda.device(self.device) if self._pinned else nullcontext():
+        with torch.cuda.device(self.device) if self._copied else nullcontext():
             step = self._pointers(pointers), values.numbers, values.keys
             args = *step, self._scalars, work, self._results, *reading.values()
             for each in self.steps:
@@ -202,14 +199,13 @@ class Batch:
         before the previous one has not completed yet.
         """
         if pointers != self._sent_pointers:
-            self._sent_pointers, host = pointers, torch.tensor(pointers, dtype=torch.int64)
-            if not self._pinned:
-                self._grads = host
-                return host
-            self._pinned.reverse()
-            buffer, sent = self._pinned[0]
-            sent.synchronize()
-            buffer.copy_(host)
-            self._grads = buffer.to(self.device, non_blocking=True)
-            sent.record()
+            self._sent_pointers = pointers
+            self._buffers.reverse()
+            if self._copied:
+                self._copied.reverse()
+                self._copied[0].synchronize()
+            self._buffers[0].numpy()[:] = pointers
+            self._grads = self._buffers[0].to(self.device, non_blocking=True)
+            if self._copied:
+                self._copied[0].record()
         return self._grads

@@ -1,6 +1,7 @@
 """Tables for parameters that are updated together: rectangles, slices, and offsets in the workspace."""
 
 import itertools
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -86,8 +87,10 @@ class Tables:
         size: size of the workspace.
     """
 
-    def __init__(self, source: Source, members: Sequence[Member]) -> None:
+    def __init__(self, source: Source, members: Sequence[Member], *, sharded: bool = False) -> None:
+        """sharded: whether all sums of a pass are totals, which ranks add."""
         self._source, self._members, self._storages = source, members, dict(source.update.kind.storages)
+        self._totals_of_scalars = sharded or source.update.kind.batched
         shapes = [member.layout.shape for member in members]
         self._slices = [(n, index) for n, (batch, *_) in enumerate(shapes) for index in range(batch)]
         numbers = {each: n for n, each in enumerate(self._slices)}
@@ -112,9 +115,9 @@ class Tables:
         return [n for n, count in enumerate(counts) for _ in range(count)]
 
     def _sums(self, number: int, largest: bool) -> Iterator[tuple[tuple[int, int], str]]:
-        """Yields (key, kind) of the sums or the maxima of a pass."""
+        """Yields (key, kind) of the sums or the maxima of a pass that `fold` computes."""
         for n, (kind, _) in enumerate(self._source.update.passes[number].sums or ()):
-            if (kind == "row_max") is largest:
+            if (kind == "row_max") is largest and (kind != "scalar" or self._totals_of_scalars):
                 yield (number, n), kind
 
     def _give_places(self) -> None:
@@ -126,6 +129,10 @@ class Tables:
             for key, kind in self._sums(n, largest):
                 place("total", key, self._lengths[kind])
             self.totals[n, largest] = slice(start, self.size)
+        for n, each in enumerate(self._source.update.passes):
+            for which, (kind, _) in enumerate(each.sums or ()):
+                if kind == "scalar" and not self._totals_of_scalars:  # the code between passes adds them, also later
+                    place("partial", (n, which), self.tiles)
         for node, kind in self._source.vectors.items():
             place("vector", node, self._lengths[kind])
         kept = most = self.size
@@ -186,12 +193,17 @@ class Tables:
         member, columns = self._members[n], list[int]()
         batch, rows, cols = member.layout.shape
         fixed = {"rows": rows, "cols": cols, "slices": batch, "index": index, "member": n, "group": member.group}
+        first, last = (bisect(self._slice_of, number) for bisect in (bisect_left, bisect_right))  # its rectangles
         for kind, name in self._source.slices.keys:
             if kind == "state":
                 state = member.small[name]
                 columns.append(state.data_ptr() + index * (state.nbytes // batch))
             elif kind == "result":
                 columns.append(self._source.results.index(name) * len(self._members) + n)
+            elif kind == "total" and ("total", name) not in self._places:
+                columns.append(self._places["partial", name][first])
+            elif kind == "parts":
+                columns.append(1 if self._totals_of_scalars else self._first[last] - self._first[first])
             else:
                 columns.append(fixed[kind] if kind in fixed else self._places[kind, name][number])
         return columns

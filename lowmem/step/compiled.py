@@ -43,8 +43,8 @@ KERNELS = {"cuda"}
 Update = Stages | OneTile | Kernels
 
 # Compiled updates by rule, or by its class if the rule has no attributes. Parameters of all sizes share them.
-# None if the rule cannot be traced.
-_TRACED: WeakKeyDictionary[Any, dict[tuple[ParamSpec, Kind], "Traced"] | None] = WeakKeyDictionary()
+# None where a kind of parameters cannot be traced.
+_TRACED: WeakKeyDictionary[Any, dict[tuple[ParamSpec, Kind], "Traced | None"]] = WeakKeyDictionary()
 
 
 class Bound(NamedTuple):
@@ -176,7 +176,7 @@ class Compilation:
         measured = values.reading.square_sums
         square_sums = results.square_sums if measured is None else measured
         assert square_sums is not None
-        return Result(square_sums, None if results.sizes is None else results.sizes.float())
+        return Result(square_sums, results.sizes)
 
     def bind(
         self, record: ParamRecord, tiles: StoredTiles, states: Mapping[str, Tensor], place: tuple[int, int] = (0, 0)
@@ -329,22 +329,22 @@ def traced(program: Program, kind: Kind, variant: Any) -> Update | None:
     variant: for kernels, whether parameters are single lines, and whether they are aligned; otherwise whether they are
     one tile, and the forms of their tiles.
     """
-    rule, spec = program.rule, program.spec
-    key = spec, kind
+    rule, spec, key = program.rule, program.spec, (program.spec, kind)
     updates = _TRACED.setdefault(_key(rule), {})
-    if updates is None:
-        return None
     try:
         if key not in updates:
             updates[key] = Traced(
                 trace_update(kind, lambda sweep, states: rule.update(sweep, spec, states), alike=spec.alike)
             )
-        update, compiling = updates[key].code(*variant)
+        if (found := updates[key]) is None:
+            return None
+        update, compiling = found.code(*variant)
     except Exception as error:  # from the rule or PyTorch's tracer, such as for a branch on a tensor's value
-        updates.clear()
-        _TRACED[_key(rule)] = None
-        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-        logger.warning("updates of rule %s are not compiled: %s", rule.name, reason)
+        if None not in updates.values():  # once per rule
+            reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+            shape = list(program.span.shape)
+            logger.warning("updates of rule %s are not compiled: %s (parameters such as %s)", rule.name, reason, shape)
+        updates[key] = None
         return None
     for compiles in compiling:
         compiles()
@@ -362,7 +362,8 @@ def _member(record: ParamRecord, tiles: StoredTiles, states: Mapping[str, Tensor
 
 def is_traceable(rule: UpdateRule) -> bool:
     """Returns whether the updates of a rule can be compiled. Tracing may still show that they cannot."""
-    return not rule.materializes and _TRACED.get(_key(rule), {}) is not None
+    updates = _TRACED.get(_key(rule))
+    return not rule.materializes and (not updates or any(updates.values()))
 
 
 def _key(rule: UpdateRule) -> Any:

@@ -178,7 +178,7 @@ class Report:
         for rule in dict.fromkeys(record.rule for record in sized):
             members = [record for record in sized if record.rule is rule]
             squares = clipping.gather(record.square_sum for record in members)
-            sizes = clipping.gather(sized[record] for record in members)
+            sizes = clipping.gather(sized[record] for record in members).float()
             groups = [
                 (group.live, {name: tensor.clone() for name, tensor in group.memory.items()})
                 for group in parameters.groups

@@ -339,13 +339,14 @@ class Updates:
             return
         for record in records:
             self.begin_state(record)
-        program, first = records[0].program, self._states[records[0].param]
+        program = records[0].program
+        names = [name for name in program.created if name not in program.extra_names]  # users may add other values
         in_place = program.ranks is None  # complete parameters are stacked without reading them one by one
         shards = [record.param if in_place else self._shard.read(record.param) for record in records]
         columns = [shards, *([record.extra[name] for record in records] for name in records[0].extra)]
-        columns += [[self._states[record.param][name] for record in records] for name in first]
+        columns += [[self._states[record.param][name] for record in records] for name in names]
         stacked, parts = [torch.stack(column) for column in columns], len(program.weight.parts)
-        state = dict(zip(first, stacked[parts:], strict=True))
+        state = dict(zip(names, stacked[parts:], strict=True))
         self._run(records, Held(program.weight, tuple(stacked[:parts])), torch.stack(grads), state, decision)
         for column, changed in zip(columns, stacked, strict=True):
             torch._foreach_copy_(column, changed.unbind())
