@@ -138,12 +138,12 @@ def run_in_blocks(kind: Kind, reached: Pass, args: Arguments) -> dict[Key, Tenso
     batch, count, height, width = grad.shape
     is_line = height == 1
 
-    def broadcast(kind: str, value: Tensor) -> Tensor:
+    def broadcast(vector_kind: str, value: Tensor) -> Tensor:
         """Reshapes a vector so that it broadcasts to [b, n, m, c]."""
-        if kind == "col":
+        if vector_kind == "col":
             return value.view((batch, count, 1, width) if is_line else (batch, 1, 1, width))
-        value = value.view((batch, 1, 1, 1) if is_line or DIMS[kind] == (0,) else (batch, count, height, 1))
-        if kind == "noise" and is_line:  # noise is counted from the start of the line
+        value = value.view((batch, 1, 1, 1) if is_line or DIMS[vector_kind] == (0,) else (batch, count, height, 1))
+        if vector_kind == "noise" and is_line:  # noise is counted from the start of the line
             parts = realized(torch.arange(count, dtype=torch.int32, device=value.device) * width)
             value = value + parts.view(1, -1, 1, 1)
         return value

@@ -152,12 +152,19 @@ def random_bits(word: Tensor, number: int, count: int) -> Tensor:
     odd number, which depends on all bits of the word. Any two of them are practically independent. Bits after the
     first 16 come from the other half.
     """
+    if number == 0 and count == 16:
+        return word & _LOW16
     if number == 0:
-        low = word & _LOW16
-        return low if count == 16 else low << count - 16 | word >> 48 - count & (1 << count - 16) - 1
-    if number > 1:  # powers of 2³² / golden ratio, as a signed number
-        word = word * ((pow(0x9E3779B9, number - 1, 1 << 32) + (1 << 31)) % (1 << 32) - (1 << 31))
-    return word >> 32 - count & (1 << count) - 1
+        return (word & _LOW16) << (count - 16) | _bits_of(word, 48 - count, count - 16)
+    if number > 1:
+        factor = pow(0x9E3779B9, number - 1, 1 << 32)  # powers of 2³² / golden ratio
+        word = word * ((factor + (1 << 31)) % (1 << 32) - (1 << 31))  # as a signed number
+    return _bits_of(word, 32 - count, count)
+
+
+def _bits_of(word: Tensor, first: int, count: int) -> Tensor:
+    """Returns `count` bits of int32 words, from bit `first` on."""
+    return (word >> first) & ((1 << count) - 1)
 
 
 def fraction(random: Tensor, count: int) -> Tensor:
