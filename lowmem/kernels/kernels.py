@@ -158,11 +158,10 @@ class Batch:
                     self.steps.append(Launch("fold", len(args[0]), args, (largest, *FOLD)))
                     if across is not None:
                         self.steps.append(Sum(tables.totals[n, largest], largest))
+        # pointers to gradients: the last ones that were sent, on the host, and on the device
         on_gpu = self.device.type == "cuda"
-        # pointers to gradients, written and copied alternately
-        self._buffers = [torch.empty(len(members), dtype=torch.int64, pin_memory=on_gpu) for _ in range(2)]
-        self._copied = [torch.cuda.Event() for _ in self._buffers] if on_gpu else []
-        self._sent_pointers, self._grads = list[int](), self._buffers[0]
+        self._sent_pointers, self._copied = list[int](), torch.cuda.Event() if on_gpu else None
+        self._buffer = self._grads = torch.empty(len(members), dtype=torch.int64, pin_memory=on_gpu)
         self._results = torch.zeros(len(source.results), len(members), dtype=torch.float64, device=self.device)
         rows = dict(zip(source.results, self._results, strict=True))
         self._result = Result(rows.get("square_sums"), rows.get("sizes"))
@@ -183,7 +182,7 @@ class Batch:
         """
         pointers, reading = [grad.data_ptr() for grad in grads], values.reading.tensors
         work = torch.empty(self._size, dtype=torch.float32, device=self.device)
-        with torch.cuda.device(self.device) if self._copied else nullcontext():
+        with torch.cuda.device(self.device) if self._copied is not None else nullcontext():
             step = self._pointers(pointers), values.numbers, values.keys
             args = *step, self._scalars, work, self._results, *reading.values()
             for each in self.steps:
@@ -195,17 +194,14 @@ class Batch:
         return self._result
 
     def _pointers(self, pointers: list[int]) -> Tensor:
-        """Copies pointers to the device unless they equal the last run's. It waits for the device only if the copy
-        before the previous one has not completed yet.
+        """Copies pointers to the device unless they equal the last run's. The last copy has ended, because each step
+        waits for the outcome of the one before.
         """
         if pointers != self._sent_pointers:
-            self._sent_pointers = pointers
-            self._buffers.reverse()
-            if self._copied:
-                self._copied.reverse()
-                self._copied[0].synchronize()
-            self._buffers[0].numpy()[:] = pointers
-            self._grads = self._buffers[0].to(self.device, non_blocking=True)
-            if self._copied:
-                self._copied[0].record()
+            if self._copied is not None:
+                self._copied.synchronize()
+            self._sent_pointers, self._buffer.numpy()[:] = pointers, pointers
+            self._grads = self._buffer.to(self.device, non_blocking=True)
+            if self._copied is not None:
+                self._copied.record()
         return self._grads

@@ -1,0 +1,33 @@
+"""Batches of kernels send the pointers of gradients on the simulated GPU. The kernels compute nothing."""
+
+import pytest
+import torch
+
+import lowmem
+from benchmarks.engine import without_computing
+from lowmem.kernels import Batch, Kernels
+
+simgpu = pytest.importorskip("support.simgpu")
+if not hasattr(simgpu, "library"):
+    pytest.skip("needs the simulated GPU: scripts/test.sh --simgpu", allow_module_level=True)
+
+
+def test_kernels_get_the_pointers_of_the_gradients_of_their_step(monkeypatch):
+    pointers, launched = [], []
+    run = Batch.run
+
+    def noted(batch, grads, values):
+        pointers.append([grad.data_ptr() for grad in grads])
+        return run(batch, grads, values)
+
+    monkeypatch.setattr(Batch, "run", noted)
+    with without_computing(kernels=True):
+        monkeypatch.setattr(Kernels, "launch", lambda self, launch, args, device: launched.append(args[0].clone()))
+        params = [torch.nn.Parameter(torch.ones(200, 200, device="cuda")) for _ in range(3)]
+        opt = lowmem.FusedOptimizer(params, rule="lion", compile=True)
+        kept = []
+        for _ in range(4):
+            opt.backward(torch.stack(params).square().sum())
+            kept.append(torch.empty(200, 200, device="cuda"))  # so that gradients have other addresses
+    sent = [each.tolist() for each in launched[:: len(launched) // len(pointers)]]
+    assert sent == pointers and len({tuple(each) for each in pointers}) > 3
