@@ -1,7 +1,7 @@
 """Updates parameters: alone, stacked, or by kernels together. Some shards are measured first."""
 
 import functools
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain
@@ -42,7 +42,27 @@ STACK = 1 << 18
 SHARDS = 1 << 25
 
 
-Queue = deque[tuple[ParamRecord, Tensor]]
+class Queue:
+    """Gradients that wait to be updated together.
+
+    Attributes:
+        gradients: pairs of a parameter's record and its gradient.
+        elements: the number of elements of their full parameters.
+    """
+
+    def __init__(self) -> None:
+        self.gradients: deque[tuple[ParamRecord, Tensor]] = deque()
+        self.elements = 0
+
+    def add(self, record: ParamRecord, grad: Tensor) -> None:
+        """Adds a gradient at the end."""
+        self.gradients.append((record, grad))
+        self.elements += record.program.span.numel
+
+    def take(self) -> deque[tuple[ParamRecord, Tensor]]:
+        """Removes and returns all gradients."""
+        taken, self.gradients, self.elements = self.gradients, deque(), 0
+        return taken
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,12 +127,11 @@ class Updates:
         self._numbers: dict[AddedGroup, Mapping[str, float]] = {}  # of this step
         self._sent: dict[torch.device, Sent] = {}  # in this step
         self._together: dict[Program, int] = {}  # number of its parameters per stack
-        # gradients that wait for a full stack, by program and dtype, and gradients of shards that wait to be measured
-        self._stacks: dict[tuple[Program, torch.dtype], Queue] = defaultdict(deque)
-        self._shards: Queue = deque()
-        # for kernels, large and small ones (True), and the elements of their full parameters
-        self._waiting: dict[bool, list[tuple[ParamRecord, Tensor]]] = {False: [], True: []}
-        self._elements = Counter[bool]()
+        # gradients that wait for kernels, large and small (True); for a full stack, by program and dtype; and gradients
+        # of shards that wait to be measured
+        self._waiting = {False: Queue(), True: Queue()}
+        self._stacks: dict[tuple[Program, torch.dtype], Queue] = defaultdict(Queue)
+        self._shards = Queue()
         self._room: dict[torch.device, int] = {}  # elements that may wait on a device in this step
         self._steps = 0  # in this process
 
@@ -170,19 +189,18 @@ class Updates:
         program = record.program
         is_small = program.span.numel <= SMALL
         if self.compilation.by_kernels(record):
-            most = STACK if is_small else waiting or self._may_wait(record, grad)
-            if program.span.numel + self._elements[is_small] > most:
-                self._update_waiting(is_small, decision)
-            self._waiting[is_small].append((record, separate(grad) if is_small else grad))
-            self._elements[is_small] += program.span.numel
+            queue, most = self._waiting[is_small], STACK if is_small else waiting or self._may_wait(record, grad)
+            if program.span.numel + queue.elements > most:
+                self._update_together(queue, decision)
+            queue.add(record, separate(grad) if is_small else grad)
             del grad
-            if self._elements[is_small] >= most or self._shard.moves:
-                self._update_waiting(is_small, decision)
+            if queue.elements >= most or self._shard.moves:
+                self._update_together(queue, decision)
             return
         large_shard = program.ranks is not None and not is_small
         if large_shard and program.rule.elementwise and decision is None:
-            self._shards.append((record, grad))
-            spans = [each.span for each, _ in self._shards]
+            self._shards.add(record, grad)
+            spans = [each.span for each, _ in self._shards.gradients]
             if sum(span.size for span in spans) >= min(SHARDS, max(span.numel for span in spans)):  # on every rank
                 del grad
                 self._update_shards()
@@ -214,8 +232,8 @@ class Updates:
             self._update_one(record, grad, decision)
             return
         stack = self._stacks[program, grad.dtype]
-        stack.append((record, separate(grad)))
-        if len(stack) >= count:
+        stack.add(record, separate(grad))
+        if len(stack.gradients) >= count:
             self._update_stack(stack, decision)
 
     def put_zeros(self, records: Iterable[ParamRecord], decision: Decision | None) -> None:
@@ -228,19 +246,18 @@ class Updates:
 
     def flush(self, decision: Decision | None) -> None:
         """Updates all parameters whose gradients are waiting. Called after the last gradient of a step."""
-        for is_small in self._waiting:
-            self._update_waiting(is_small, decision)
-        if self._shards:
+        for queue in self._waiting.values():
+            self._update_together(queue, decision)
+        if self._shards.gradients:
             self._update_shards()
-        for stack in filter(None, self._stacks.values()):
-            self._update_stack(stack, decision)
+        for stack in self._stacks.values():
+            if stack.gradients:
+                self._update_stack(stack, decision)
 
     def drop(self) -> None:
         """Discards the waiting gradients after a failed backward."""
-        self._waiting = {False: [], True: []}
-        self._elements.clear()
-        self._shards.clear()
-        self._stacks.clear()
+        for queue in (*self._waiting.values(), *self._stacks.values(), self._shards):
+            queue.take()
 
     def begin_state(self, record: ParamRecord) -> None:
         """Creates missing states of a parameter: before its first update, or after a reset or an edit of the weight."""
@@ -262,9 +279,9 @@ class Updates:
             self._run([record], held, grad, state, decision)
         self._written(record, shard)
 
-    def _update_waiting(self, is_small: bool, decision: Decision | None) -> None:
-        """Updates the small or the large parameters in `_waiting`."""
-        waiting, self._waiting[is_small], self._elements[is_small] = self._waiting[is_small], [], 0
+    def _update_together(self, queue: Queue, decision: Decision | None) -> None:
+        """Updates the parameters in a queue by kernels."""
+        waiting = queue.take()
         for record, _ in waiting:
             self.begin_state(record)
         if not self._shard.moves:
@@ -320,20 +337,20 @@ class Updates:
 
     def _update_shards(self) -> None:
         """Measures the waiting shards in one collective, and updates their parameters."""
-        records = [record for record, _ in self._shards]
+        shards = self._shards.take()
+        records = [record for record, _ in shards]
         ranks = records[0].program.ranks
         assert ranks is not None
-        (sums,) = ranks.all_reduce([torch.cat([self._measure(*each) for each in self._shards])])
+        (sums,) = ranks.all_reduce([torch.cat([self._measure(*each) for each in shards])])
         for record, square_sum in zip(records, sums.split(1), strict=True):
             record.square_sum = square_sum
         measured = replace(self.clipping.review(records), measured=True)
-        while self._shards:
-            self._update(*self._shards.popleft(), measured)
+        while shards:
+            self._update(*shards.popleft(), measured)
 
     def _update_stack(self, stack: Queue, decision: Decision | None) -> None:
         """Updates parameters as one stack: stacks their tensors, and copies the results back."""
-        records, grads = zip(*stack, strict=True)
-        stack.clear()
+        records, grads = zip(*stack.take(), strict=True)
         if len(records) == 1:
             self._update_one(records[0], grads[0], decision)
             return
