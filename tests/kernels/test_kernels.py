@@ -10,7 +10,7 @@ import torch
 from support.interpreted import INTERPRETED
 from support.updated import Parameter, batches_of, run, update
 
-from lowmem.kernels.inputs import Tile
+from lowmem.kernels.inputs import TileSize
 from lowmem.tiles.layout import Layout
 from lowmem.tiles.sweep import Reading
 
@@ -29,8 +29,8 @@ HEURISTIC = {"min_dim_size_to_factor": 2}
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
     """The interpreter takes as long for a small tile as for a large one."""
-    monkeypatch.setattr("lowmem.kernels.source.MATRIX", Tile(8, 64, 2))
-    monkeypatch.setattr("lowmem.kernels.source.LINE", Tile(1, 256, 2))
+    monkeypatch.setattr("lowmem.kernels.source.MATRIX_TILE", TileSize(8, 64, 2))
+    monkeypatch.setattr("lowmem.kernels.source.LINE_TILE", TileSize(1, 256, 2))
 
 
 def made(rule, dtype=F32, rounding="nearest", storage="float32", options=None, shapes=SHAPES, **more):
