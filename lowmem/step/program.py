@@ -187,7 +187,7 @@ def make_program(placed: Placed, rule: UpdateRule, group: Mapping[str, Any], sha
         raise UnsupportedError(f"parameter {placed.name!r} of shape {list(span.shape)} {error}") from None
     if rounding == "nearest" and dtype in ROUNDED_DTYPES:
         _warn_of_lost_updates(dtype, rule.name if rule.materializes else None)
-    state_storage = chosen if any(state.held_as_asked for state in spec.states.values()) else None
+    state_storage = chosen if any(state.follows_state_storage for state in spec.states.values()) else None
     return Program(rule, spec, span, layout, shard.ranks_of(placed.param), weight, states, state_storage)
 
 
