@@ -16,15 +16,22 @@ from lowmem.placements.base import Placed, Shard
 from lowmem.placements.ranks import Ranks
 from lowmem.rules import ParamSpec, UpdateRule
 from lowmem.tiles.layout import Extent, Layout, Span, grouped
-from lowmem.tiles.storage import FLOAT32, ROUNDED_DTYPES, TABLE, Float, Held, Storage, of_state, of_weight, part_name
+from lowmem.tiles.storage import (
+    FLOAT32,
+    ROUNDED_DTYPES,
+    SMALLEST_GROUPED,
+    TABLE,
+    Float,
+    Held,
+    Storage,
+    of_state,
+    of_weight,
+    part_name,
+)
 from lowmem.tiles.stored import StoredTiles
 from lowmem.tiles.sweep import Sweep
 
 logger = logging.getLogger(__name__)
-
-# Parameters with fewer elements use float32 states and stochastic rounding instead of storages with groups. Their
-# shards might not be divisible into groups, and a state must have the same format for any number of ranks.
-SMALLEST_GROUPED = 1 << 12
 
 
 class Kept(NamedTuple):
