@@ -60,7 +60,8 @@ def data_parallel(options: Options) -> torch.nn.Module:
 
 
 def fsdp2(options: Options) -> torch.nn.Module:
-    model, mesh = full_model(options), init_device_mesh("cpu", (options.ranks,))
+    model = full_model(options)
+    mesh = init_device_mesh("cpu", (options.ranks,))
     for module in (*model.model.layers, model.model.embed_tokens, model.lm_head, model):
         fully_shard(module, mesh=mesh)
     return model
@@ -139,13 +140,16 @@ PEERS = {name.partition(",")[0]: name for name in METHODS}  # the last method in
 class Sent(TorchDispatchMode):
     """Counts the bytes that a rank sends in collectives.
 
-    sharded: whether parameters are sharded, so that gradients are not all-reduced.
+    Args:
+        ranks: number of ranks.
+        sharded: whether parameters are sharded, so that gradients are not all-reduced.
     """
 
     def __init__(self, ranks: int, sharded: bool) -> None:
         super().__init__()
         self.bytes: Counter[str] = Counter()
-        self._ranks, self._sharded = ranks, sharded
+        self._ranks = ranks
+        self._sharded = sharded
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         space, _, name = func._schema.name.partition("::")
@@ -234,7 +238,8 @@ def tables(report: Any) -> dict[str, str]:
     def ratio(row: Figures, base: str) -> str:
         return formatted(row["seconds"] / results[base]["seconds"] if base in results else None, ".2f")
 
-    rows, short = [], []
+    rows = []
+    short = []
     for name, row in results.items():
         sizes = {what: f"{row[what] / 2**20:.{4 if what == 'sums' else 1}f}" for what in SENT}
         ratios = {"× floor": ratio(row, FLOOR), "× peer": ratio(row, PEERS[name.partition(",")[0]])}
