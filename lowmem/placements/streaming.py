@@ -59,8 +59,8 @@ class Unit:
         return f"layer {self.index} ({type(self.module).__name__})"
 
 
-# Functions that do not access the elements of a tensor. Any other raises `StepError` while the layer is not running:
-# if a harmless function is missing here, its use raises too, and tests/placements/test_streamed.py fails.
+# Functions that do not access the elements of a tensor. Any other function raises `StepError` while the layer is not
+# running, also a harmless one that is missing here.
 _OF_METADATA = {
     "__delete__", "__get__", "__hash__", "__set__", "_has_compatible_shallow_copy_type", "as_strided",
     "backward", "data_ptr", "detach", "dim",
