@@ -148,9 +148,12 @@ class Batch:
         self.device = members[0].tensors["param", 0].device
         tables = Tables(source, members)
         self._size = tables.size
-        self._scalars = self._sent([[0] * len(source.scalars.slots)] * len(tables.slices), torch.float64)
-        rectangles, slices = self._sent(tables.rectangles), self._sent(tables.slices)
-        programs = self._sent(tables.programs(tables.tiles), torch.int32)
+        self._scalars = torch.zeros(
+            len(tables.slices), len(source.scalars.slots), dtype=torch.float64, device=self.device
+        )
+        rectangles = self._to_device(tables.rectangles)
+        slices = self._to_device(tables.slices)
+        programs = self._to_device(tables.programs(tables.tiles), torch.int32)
         self.steps = list[Launch | Sum]()
         for name, n in source.steps:
             if name.startswith("between"):
@@ -161,7 +164,7 @@ class Batch:
             for largest in (False, True):
                 of_fold, jobs, pieces = tables.folds(n, largest)
                 if jobs:
-                    args = self._sent(of_fold, torch.int32), self._sent(jobs), self._sent(pieces)
+                    args = (self._to_device(of_fold, torch.int32), self._to_device(jobs), self._to_device(pieces))
                     self.steps.append(Launch("fold", len(args[0]), args, (largest, *FOLD)))
                     if across is not None:
                         self.steps.append(Sum(tables.totals[n, largest], largest))
@@ -175,13 +178,8 @@ class Batch:
         rows = dict(zip(source.results, self._results, strict=True))
         self._result = BatchResult(rows.get("square_sums"), rows.get("sizes"))
 
-    def _sent(self, numbers: Sequence[Any], dtype: torch.dtype = torch.int64) -> Tensor:
+    def _to_device(self, numbers: Sequence[Any], dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.tensor(numbers, dtype=dtype).to(self.device)
-
-    @property
-    def launches(self) -> int:
-        """Number of launches per run."""
-        return sum(isinstance(step, Launch) for step in self.steps)
 
     def run(self, grads: Sequence[Tensor], values: Values) -> BatchResult:
         """Updates the members. grads: the gradient of each, contiguous, in the memory order of its tensors.

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
-from lowmem.errors import UnsupportedError
+from lowmem.errors import CheckpointError, UnsupportedError
 from lowmem.rules.rule import ENGINE_KEYS, Hyper, State
 
 # The key of our parameter group for a class's step counts and similar numbers that are not hyperparameters.
@@ -263,7 +263,11 @@ def unpack(form: Any, tensors: dict[str, Any] | None = None, package: str = "") 
         case {"dict": pairs}:
             return items(pairs)
         case {"class": [module, name], "parts": parts, "rest": rest}:
-            cls = getattr(sys.modules[module], name)  # the optimizer has already imported the module
+            cls = getattr(sys.modules.get(module), name, None)  # the optimizer has already imported the module
+            if not (isinstance(cls, type) and issubclass(cls, Tensor)):
+                raise CheckpointError(
+                    f"the saved state has an object of {module}.{name}, which is not a class of tensors"
+                )
             return cls.__tensor_unflatten__(items(parts), *unpack(rest, tensors, package))
         case {"object": [module, name], "vars": pairs} if _package(module) == package:
             value = object.__new__(getattr(sys.modules[module], name))

@@ -11,6 +11,7 @@ from support.interpreted import INTERPRETED
 from support.updated import Parameter, batches_of, run, update
 
 from lowmem.kernels.inputs import TileSize
+from lowmem.kernels.kernels import Launch
 from lowmem.tiles.layout import Layout
 from lowmem.tiles.sweep import Reading
 
@@ -130,6 +131,10 @@ def test_a_gradient_that_is_not_finite_leaves_its_parameter_unchanged(rule):
     assert not any(bool(state.any()) for state in before[0].small.values())
 
 
+def launches_of(batch):
+    return sum(isinstance(step, Launch) for step in batch.steps)
+
+
 def pairs(parameters, rule):
     torch.manual_seed(0)
     return zip(parameters, made(rule, shapes=[each.shape for each in parameters]), strict=True)
@@ -140,7 +145,7 @@ def test_a_decided_step_is_read_by_member(rule):
     decided = Reading(finite=torch.tensor([True, False]), square_sums=torch.tensor([4.0, 5.0], dtype=torch.float64))
     parameters = made(rule, shapes=[(30, 40), (20, 30)])
     ((_, batch),) = batches_of(parameters, decided)
-    assert batch.launches == {"adalomo": 7, "adamw": 2}[rule]
+    assert launches_of(batch) == {"adalomo": 7, "adamw": 2}[rule]
     assert_close(update(parameters, reading=decided))
     assert [bool(each.small[key].any()) for each in parameters for key in [next(iter(each.small))]] == [True, False]
 
@@ -149,7 +154,7 @@ def test_launches():
     expected = {"lomo": 4, "lion": 4, "adamw": 4, "adalomo": 7}
     for rule, launches in expected.items():
         ((_, batch),) = batches_of(made(rule, shapes=[(30, 40), (20, 30)]), Reading())
-        assert batch.launches == launches
+        assert launches_of(batch) == launches
 
 
 @pytest.mark.parametrize("rule", ["adalomo", "lans"])
