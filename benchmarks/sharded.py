@@ -41,7 +41,7 @@ from benchmarks.measurement import llama, loss_of, peak_resident
 from benchmarks.methods import Loss, Method, Step, drop_gradients, fused, ordinary
 from benchmarks.pages import markdown
 from benchmarks.processes import Figures, MeasurementError
-from benchmarks.reports import command, formatted
+from benchmarks.reports import command, ratio
 
 Options = argparse.Namespace
 SENT = ("gathers", "gradients", "sums")  # the kinds of data that a rank sends
@@ -234,15 +234,12 @@ def on_ranks(name: str, options: Options) -> Figures:
 def tables(report: Any) -> dict[str, str]:
     """Returns a table with a row for each method, and a short version."""
     results = report["results"]
-
-    def ratio(row: Figures, base: str) -> str:
-        return formatted(row["seconds"] / results[base]["seconds"] if base in results else None, ".2f")
-
     rows = []
     short = []
     for name, row in results.items():
         sizes = {what: f"{row[what] / 2**20:.{4 if what == 'sums' else 1}f}" for what in SENT}
-        ratios = {"× floor": ratio(row, FLOOR), "× peer": ratio(row, PEERS[name.partition(",")[0]])}
+        peer = PEERS[name.partition(",")[0]]
+        ratios = {"× floor": ratio(results, name, FLOOR), "× peer": ratio(results, name, peer)}
         peak = f"{row['tensor_peak'] / 2**20:.1f}"
         memory = {"tensors, MiB": peak, "process, MiB": f"{row['resident'] / 2**20:.1f}"}
         columns = {f"{what}, MiB": text for what, text in sizes.items()}

@@ -69,8 +69,8 @@ class Between:
         """Returns the side along which a value extends."""
         of_slice = SLICE if self.update.kind.batched else ONE
         if (key := self.scalars.inputs.get(node)) is not None:
-            tail = node.meta["val"].shape[1:]
             if key[0] == "slice":
+                tail = node.meta["val"].shape[1:]
                 return int(tail[0]) if tail else of_slice
             return key[0] if key[0] in (ROW, COL) else ONE
         if node in self.sums:

@@ -150,9 +150,9 @@ class TilePrinter(Printer):
         functions = {"sum": "tl.sum({}, {}, keep_dims={})", "amax": "largest({}, {}, {})"}
         name = op_name(node)
         ndim = arg(node).meta["val"].ndim
-        axes: Any = node.args[1]
+        axes: Any = node.args[1] if len(node.args) > 1 else ()
         keep = len(node.args) > 2 and node.args[2]
-        if name not in functions or len(axes) > 1:
+        if name not in functions or len(axes) != 1:
             raise UnsupportedError(f"{node.format_node()} is not supported in Triton")
         code = functions[name].format(value.code, axes[0] % ndim - ndim + len(value.shape), bool(keep))
         return self.assign(code, kernel_shape(node.meta["val"]), value.dtype)

@@ -7,6 +7,7 @@ and reductions over the vocabulary for some rows at a time. Every other operatio
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -310,6 +311,5 @@ class LazyHead(nn.Module):
                 return self.linear(hidden)  # type: ignore[no-any-return]
             weight, bias = (None if param is None else placements.full_tensor(param) for param in (weight, bias))
         hidden = hidden.to(weight.device, autocast_dtype(weight.device) or hidden.dtype)
-        vocabulary = self.linear.out_features
-        gather = lambda: self._gather(weight, bias)  # noqa: E731
-        return Logits.of(Source(hidden, weight, bias, vocabulary, hidden.dtype, self._head, gather))
+        gather = partial(self._gather, weight, bias)
+        return Logits.of(Source(hidden, weight, bias, self.linear.out_features, hidden.dtype, self._head, gather))

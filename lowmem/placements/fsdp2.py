@@ -75,7 +75,7 @@ class _FSDPReducer(Reducer):
         super().begin(records, micro_batch)
         states = [module._get_fsdp_state() for module in self._modules]
         # torch 2.13, distributed/fsdp/_fully_shard/_fsdp_state.py. In earlier versions a module has one group or None
-        groups = []
+        groups: list[Any] = []
         for state in states:
             groups += getattr(state, "_fsdp_param_groups", [getattr(state, "_fsdp_param_group", None)])
         reduces = [group.reduce_grads for group in groups if group is not None]
