@@ -6,6 +6,7 @@ All trainers of a shape (a Llama and the tokens of a step) train in this process
 CPU, the processor time is measured, which depends least on other processes. The tables show lower quartiles.
 """
 
+import statistics
 import tempfile
 import time
 from collections.abc import Sequence
@@ -61,13 +62,18 @@ def trainer(shape: Sequence[int], layers: LayersConfig, folder: str, dtype: str,
         gradient_checkpointing=False, bf16=False, save_strategy="no", report_to="none", disable_tqdm=True,
         logging_strategy="no",
     )  # fmt: skip
-    options: dict[str, Any] = {"fused": FusedConfig(rule="adalomo", compile=True), "layers": layers}
-    tokenizer, data = train_tokenizer(["some words"], 270), Dataset.from_list(rows)
-    made = FusedSFTTrainer(
-        model, args=args, train_dataset=data, processing_class=tokenizer, callbacks=[clock], **options
+    tokenizer = train_tokenizer(["some words"], 270)
+    result = FusedSFTTrainer(
+        model,
+        args=args,
+        train_dataset=Dataset.from_list(rows),
+        processing_class=tokenizer,
+        callbacks=[clock],
+        fused=FusedConfig(rule="adalomo", compile=True),
+        layers=layers,
     )
-    made.remove_callback(transformers.PrinterCallback)
-    return made
+    result.remove_callback(transformers.PrinterCallback)
+    return result
 
 
 def measured(shape: Sequence[int], rounds: int, dtype: str, folder: str) -> dict[str, float]:
@@ -79,18 +85,18 @@ def measured(shape: Sequence[int], rounds: int, dtype: str, folder: str) -> dict
             trainers[name].train()
             if n == 0:
                 clocks[name].times.clear()
-    return {name: sorted(clock.times)[len(clock.times) // 4] for name, clock in clocks.items()}
+    return {name: statistics.quantiles(clock.times, n=4)[0] for name, clock in clocks.items()}
 
 
 def tables(report: Any) -> dict[str, str]:
     rows = []
     for row in report["results"]:
-        base, shape = row["seconds"][BASE], row["shape"]
+        _, hidden, vocabulary, tokens = row["shape"]
+        base = row["seconds"][BASE]
         columns = {name: f"{row['seconds'][name] / base:.2f}" for name in SETTINGS if name != BASE}
         share = {"head and embedding": f"{row['share']:.0%} of the weights"}
-        rows.append(
-            {"words × hidden size": f"{shape[2]:,} × {shape[1]}", **share, "tokens": f"{shape[3]:,}", **columns}
-        )
+        shape = {"words × hidden size": f"{vocabulary:,} × {hidden}", **share, "tokens": f"{tokens:,}"}
+        rows.append({**shape, **columns})
     return {"": markdown(rows)}
 
 
@@ -100,12 +106,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     results = []
     with reports.output(options.out), tempfile.TemporaryDirectory() as folder:
         for shape in SHAPES:
-            total = sum(
-                param.numel()
-                for param in llama(shape[0], shape[1], 3 * shape[1], *shape[2:3], "bfloat16", "meta").parameters()
-            )
+            depth, hidden, vocabulary, _ = shape
+            model = llama(depth, hidden, 3 * hidden, vocabulary, "bfloat16", "meta")
+            share = 2 * hidden * vocabulary / sum(param.numel() for param in model.parameters())
             seconds = measured(shape, options.rounds, options.dtype, folder)
-            results.append({"shape": shape, "share": 2 * shape[1] * shape[2] / total, "seconds": seconds})
+            results.append({"shape": shape, "share": share, "seconds": seconds})
         settings = {"rounds": options.rounds, "dtype": options.dtype}
         reports.publish(options.out, "defaults", settings, tables, results=results)
 

@@ -65,8 +65,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mamba2": {"state_size": 8, "num_heads": 8, "head_dim": 16, "n_groups": 1},
     "bamba": {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 8, "attn_layer_indices": [1]},
 }  # fmt: skip
-WORDS = {"llama4_text": ["--router_aux_loss_coef=0"]}  # required for training
-STEPS, CLOSE = 4, 1e-4  # steps per run; tolerance of losses, because TRL sums in a different order
+ARGUMENTS = {"llama4_text": ["--router_aux_loss_coef=0"]}  # required for training
+STEPS = 4  # per run
+CLOSE = 1e-4  # tolerance of losses, because TRL sums in a different order
 TEXTS = [f"the {size} {animal} sat on {n}" for size in ("old", "new") for animal in ("cat", "dog") for n in range(4)]
 USUAL = ["--max_length=64", "--per_device_train_batch_size=2", "--learning_rate=1e-3", "--report_to=none"]
 RUN = [f"--max_steps={STEPS}", f"--save_steps={STEPS // 2}", "--logging_steps=1", "--lr_scheduler_type=constant"]
@@ -87,14 +88,15 @@ def examine(kind: str, folder: Path) -> dict[str, str]:
     AutoModelForCausalLM.from_config(config(kind)).save_pretrained(folder / "model")
     train_tokenizer(TEXTS, SIZES["vocab_size"]).save_pretrained(folder / "model")
     (folder / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
-    words = [f"--model_name_or_path={folder}/model", f"--datasets=[{{path: json, data_files: {folder}/texts.jsonl}}]"]
-    words += USUAL + WORDS.get(kind, [])
+    model = f"--model_name_or_path={folder}/model"
+    arguments = [model, f"--datasets=[{{path: json, data_files: {folder}/texts.jsonl}}]", *USUAL]
+    arguments += ARGUMENTS.get(kind, [])
     checks: dict[str, Callable[[], str]] = {
-        "trains": lambda: compared([*words, *RUN], folder / "run"),
-        "packs": lambda: ended("sft", *words, f"--output_dir={folder}/packed", "--packing=true", "--max_steps=1"),
-        "resumes": lambda: resumed([*words, *RUN], folder / "run"),
+        "trains": lambda: compared([*arguments, *RUN], folder / "run"),
+        "packs": lambda: ended("sft", *arguments, f"--output_dir={folder}/packed", "--packing=true", "--max_steps=1"),
+        "resumes": lambda: resumed([*arguments, *RUN], folder / "run"),
         "generates": lambda: ended("generate", f"{folder}/run", "the old", "--max-new-tokens=4"),
-        "plan": lambda: planned(words),
+        "plan": lambda: planned(arguments),
     }
     outcomes = {}
     for name, check in checks.items():
@@ -106,24 +108,25 @@ def examine(kind: str, folder: Path) -> dict[str, str]:
     return outcomes
 
 
-def ended(*words: str) -> str:
+def ended(*arguments: str) -> str:
     """Runs a command, and returns "yes" or its error message. Exit status 2 means that the command refused."""
-    err, status = io.StringIO(), 0
+    err = io.StringIO()
+    status = 0
     with contextlib.redirect_stderr(err):
         try:
-            cli.main(words)
+            cli.main(arguments)
         except SystemExit as end:
             status = int(end.code or 0)
     message = err.getvalue().strip().rpartition("\n")[2].removeprefix("error: ")
     return {0: "yes", 2: f"refused: {message}"}.get(status, f"failed: {message}")
 
 
-def compared(words: list[str], run: Path) -> str:
+def compared(arguments: list[str], run: Path) -> str:
     """Trains, and compares the losses with the losses of TRL's trainer."""
-    if (result := ended("sft", *words, f"--output_dir={run}")) != "yes":
+    if (result := ended("sft", *arguments, f"--output_dir={run}")) != "yes":
         return result
     losses = [json.loads(line).get("loss") for line in (run / "metrics.jsonl").read_text().splitlines()]
-    recipe = parse("sft", [*words, f"--output_dir={run}-trl", "--save_strategy=no"], device="cpu")
+    recipe = parse("sft", [*arguments, f"--output_dir={run}-trl", "--save_strategy=no"], device="cpu")
     trainer = SFTTrainer(recipe.model.model_name_or_path, args=recipe.training, train_dataset=data.load(recipe)[0])
     try:
         trainer.train()
@@ -134,19 +137,19 @@ def compared(words: list[str], run: Path) -> str:
     return "as TRL" if apart <= CLOSE else f"losses differ by {apart:.0e}"
 
 
-def resumed(words: list[str], run: Path) -> str:
+def resumed(arguments: list[str], run: Path) -> str:
     """Resumes the run from its first checkpoint, and compares the weights bit for bit."""
     again = [f"--output_dir={run}-again", f"--resume_from_checkpoint={run}/checkpoint-{STEPS // 2}"]
-    if (result := ended("sft", *words, *again)) != "yes":
+    if (result := ended("sft", *arguments, *again)) != "yes":
         return result
     weights, end = (load_file(f"{folder}/model.safetensors") for folder in (run, f"{run}-again"))
     return "yes" if all(torch.equal(end[name], weight) for name, weight in weights.items()) else "other weights"
 
 
-def planned(words: list[str]) -> str:
+def planned(arguments: list[str]) -> str:
     """Returns the relative difference between the plan and the tensors of a step."""
-    words = [*words, "--bf16=false", "--max_grad_norm=0", "--fused.compile=false", "--output_dir=unused"]
-    real, fake = (parse("sft", words, device=device) for device in (None, "cpu"))
+    arguments = [*arguments, "--bf16=false", "--max_grad_norm=0", "--fused.compile=false", "--output_dir=unused"]
+    real, fake = (parse("sft", arguments, device=device) for device in (None, "cpu"))
     with running(real, torch.device("cpu"), real=True) as measured:
         peak = measured.step().peak
     apart = plan(fake).step.peak / peak - 1

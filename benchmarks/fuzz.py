@@ -107,9 +107,11 @@ def _serve(surface: Path, folder: Path, connection: Connection) -> None:
         seed = connection.recv()
         with tempfile.TemporaryDirectory(dir=folder, ignore_cleanup_errors=True) as temporary:
             try:
-                ending, error = run(seed, Path(temporary)), None
+                ending = run(seed, Path(temporary))
+                error = None
             except BaseException as raised:  # SystemExit is also a defect
-                ending, error = "", _shortened(raised)
+                ending = ""
+                error = _shortened(raised)
         connection.send((ending, error))
 
 
@@ -121,7 +123,8 @@ def _shortened(error: BaseException) -> str:
 
 def fuzz(surface: Path, seeds: Iterable[int], timeout: float, report: Callable[[Figures], None]) -> Figures:
     """Runs one surface, and calls `report` after every input."""
-    figures, worker = Figures(), None
+    figures = Figures()
+    worker = None
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         try:
             for seed in seeds:

@@ -84,14 +84,17 @@ UPDATE_GOALS = {"adalomo": 0.9, "adamw, bfloat16 states": 1.5, "adamw, 8-bit sta
 
 
 def bits(report: Report, small: bool) -> None:
-    """The share of weights in which three updates by kernels differ from those by tiles. Sums differ in their order."""
+    """Measures the share of weights in which three updates by kernels differ from those by tiles, which sum in another
+    order. The constructor of `Updates` runs the first one.
+    """
     for name in BITS:
         with report.trial(name):
             side = 64 if small else 1000
             results = []
-            for compile in (COMPILES and not small, False):
-                tested = Updates((side, side), 1, **{**UPDATES[name], "compile": compile})
-                tested.run(), tested.run()
+            for compiled in (COMPILES and not small, False):
+                tested = Updates((side, side), 1, **{**UPDATES[name], "compile": compiled})
+                tested.run()
+                tested.run()
                 results.append(plain(tested.params[0].detach()).float())
             differing = results[0].ne(results[1]).float().mean().item()
             report.row(f"bits, {name}: share of weights that differ", differing, 0.01 if "adalomo" in name else 0.0)
@@ -103,41 +106,42 @@ def updates(report: Report, small: bool) -> None:
     than a cache.
     """
     side, count = (64, 2) if small else (4096, 16)
-    compile, numel = COMPILES and not small, side * side
+    compiled = COMPILES and not small
+    numel = side * side
     pairs = torch.zeros(count, 2, 3 * numel, dtype=torch.bfloat16, device=DEVICE)
     # AdaLomo reads the gradient three times and the weight twice, and writes the weight
-    floor = device_seconds(lambda pairs=pairs: [into.copy_(source) for into, source in pairs]) / count
+    floor = device_seconds(lambda pairs=pairs: [target.copy_(source) for target, source in pairs]) / count
     report.row("copy: bytes per second", 12 * numel / floor)
     del pairs
     params = [nn.Parameter(normal(side, side)) for _ in range(count)]
     for param in params:
         param.grad = torch.zeros_like(param)
-    plain = torch.optim.AdamW(params, lr=1e-3, fused=True)
-    plain.step()
-    fused = device_seconds(plain.step) / count
-    report.row("AdamW(fused=True).step()", fused)
-    del params, param, plain
-    taken: dict[str, float] = {}
+    adamw = torch.optim.AdamW(params, lr=1e-3, fused=True)
+    adamw.step()
+    adamw_seconds = device_seconds(adamw.step) / count
+    report.row("AdamW(fused=True).step()", adamw_seconds)
+    del params, param, adamw
+    seconds: dict[str, float] = {}
     for name, options in UPDATES.items():
         with report.trial(name):
-            tested = Updates((side, side), count, **{"compile": compile and "fused" not in options, **options})
+            tested = Updates((side, side), count, **{"compile": compiled and "fused" not in options, **options})
             above = peak(tested.run)
-            taken[name] = device_seconds(tested.run) / count
+            seconds[name] = device_seconds(tested.run) / count
             report.row(
                 f"update, {name}: temporary memory of the parameter's",
                 None if above is None else above / (2 * numel),
                 0.01 if "fused" not in options and "eager" not in name else None,
-                seconds=taken[name],
+                seconds=seconds[name],
                 host_seconds=host_seconds(tested.run) / count,
                 kernels=kernels(tested.run),
                 first_seconds=tested.first_seconds,
             )
         tested = None
         clear()
-    for name, each in taken.items():
-        report.row(f"update, {name}: times AdamW(fused=True).step()", each / fused, UPDATE_GOALS.get(name))
-    report.row("update, adalomo: times the copy", taken["adalomo"] / floor, 1.3)
-    ratio = taken["adalomo, stochastic"] / taken["adalomo"]
+    for name, each in seconds.items():
+        report.row(f"update, {name}: times AdamW(fused=True).step()", each / adamw_seconds, UPDATE_GOALS.get(name))
+    report.row("update, adalomo: times the copy", seconds["adalomo"] / floor, 1.3)
+    ratio = seconds["adalomo, stochastic"] / seconds["adalomo"]
     report.row("update, adalomo, stochastic: times nearest", ratio, 1.3)
 
 
@@ -214,7 +218,8 @@ def steps(report: Report, name: str, rows: int, tokens: int, *, memory: int, **o
             ids = torch.randint(0, model.config.vocab_size, (rows, tokens), device=DEVICE)
             take = make(model)
             run = partial(take, [partial(cross_entropy, model, ids, memory)])
-            first, _ = measurement.seconds(run), measurement.seconds(run)
+            first = measurement.seconds(run)
+            run()
             before = torch.cuda.memory_allocated() if GPU else 0
             above = peak(run)
             taken = median(run, 4)
@@ -223,8 +228,8 @@ def steps(report: Report, name: str, rows: int, tokens: int, *, memory: int, **o
             figures = {"seconds": taken, "tokens_per_second": rows * tokens / taken, "first_seconds": first}
             goal = options.get("goal") if ours else None
             report.row(f"{what}: times gradients dropped", taken / floor, goal, **figures)
-            most = None if above is None else (before + above - others) / weights
-            report.row(f"{what}: peak over the weights", most, 1.15 if ours else None)
+            total = None if above is None else (before + above - others) / weights
+            report.row(f"{what}: peak over the weights", total, 1.15 if ours else None)
         model = take = run = None  # type: ignore[assignment]
         clear()
 
@@ -253,11 +258,14 @@ def streamed(report: Report, small: bool) -> None:
     for streams in (False, True):
         what = f"{name}, {tokens} tokens, adalomo, {'streamed' if streams else 'resident'}"
         with report.trial(what):
-            model, others = llama(name), torch.cuda.memory_allocated() if GPU else 0
+            model = llama(name)
+            others = torch.cuda.memory_allocated() if GPU else 0
             streaming = lowmem.stream(model, DEVICE, device_memory=budget) if streams else None
-            take, ids = adalomo(model), torch.randint(0, model.config.vocab_size, (1, tokens), device=DEVICE)
+            take = adalomo(model)
+            ids = torch.randint(0, model.config.vocab_size, (1, tokens), device=DEVICE)
             run = partial(take, [partial(cross_entropy, model, ids, MEMORY)])
-            run(), run()
+            run()
+            run()
             above = peak(run)
             before = streaming and (streaming.fetched + streaming.written, streaming.waited)
             taken = median(run, 3)

@@ -57,12 +57,7 @@ FORMATS = {
     "qwen3-14b": ("adalomo", "adalomo, int12", "adalomo, int10"),
     "qwen3-32b": ("adalomo", "adalomo, int10"),
 }
-OF_FORMATS = {
-    "bfloat16": "adalomo",
-    "`int12`": "adalomo, int12",
-    "`int10`": "adalomo, int10",
-    "`int8`": "adalomo, int8",
-}
+OF_FORMATS = dict(zip(("bfloat16", "`int12`", "`int10`", "`int8`"), FORMATS["llama-3.1-8b"], strict=True))
 OF_STATES = {
     "`adamw`, 5.13 bytes": "adamw, 8-bit states, compensated8, clipped",
     "`adamw`, 4.13 bytes": "adamw, 8-bit states, clipped",
@@ -110,26 +105,28 @@ BEHIND = {"facecolor": "white", "edgecolor": "none", "pad": 1}  # for text over 
 Plans = dict[str, dict[str, int]]  # arguments of a plan → kind → bytes
 
 
-def words_of(model: str, method: str = "adalomo", ranks: int = 1, tokens: int = 0, options: str = "") -> str:
+def arguments_of(model: str, method: str = "adalomo", ranks: int = 1, tokens: int = 0, options: str = "") -> str:
     """Returns the arguments of a plan, ending with the number of ranks."""
     parts = [f"--model_name_or_path configs/models/{model}", METHODS[method], options]
-    parts += [f"--max_length {tokens}"] if tokens else []
-    parts += [f"--fsdp --ranks {ranks}"] if ranks > 1 else []
+    if tokens:
+        parts.append(f"--max_length {tokens}")
+    if ranks > 1:
+        parts.append(f"--fsdp --ranks {ranks}")
     return " ".join(filter(None, parts))
 
 
 def every() -> list[str]:
     """Returns the arguments of all plans, without duplicates."""
-    wanted = [words_of(EIGHT_BILLION, method) for method in METHODS]
-    wanted += [words_of(model, method) for table in (FORMATS, STATES) for model in table for method in table[model]]
-    wanted += [words_of(EIGHT_BILLION, tokens=n, options=each) for n in TOKENS for each in OPTIONS.values()]
-    wanted += [words_of(model, rule, n) for model in SHARDED for rule in RULES.values() for n in RANKS]
+    wanted = [arguments_of(EIGHT_BILLION, method) for method in METHODS]
+    wanted += [arguments_of(model, method) for table in (FORMATS, STATES) for model in table for method in table[model]]
+    wanted += [arguments_of(EIGHT_BILLION, tokens=n, options=each) for n in TOKENS for each in OPTIONS.values()]
+    wanted += [arguments_of(model, rule, n) for model in SHARDED for rule in RULES.values() for n in RANKS]
     return list(dict.fromkeys(wanted))
 
 
-def planned(words: str) -> dict[str, int]:
+def planned(arguments: str) -> dict[str, int]:
     """Returns the bytes of a plan by kind. Kinds that are not drawn are counted as activations."""
-    run, _, ranks = words.partition(" --ranks ")
+    run, _, ranks = arguments.partition(" --ranks ")
     recipe = parse("sft", ["--config", CONFIG, "--eval_strategy", "no", *shlex.split(run)], device="gpu")
     result = plan(recipe, int(ranks or 1))
     items = {kind: result.step.items[kind] for kind in COLORS if kind in result.step.items and kind != "activations"}
@@ -146,8 +143,9 @@ def gib(sizes: dict[str, int]) -> float:
 
 def bars(plans: Plans) -> dict[str, dict[str, int]]:
     """Returns the bytes by kind for each method of `GROUPS`, in order."""
-    ours = {method: plans[words_of(EIGHT_BILLION, method)] for method in METHODS}
-    parameters, rest = ours["adalomo"]["weights"] // 2, {kind: ours["adalomo"][kind] for kind in list(COLORS)[3:]}
+    ours = {method: plans[arguments_of(EIGHT_BILLION, method)] for method in METHODS}
+    parameters = ours["adalomo"]["weights"] // 2
+    rest = {kind: ours["adalomo"][kind] for kind in ("activations", "reserve")}
     for name, widths in ORDINARY.items():
         ours[name] = {**{kind: width * parameters for kind, width in widths.items()}, **rest}
     return {name: ours[name] for names in GROUPS.values() for name in names}
@@ -190,7 +188,7 @@ def _by_kind(plans: Plans) -> list[Row]:
 
 def _by_method(plans: Plans, methods: dict[str, tuple[str, ...]], columns: dict[str, str]) -> list[Row]:
     def cell(model: str, method: str) -> str:
-        return f"{gib(plans[words_of(model, method)]):.1f} GiB" if method in methods[model] else ""
+        return f"{gib(plans[arguments_of(model, method)]):.1f} GiB" if method in methods[model] else ""
 
     return [
         {"model": MODELS[model], **{column: cell(model, method) for column, method in columns.items()}}
@@ -200,7 +198,7 @@ def _by_method(plans: Plans, methods: dict[str, tuple[str, ...]], columns: dict[
 
 def _by_ranks(plans: Plans) -> list[Row]:
     def cell(model: str, rule: str, ranks: int) -> str:
-        sizes = plans[words_of(model, RULES[rule], ranks)]
+        sizes = plans[arguments_of(model, RULES[rule], ranks)]
         size = card(sizes)
         return f"{gib(sizes):.1f}" + (f" ({size} GB)" if size else "")
 
@@ -214,7 +212,7 @@ def _by_ranks(plans: Plans) -> list[Row]:
 
 def _by_length(plans: Plans) -> list[Row]:
     def cell(tokens: int, options: str) -> str:
-        return f"{gib(plans[words_of(EIGHT_BILLION, tokens=tokens, options=options)]):.1f} GiB"
+        return f"{gib(plans[arguments_of(EIGHT_BILLION, tokens=tokens, options=options)]):.1f} GiB"
 
     return [{"tokens": f"{n:,}", **{name: cell(n, each) for name, each in OPTIONS.items()}} for n in TOKENS]
 
@@ -226,24 +224,26 @@ def draw_bars(report: Any) -> Any:
     """Draws a bar of bytes by kind for each method of `GROUPS`. Computed figures are hatched."""
     sizes = bars(report["plans"])
     figure, axes = panels("Fine-tuning all weights of Llama-3.1-8B: memory of a GPU", (9, 4.2), 1)
-    place, largest = 0.0, max(map(gib, sizes.values()))
-    places: dict[str, float] = {}
+    height = 0.0
+    heights: dict[str, float] = {}
     for group, names in GROUPS.items():
-        axes.text(1, place + 0.62, group, fontsize=9.5, fontweight="bold", va="center", bbox=BEHIND)
+        axes.text(1, height + 0.62, group, fontsize=9.5, fontweight="bold", va="center", bbox=BEHIND)
         for name in names:
-            left, style = 0.0, {"hatch": "///" if name in ORDINARY else None, "edgecolor": "white", "linewidth": 0}
+            left = 0.0
+            style = {"hatch": "///" if name in ORDINARY else None, "edgecolor": "white", "linewidth": 0}
             for kind, color in COLORS.items():
-                axes.barh(place, sizes[name][kind] / GIB, left=left, color=color, height=0.62, **style)
+                axes.barh(height, sizes[name][kind] / GIB, left=left, color=color, height=0.62, **style)
                 left += sizes[name][kind] / GIB
-            axes.text(left + 1, place, f"{left:.0f} GiB", fontsize=9.5, va="center", bbox=BEHIND)
-            places[title(name)] = place
-            place -= 0.85
-        place -= 0.75
+            axes.text(left + 1, height, f"{left:.0f} GiB", fontsize=9.5, va="center", bbox=BEHIND)
+            heights[title(name)] = height
+            height -= 0.85
+        height -= 0.75
     for size in (24, 80):
         axes.axvline(size, color="#777777", linewidth=1, linestyle="--", zorder=0)
         axes.text(size, 1.05, f"{size} GiB card", fontsize=8.5, color="#555555", ha="center")
-    axes.set_yticks(list(places.values()), list(places))
-    axes.set(xlim=(0, largest * 1.1), ylim=(min(places.values()) - 0.5, 1.0), xlabel="GiB on the GPU")
+    axes.set_yticks(list(heights.values()), list(heights))
+    limits = {"xlim": (0, max(map(gib, sizes.values())) * 1.1), "ylim": (min(heights.values()) - 0.5, 1.0)}
+    axes.set(**limits, xlabel="GiB on the GPU")
     for kind, color in COLORS.items():
         axes.bar(0, 0, color=color, label="reserve for CUDA" if kind == "reserve" else kind)
     axes.legend(loc="upper right", bbox_to_anchor=(1.0, 0.93), fontsize=9, frameon=False)
@@ -257,7 +257,7 @@ def draw_fits(report: Any) -> Any:
     for axes, (rule, method) in zip(each_axes, RULES.items(), strict=True):
         for row, model in enumerate(SHARDED):
             for column, ranks in enumerate(RANKS):
-                sizes = report["plans"][words_of(model, method, ranks)]
+                sizes = report["plans"][arguments_of(model, method, ranks)]
                 color = CARDS[size][1] if (size := card(sizes)) else TOO_LARGE
                 axes.barh(row, 1, left=column, height=1, color=color, edgecolor="white", linewidth=2)
                 axes.text(column + 0.5, row, f"{gib(sizes):.0f}", ha="center", va="center", fontsize=10)
@@ -275,8 +275,8 @@ def draw_fits(report: Any) -> Any:
 def draw_lengths(report: Any) -> Any:
     """Draws a curve for each setting: GiB by number of tokens."""
     figure, axes = panels("Llama-3.1-8B: memory of a GPU by length of the sequence (planned)", (7, 3.6), 1)
-    for option, words in OPTIONS.items():
-        sizes = [gib(report["plans"][words_of(EIGHT_BILLION, tokens=n, options=words)]) for n in TOKENS]
+    for option, arguments in OPTIONS.items():
+        sizes = [gib(report["plans"][arguments_of(EIGHT_BILLION, tokens=n, options=arguments)]) for n in TOKENS]
         axes.plot(TOKENS, sizes, marker="o", markersize=4, label=option)
     for size in (24, 80):
         axes.axhline(size, color="#777777", linewidth=1, linestyle="--", zorder=0)
@@ -295,13 +295,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = reports.make_parser(__doc__ or "", {}, dtype=False, only="part of a plan's arguments").parse_args(argv)
     file = options.out / "memory.json"
     known = json.loads(file.read_text())["plans"] if options.only and file.exists() else {}
-    chosen = [words for words in every() if not options.only or any(part in words for part in options.only)]
+    chosen = [each for each in every() if not options.only or any(part in each for part in options.only)]
     with reports.output(options.out):
         with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn")) as processes:
-            for words, sizes in zip(chosen, processes.map(planned, chosen), strict=True):
-                known[words] = sizes
+            for arguments, sizes in zip(chosen, processes.map(planned, chosen), strict=True):
+                known[arguments] = sizes
                 reports.save(file, {"config": CONFIG}, plans=known)
-                print(f"{words}: {gib(sizes):.1f} GiB", flush=True)
+                print(f"{arguments}: {gib(sizes):.1f} GiB", flush=True)
         reports.publish(options.out, "memory", {"config": CONFIG}, tables, PICTURES, plans=known)
 
 

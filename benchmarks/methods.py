@@ -148,7 +148,9 @@ def hooked(model: nn.Module, cls: Callable[..., torch.optim.Optimizer], **option
 
 
 def import_lomo_optim() -> Any:
-    """Imports lomo_optim. lomo-optim 0.1.1 (adalomo.py, line 87) calls `.cuda()` on its states even without a GPU."""
+    """Imports lomo_optim. lomo-optim 0.1.1 (adalomo.py, line 87) calls `.cuda()` on its states even without a GPU, in
+    every step: for the rest of a measurement's process, this returns the tensor itself.
+    """
     if not torch.cuda.is_available():
         torch.Tensor.cuda = torch.Tensor.cpu  # type: ignore[method-assign, assignment]
     return importlib.import_module("lomo_optim")

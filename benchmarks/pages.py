@@ -77,10 +77,11 @@ def about(report: Mapping[str, Any]) -> str:
         parts = known["device"], f"torch {known['torch']}", added
     else:
         machine, settings = report["machine"], report["settings"]
-        threads = next((f"{machine[key]} {key}" for key in ("threads", "cores") if key in machine), "")
-        device = machine.get("gpu") or machine.get("cpu"), not machine.get("gpu") and threads
-        commit = "commit" in machine and f"commit {machine['commit'][:9]}"
-        parts = *device, f"torch {machine['torch']}", settings.get("dtype"), machine.get("date", added), commit
+        device = [machine["gpu"]] if machine.get("gpu") else [machine.get("cpu")]
+        if not machine.get("gpu"):
+            device += [f"{machine[key]} {key}" for key in ("threads", "cores") if key in machine][:1]
+        commit = f"commit {machine['commit'][:9]}" if "commit" in machine else ""
+        parts = (*device, f"torch {machine['torch']}", settings.get("dtype"), machine.get("date", added), commit)
     return f"*{', '.join(part for part in parts if part)}.*".replace(" 1 threads", " 1 thread")
 
 

@@ -74,12 +74,12 @@ def recipes(
     for model in models:
         if (model, placement.partition(",")[0]) in REFUSED:
             continue
-        kind, values, method, words = MODELS[model]
+        kind, values, method, arguments = MODELS[model]
         path = folder / model.replace(" ", "_")
         AutoConfig.for_model(kind, **values).save_pretrained(path)
         for rule in rules:
             sharding = PLACEMENTS[placement][1]
-            argv = ["--model_name_or_path", str(path), *USUAL, *words, *RULES[rule], *sharding]
+            argv = ["--model_name_or_path", str(path), *USUAL, *arguments, *RULES[rule], *sharding]
             if "int12" in model and sharding:
                 argv += ["--fsdp_config", '{"cpu_ram_efficient_loading": false}']
             yield model, rule, parse(method, argv, device=device)
@@ -103,8 +103,8 @@ def compare(
         file = Path(folder) / "peaks.json"
         launcher = ["-m", "torch.distributed.run", "--nproc_per_node", str(ranks), "--standalone"] if ranks > 1 else []
         chosen = json.dumps([models, rules])
-        words = [*launcher, "-m", "benchmarks.plans", "--rank", placement, str(file), chosen]
-        subprocess.run([sys.executable, *words], check=True, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        argv = [sys.executable, *launcher, "-m", "benchmarks.plans", "--rank", placement, str(file), chosen]
+        subprocess.run(argv, check=True, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"})
         peaks = json.loads(file.read_text())
         for model, rule, recipe in recipes(placement, models, rules, Path(folder), device="cpu"):
             peaks[model][rule] = {"measured": peaks[model][rule], "planned": plan(recipe, ranks).step.peak}
@@ -116,9 +116,11 @@ def tables(report: Any) -> dict[str, str]:
 
     def worst(model: str, placement: str) -> str:
         pairs = report["peaks"].get(placement, {}).get(model, {}).values()
-        found = [each["planned"] / each["measured"] - 1 for each in pairs]
-        largest = max(found, key=abs, default=None)
-        return "–" if largest is None else "0" if abs(largest) < 5e-4 else f"{largest:+.1%}"
+        differences = [each["planned"] / each["measured"] - 1 for each in pairs]
+        largest = max(differences, key=abs, default=None)
+        if largest is None:
+            return "–"
+        return "0" if abs(largest) < 5e-4 else f"{largest:+.1%}"
 
     return {"": grouped("model", {model: {name: worst(model, name) for name in PLACEMENTS} for model in MODELS})}
 

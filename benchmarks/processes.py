@@ -63,7 +63,8 @@ def _answer(sending: Any, variables: Mapping[str, str], function: Callable[..., 
     os.environ.update(variables)
     tempfile.tempdir = None  # so that the variable is read again
     quiet = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(quiet, 1), os.dup2(quiet, 2)
+    os.dup2(quiet, 1)
+    os.dup2(quiet, 2)
     result = failure = None
     try:
         result = function(*args)

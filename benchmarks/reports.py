@@ -167,6 +167,11 @@ def compare(
         sys.exit(1)
 
 
+def ratio(results: Mapping[str, Figures], name: str, base: str | None) -> str:
+    """Returns the seconds of a method relative to another, or a dash if the other was not measured."""
+    return formatted(results[name]["seconds"] / results[base]["seconds"] if base in results else None, ".2f")
+
+
 def formatted(value: float | None, form: str) -> str:
     """Formats a number, or returns a dash if it was not measured."""
     return "–" if value is None else format(value, form)

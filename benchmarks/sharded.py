@@ -41,7 +41,7 @@ from benchmarks.measurement import llama, loss_of, peak_resident
 from benchmarks.methods import Loss, Method, Step, drop_gradients, fused, ordinary
 from benchmarks.pages import markdown
 from benchmarks.processes import Figures, MeasurementError
-from benchmarks.reports import command, formatted
+from benchmarks.reports import command, ratio
 
 Options = argparse.Namespace
 SENT = ("gathers", "gradients", "sums")  # the kinds of data that a rank sends
@@ -60,7 +60,8 @@ def data_parallel(options: Options) -> torch.nn.Module:
 
 
 def fsdp2(options: Options) -> torch.nn.Module:
-    model, mesh = full_model(options), init_device_mesh("cpu", (options.ranks,))
+    model = full_model(options)
+    mesh = init_device_mesh("cpu", (options.ranks,))
     for module in (*model.model.layers, model.model.embed_tokens, model.lm_head, model):
         fully_shard(module, mesh=mesh)
     return model
@@ -139,13 +140,16 @@ PEERS = {name.partition(",")[0]: name for name in METHODS}  # the last method in
 class Sent(TorchDispatchMode):
     """Counts the bytes that a rank sends in collectives.
 
-    sharded: whether parameters are sharded, so that gradients are not all-reduced.
+    Args:
+        ranks: number of ranks.
+        sharded: whether parameters are sharded, so that gradients are not all-reduced.
     """
 
     def __init__(self, ranks: int, sharded: bool) -> None:
         super().__init__()
         self.bytes: Counter[str] = Counter()
-        self._ranks, self._sharded = ranks, sharded
+        self._ranks = ranks
+        self._sharded = sharded
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         space, _, name = func._schema.name.partition("::")
@@ -230,14 +234,12 @@ def on_ranks(name: str, options: Options) -> Figures:
 def tables(report: Any) -> dict[str, str]:
     """Returns a table with a row for each method, and a short version."""
     results = report["results"]
-
-    def ratio(row: Figures, base: str) -> str:
-        return formatted(row["seconds"] / results[base]["seconds"] if base in results else None, ".2f")
-
-    rows, short = [], []
+    rows = []
+    short = []
     for name, row in results.items():
         sizes = {what: f"{row[what] / 2**20:.{4 if what == 'sums' else 1}f}" for what in SENT}
-        ratios = {"× floor": ratio(row, FLOOR), "× peer": ratio(row, PEERS[name.partition(",")[0]])}
+        peer = PEERS[name.partition(",")[0]]
+        ratios = {"× floor": ratio(results, name, FLOOR), "× peer": ratio(results, name, peer)}
         peak = f"{row['tensor_peak'] / 2**20:.1f}"
         memory = {"tensors, MiB": peak, "process, MiB": f"{row['resident'] / 2**20:.1f}"}
         columns = {f"{what}, MiB": text for what, text in sizes.items()}

@@ -17,7 +17,7 @@ from benchmarks.measurement import SIZES, Workload, measure
 from benchmarks.methods import FLOOR, Method, all_methods
 from benchmarks.pages import markdown
 from benchmarks.processes import Figures, alone
-from benchmarks.reports import command, formatted
+from benchmarks.reports import command, formatted, ratio
 
 
 def make_parser(doc: str, batch: int, tokens: int, rounds: int) -> argparse.ArgumentParser:
@@ -54,10 +54,9 @@ def ratios(report: Any, base: str) -> dict[str, str]:
     known = results.get(base, {})
     rows = []
     for name, row in results.items():
-        ratio = row["seconds"] / known["seconds"] if known else None
         more = (row["process_peak"] - known["process_peak"]) / 2**20 if "process_peak" in known else None
         columns = {
-            "s/step": f"{row['seconds']:.3f}", f"× {base}": formatted(ratio, ".2f"),
+            "s/step": f"{row['seconds']:.3f}", f"× {base}": ratio(results, name, base),
             "tokens/s": f"{settings['batch'] * settings['tokens'] / row['seconds']:,.0f}",
             "tensors over weights, MiB": f"{(row['tensor_peak'] - settings['weights']) / 2**20:,.0f}",
             f"process over {base}, MiB": formatted(more, ",.0f"),

@@ -25,7 +25,7 @@ from benchmarks.measurement import peak_of_temporaries
 from benchmarks.methods import Method, import_lomo_optim
 from benchmarks.pages import markdown
 from benchmarks.processes import Figures, alone
-from benchmarks.reports import command, formatted
+from benchmarks.reports import command, ratio
 
 BASE = "AdamW(fused=True)"
 WIDE = ", float32 weights"
@@ -146,16 +146,12 @@ def measure(name: str, size: int, dtype: str) -> Figures:
 
 def tables(report: Any) -> dict[str, str]:
     results = report["results"]
-
-    def ratio(name: str, base: str | None) -> str:
-        return formatted(results[name]["seconds"] / results[base]["seconds"] if base in results else None, ".2f")
-
     rows = [
         {
             "method": name, "ms": f"{row['seconds'] * 1e3:.3g}",
-            "× nearest peer": ratio(name, peer := METHODS[name].nearest),
+            "× nearest peer": ratio(results, name, peer := METHODS[name].nearest),
             "nearest peer": peer if peer in results else "",
-            "× fused AdamW": ratio(name, BASE), "temporary, MiB": f"{row['temporary'] / 2**20:.2f}",
+            "× fused AdamW": ratio(results, name, BASE), "temporary, MiB": f"{row['temporary'] / 2**20:.2f}",
             "state, bytes per weight": f"{row['state']:.3g}",
         }
         for name, row in results.items()

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import torch
 from torch.utils.data import DataLoader
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 import lowmem
 from lowmem.layers.head import linear_cross_entropy
 
 
-def blocks(path: Path, tokenizer: AutoTokenizer, length: int) -> torch.Tensor:
+def blocks(path: Path, tokenizer: PreTrainedTokenizerBase, length: int) -> torch.Tensor:
     """Tokenizes a file and returns rows of `length` tokens."""
     ids = torch.tensor(tokenizer(path.read_text())["input_ids"])
     return ids[: len(ids) // length * length].view(-1, length)

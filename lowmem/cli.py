@@ -27,6 +27,7 @@ from lowmem.files import write_file
 from lowmem.hf import processes
 from lowmem.options import parse_bytes
 from lowmem.rules import require
+from lowmem.rules.rates import describe_rates
 from lowmem.run.boundary import is_out_of_memory, reason
 from lowmem.run.environment import versions
 from lowmem.run.memory import StepMemory, state_bytes
@@ -374,7 +375,7 @@ def _show_rule(name: str, model: Path | None) -> None:
     out.print("Options, as keys of the section fused:")
     for option, default in rule.defaults.items():
         out.print(f"  {option}: {json.dumps(default, default=str)}", soft_wrap=True)
-    out.print(f"Learning rate: {rule.rates(weights)}.", soft_wrap=True)
+    out.print(f"Learning rate: {describe_rates(rule, weights)}.", soft_wrap=True)
 
 
 def _quiet() -> None:

@@ -16,12 +16,19 @@ import re
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 SKIPPED_FOLDERS = {"test", "tests", "idlelib", "site-packages", "dist-packages", "lib2to3", "__pycache__"}
 LONGEST_SIGNATURE = 160  # characters
-SHORTEST_OUTPUT, LONGEST_OUTPUT = 20, 160  # characters
+SHORTEST_OUTPUT = 20  # characters
+LONGEST_OUTPUT = 160
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+class Pair(NamedTuple):
+    question: str
+    answer: str
 
 
 def source_files(root: Path) -> Iterator[Path]:
@@ -67,43 +74,46 @@ def is_prose(text: str) -> bool:
     )
 
 
-def pairs(path: Path, module: str) -> Iterator[dict[str, str]]:
+def pairs(path: Path, module: str) -> Iterator[Pair]:
     try:
         tree = ast.parse(path.read_bytes())
     except (SyntaxError, ValueError):  # the library contains broken files for its own tests
         return
     for inside, function in functions(tree):
-        head, output = signature(function), summary(ast.get_docstring(function) or "")
+        head = signature(function)
+        output = summary(ast.get_docstring(function) or "")
         if output.startswith(f"{function.name}("):  # the docstring repeats the signature
             continue
         if is_prose(output) and head.isascii() and len(head) <= LONGEST_SIGNATURE:
             kind = f"method of {module}.{inside}" if inside else f"function of {module}"
-            yield {"instruction": f"Document this {kind}:\n{head}", "output": output}
+            yield Pair(f"Document this {kind}:\n{head}", output)
 
 
-def chat(instruction: str, output: str) -> dict[str, list[dict[str, str]]]:
-    """Returns a question and its answer in TRL's format."""
+def chat(pair: Pair) -> dict[str, list[dict[str, str]]]:
+    """Returns a pair in TRL's format."""
     return {
-        "prompt": [{"role": "user", "content": instruction}],
-        "completion": [{"role": "assistant", "content": output}],
+        "prompt": [{"role": "user", "content": pair.question}],
+        "completion": [{"role": "assistant", "content": pair.answer}],
     }
 
 
 def module_name(path: Path, root: Path) -> str:
     parts = path.relative_to(root).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
+    if parts[-1] == "__init__" and len(parts) > 1:
+        parts = parts[:-1]
+    return ".".join(parts)
 
 
-def collect(root: Path) -> tuple[list[dict[str, str]], int]:
-    """Returns all pairs in `root`, without duplicate instructions or outputs, and the number of their modules."""
-    unique: list[dict[str, str]] = []
+def collect(root: Path) -> tuple[list[Pair], int]:
+    """Returns all pairs in `root`, without duplicate questions or answers, and the number of their modules."""
+    unique: list[Pair] = []
     seen: set[str] = set()
     modules = 0
     for path in source_files(root):
         before = len(unique)
         for pair in pairs(path, module_name(path, root)):
-            if seen.isdisjoint(pair.values()):
-                seen.update(pair.values())
+            if seen.isdisjoint(pair):
+                seen.update(pair)
                 unique.append(pair)
         modules += len(unique) > before
     return unique, modules
@@ -123,7 +133,7 @@ def main() -> None:
     chosen = all_pairs[: arguments.limit]
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     temporary = arguments.out.with_name(f"{arguments.out.name}.{os.getpid()}.tmp")
-    temporary.write_text("".join(json.dumps(chat(**pair)) + "\n" for pair in chosen), encoding="utf-8")
+    temporary.write_text("".join(json.dumps(chat(pair)) + "\n" for pair in chosen), encoding="utf-8")
     temporary.replace(arguments.out)
     print(f"{arguments.out}: {len(chosen)} of {len(all_pairs)} pairs from {modules} modules")
 

@@ -9,8 +9,10 @@ import platform
 import re
 import sys
 from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).parents[1]
@@ -23,7 +25,7 @@ TITLES = ("torch", "transformers", "TRL", "Accelerate", "datasets", "DeepSpeed")
 ENGINE = re.compile(r"tests.(tiles|rules|step|layers|placements).(?!test_zero3)")
 
 
-def outcome(case):
+def outcome(case: ElementTree.Element) -> tuple[str, str]:
     """Returns the outcome of a test, and the reason why it was skipped or the error that it raised."""
     for result in case:
         if result.tag in ("failure", "error", "skipped"):
@@ -33,12 +35,13 @@ def outcome(case):
     return "passed", ""
 
 
-def summary(cases):
+def summary(cases: Iterable[ElementTree.Element]) -> dict[str, Any]:
     """Returns the numbers of passed, failed and skipped tests, by part of the package, with reasons and errors."""
-    counts = {"trainers": Counter(), "engine": Counter()}
-    reasons, errors = Counter(), {}
+    counts = {"trainers": Counter[str](), "engine": Counter[str]()}
+    reasons = Counter[str]()
+    errors: dict[str, str] = {}
     for case in cases:
-        name = case.get("classname")
+        name = case.get("classname", "")
         ended, why = outcome(case)
         counts["engine" if ENGINE.match(name) else "trainers"][ended] += 1
         if ended == "skipped":
@@ -48,11 +51,11 @@ def summary(cases):
     return {**counts, "skipped": dict(sorted(reasons.items())), "failed": errors}
 
 
-def row(*cells):
+def row(*cells: object) -> str:
     return "| " + " | ".join(str(cell).replace("|", r"\|") for cell in cells) + " |"
 
 
-def tables(runs):
+def tables(runs: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Yields the tables of the page: the runs, and the tests that failed."""
     names = [f"{run['stack']}, Python {run['python']}" for run in runs]
     yield row("stack", "Python", *TITLES, "trainers", "engine")
@@ -69,12 +72,12 @@ def tables(runs):
         yield from (row(f"`{test}`", name, f"`{error}`") for test, error in run["failed"].items())
 
 
-def write(page, runs):
+def write(page: Path, runs: Sequence[Mapping[str, Any]]) -> None:
     before, after = re.split(f"(?s){MARKS[0]}.*{MARKS[1]}", page.read_text())
     page.write_text(f"{before}{MARKS[0]}{chr(10).join(tables(runs))}\n{MARKS[1]}{after}")
 
 
-def main(stack, report):
+def main(stack: str, report: str) -> None:
     run = {
         "stack": stack,
         "python": ".".join(platform.python_version_tuple()[:2]),
@@ -84,8 +87,7 @@ def main(stack, report):
     }
     runs = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
     runs = [other for other in runs if (other["stack"], other["python"]) != (stack, run["python"])] + [run]
-    order = ["today", "newest", "axolotl", "llamafactory", "gpu", "floor"]
-    runs.sort(key=lambda run: (order.index(run["stack"]) if run["stack"] in order else -1, run["python"]))
+    runs.sort(key=lambda run: (run["stack"], run["python"]))
     RESULTS.write_text(json.dumps(runs, indent=1) + "\n")
     write(PAGE, runs)
 

@@ -20,7 +20,8 @@ from studies import packages
 from studies.text import paragraphs
 from studies.training import Task
 
-TRAINED, HELD_OUT = 2400, 180  # number of chats
+TRAINED = 2400  # number of chats
+HELD_OUT = 180
 WORDS = "open file read write close parse split merge sort find count store load move copy print check start stop"
 NAMES = "Anna Ben Clara David Emma Felix Grace Henry Ida Jonas Karla Leo Mona Nils Olga Paul Rosa Simon Tara Uwe"
 MONTHS = list(calendar.month_name)[1:]
@@ -35,12 +36,15 @@ class Question(NamedTuple):
 def question(draw: random.Random) -> Question:
     kind = draw.randrange(6)
     if kind < 2:  # arithmetic
-        a, b = draw.randint(10, 999), draw.randint(10, 99)
+        a = draw.randint(10, 999)
+        b = draw.randint(10, 99)
         text, value = (f"{a} + {b}", a + b) if kind else (f"{a + b} - {b}", a)
         draw.choice(range(4))  # for the same random numbers as in the recorded runs, which also drew a wrong answer
         return Question(f"What is {text}?", str(value))
     if kind == 2:
-        year, month, day = draw.randint(1950, 2030), draw.randint(1, 12), draw.randint(1, 28)
+        year = draw.randint(1950, 2030)
+        month = draw.randint(1, 12)
+        day = draw.randint(1, 28)
         words = f"{MONTHS[month - 1]} {day}, {year}"
         return Question(f"Write {words} as YYYY-MM-DD.", f"{year}-{month:02}-{day:02}")
     if kind == 3:
@@ -58,7 +62,8 @@ def question(draw: random.Random) -> Question:
 @functools.cache
 def questions() -> list[Question]:
     """Returns distinct questions. The first `HELD_OUT` are held out."""
-    draw, by_text = random.Random(0), dict[str, Question]()
+    draw = random.Random(0)
+    by_text = dict[str, Question]()
     while len(by_text) < HELD_OUT + TRAINED:
         new = question(draw)
         by_text[new.text] = new
@@ -71,7 +76,9 @@ Chats = tuple[Tensor, ...]  # token ids, and labels (the next token or `IGNORED`
 @functools.cache
 def chats() -> TensorDataset:
     """Returns `Chats` of every question with its answer. Ids after the end are zero."""
-    tokenizer, ids, labels = packages.chat_tokenizer(), [], []
+    tokenizer = packages.chat_tokenizer()
+    ids = []
+    labels = []
     for each in questions():
         asked = tokenizer(f"<|im_start|>user\n{each.text}<|im_end|>\n<|im_start|>assistant\n")["input_ids"]
         answer = tokenizer(f"{each.answer}<|im_end|>")["input_ids"]
@@ -126,9 +133,11 @@ class Chat(Task):
         """Returns `loss`: nats per token of held-out answers; `exact`: the share of answers in which every token is the
         most likely token, as in greedy generation; and `old`: the loss of prose.
         """
-        lost, right = [], 0.0
+        lost = []
+        right = 0.0
         for ids, labels in in_parts(chats()[:HELD_OUT]):
-            of_tokens, answers = logits(model, (ids, labels)), labels != IGNORED
+            answers = labels != IGNORED
+            of_tokens = logits(model, (ids, labels))
             lost.append(cross_entropy(of_tokens, labels[answers], reduction="none"))
             hits = torch.ones_like(answers).masked_scatter(answers, of_tokens.argmax(1) == labels[answers])
             right += hits.all(1).sum().item()

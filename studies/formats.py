@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 import lowmem
-from lowmem.tiles.storage import WEIGHT_FORMATS, of_state
+from lowmem.tiles.storage import WEIGHT_FORMATS, of_state, of_weight
 
 
 class Format(NamedTuple):
@@ -25,17 +25,25 @@ class Format(NamedTuple):
         if self.weights in WEIGHT_FORMATS:
             lowmem.quantize_(model, self.weights)
         trained = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
-        rounding = {"float32": "nearest", **dict.fromkeys(WEIGHT_FORMATS, "stochastic")}.get(self.weights, self.weights)
-        return lowmem.FusedOptimizer(trained, rule, rounding=rounding, state_storage=self.states, **options)
+        return lowmem.FusedOptimizer(trained, rule, rounding=self.rounding, state_storage=self.states, **options)
+
+    @property
+    def rounding(self) -> str:
+        if self.weights == "float32":
+            return "nearest"
+        return "stochastic" if self.weights in WEIGHT_FORMATS else self.weights
 
     def bytes_per_element(self, states: int) -> float:
         """Returns the bytes per element of a matrix and this number of states."""
-        moments = sum(of_state(self.states, signed=not place).bytes_per_element for place in range(states))
+        moments = sum(of_state(self.states, signed=n == 0).bytes_per_element for n in range(states))
         if self.weights in WEIGHT_FORMATS:
             return WEIGHT_FORMATS[self.weights] / 8 + 2 / 64 + moments  # includes a scale per 64 elements
-        return (torch.float32 if self.weights == "float32" else torch.bfloat16).itemsize + moments
+        dtype = torch.float32 if self.weights == "float32" else torch.bfloat16
+        return of_weight(self.rounding, dtype).bytes_per_element + moments
 
 
 def format_of(name: str) -> Format:
-    weights, _, states = name.removesuffix(" states").rpartition(", ") if name.endswith(" states") else (name, "", "")
-    return Format(weights, states or "float32")
+    if not name.endswith(" states"):
+        return Format(name, "float32")
+    weights, _, states = name.removesuffix(" states").rpartition(", ")
+    return Format(weights, states)

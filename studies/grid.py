@@ -11,7 +11,7 @@ KEYS = {"task": str, "method": str, "format": str, "lr": float, "seed": int}
 TIE = 0.005  # nats; less than paired differences between runs vary
 
 
-def like(task: str, method: str, form: str = "float32", seed: int = 0, lr: float = 0.0) -> Run:
+def run_of(task: str, method: str, form: str = "float32", seed: int = 0, lr: float = 0.0) -> Run:
     return {"task": task, "method": method, "format": form, "lr": lr, "seed": seed}
 
 

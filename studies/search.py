@@ -14,7 +14,8 @@ from studies import packages
 from studies.text import documented_functions, paragraphs
 from studies.training import Task
 
-QUESTION, ANSWER = 24, 48  # maximum number of tokens
+QUESTION = 24  # maximum number of tokens
+ANSWER = 48
 HELD_OUT = 500  # number of pairs; all but one of their modules are held out
 SCALE = 20.0  # factor of cosines, as in the training of the encoder
 
@@ -82,7 +83,8 @@ class Search(Task):
         """Returns `loss`: cross-entropy over all held-out functions; `mrr`: mean reciprocal rank of the correct one;
         and `old mrr`: `mrr` for English sentences, which measures forgetting.
         """
-        new, old = similarities(model, functions()[:HELD_OUT]), similarities(model, sentences()[:])
+        new = similarities(model, functions()[:HELD_OUT])
+        old = similarities(model, sentences()[:])
         loss = cross_entropy(new, torch.arange(len(new))).item()
         return {"loss": loss, "mrr": _mean_reciprocal_rank(new), "old mrr": _mean_reciprocal_rank(old)}
 

@@ -9,7 +9,7 @@ import pandas as pd
 from benchmarks.pages import markdown, panels
 from benchmarks.reports import formatted
 from studies.formats import format_of
-from studies.grid import Done, Run, like
+from studies.grid import Done, Run, run_of
 from studies.tasks import METHODS, MOMENTUM, TASKS, USUAL, usual
 
 SCORES = ("loss", "old", "mrr", "old mrr", "exact")
@@ -38,11 +38,11 @@ def _methods(done: Done, *tasks: str) -> list[Row]:
     """
     rows: list[tuple[int, float, Row]] = []
     for (place, task), name in itertools.product(enumerate(tasks), METHODS if len(tasks) == 1 else MAIN[:2]):
-        runs = max((_seeds(done, like(task, name, form)) for form in ("float32", "stochastic")), key=len)
+        runs = max((_seeds(done, run_of(task, name, form)) for form in ("float32", "stochastic")), key=len)
         if runs.empty:
             continue
         weights = runs.format.iloc[0]
-        above = (runs.loss - _seeds(done, like(task, "adamw", weights)).loss).dropna()
+        above = (runs.loss - _seeds(done, run_of(task, "adamw", weights)).loss).dropna()
         scores = {score: _mean(runs[score]) for score in SCORES if score in runs and runs[score].notna().all()}
         row = {"method": name, "weights": weights, "best lr": f"{runs.lr.iloc[0]:.2g}", **scores}
         row["over AdamW"] = _mean(above, "+") if len(above) and name != "adamw" else "–"
@@ -65,7 +65,8 @@ def _rates(done: Done) -> list[Row]:
     """Compares the learning rate that follows from the weights with the learning rate that reaches AdamW's loss."""
     rows = []
     for (task, (start, rms)), name in itertools.product(USUAL.items(), MAIN[1:]):
-        adamw, losses = done.losses(like(task, "adamw")), done.losses(like(task, name))
+        adamw = done.losses(run_of(task, "adamw"))
+        losses = done.losses(run_of(task, name))
         if start not in adamw.index or len(losses) < 3:
             continue
         lr = usual(task, name)
@@ -86,8 +87,8 @@ def _shares(done: Done) -> list[Row]:
     """Returns the share of float32's improvement that other formats reach at the same learning rate."""
     rows = []
     for task, name in itertools.product(TASKS, MAIN):
-        exact = done.along("lr", like(task, name))
-        others = {form: done.losses(like(task, name, form)) for form in ROUNDINGS}
+        exact = done.along("lr", run_of(task, name))
+        others = {form: done.losses(run_of(task, name, form)) for form in ROUNDINGS}
         for lr, run in exact.iterrows():
             start = run.curve[0][1]
             learned = {form: (start - of[lr]) / (start - run.loss) for form, of in others.items() if lr in of.index}
@@ -114,7 +115,7 @@ def draw(report: Any) -> Any:
     figure, rows = panels("Held-out loss after fine-tuning", (4 * len(tasks), 8), len(tasks), 2, squeeze=False)
     for task, (above, below) in zip(tasks, rows.T, strict=True):
         for name, color in COLORS.items():
-            losses, best = done.losses(like(task, name)), done.best(like(task, name))
+            losses, best = done.losses(run_of(task, name)), done.best(run_of(task, name))
             above.plot(losses.index, losses, color=color, marker="o", ms=3, label=name)
             for form, marker in MARKERS.items() if best else ():
                 size = format_of(form).bytes_per_element(METHODS[name].states)

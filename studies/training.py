@@ -12,10 +12,11 @@ import torch
 from filelock import FileLock
 from torch import Tensor, nn
 
+from benchmarks.pages import ROOT
 from lowmem.errors import StepError
 from studies.formats import Format
 
-WORK = Path("data/studies")  # models and finished runs
+WORK = ROOT / "data" / "studies"  # models and finished runs
 WARMUP = 0.05  # share of the updates; then the learning rate decays linearly to zero
 DIVERGED = 1.0  # nats above the first held-out loss
 
@@ -70,7 +71,7 @@ def batches(rows: Any, batch: int, seed: int) -> Iterator[Any]:
 
 def once(path: Path, make: Callable[[], None]) -> Path:
     """Creates a file or folder if it does not exist, in one process at a time."""
-    with FileLock(WORK / "lock"):
+    with FileLock(WORK / f"{path.name}.lock"):
         if not path.exists():
             make()
     return path
@@ -105,7 +106,7 @@ def scored(task: Task, model: Any) -> dict[str, float]:
 
 def train(
     task: Task, model: Any, rule: str, lr: float, options: Mapping[str, Any], form: Format, seed: int = 0
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Trains the model of a task.
 
     Args:
@@ -119,9 +120,12 @@ def train(
     """
     compiled = {"compile": True} if task.compiled else {}
     optimizer = form.optimizer(model, rule, lr=lr, seed=seed, **compiled, **options)
-    updates, rates = task.updates, schedule(optimizer, task.updates)
+    updates = task.updates
+    rates = schedule(optimizer, updates)
     watched = {min(warmup(updates) + more, updates) for more in (1, 3, 5)}
-    first, scores, steps = scored(task, model), None, list[float]()
+    first = scored(task, model)
+    scores = None
+    steps = list[float]()
     with suppress(StepError):  # non-finite gradients
         for update, some in zip(range(1, updates + 1), batches(task.rows(), task.batch, seed), strict=False):
             before = matrices(model) if update in watched else None

@@ -24,8 +24,10 @@ class Report:
     def __init__(self, out: Path, budget: float) -> None:
         self.parts: dict[str, Any] = {}
         self.failed = False
-        self._out, self._began = out, time.perf_counter()
-        self._end, self._rows = self._began + budget, []
+        self._out = out
+        self._began = time.perf_counter()
+        self._end = self._began + budget
+        self._rows: list[dict[str, Any]] = []
 
     def row(self, what: str, measured: Any, goal: float | None = None, **more: Any) -> None:
         """Adds a measurement that should be at most `goal`. measured: None if this machine cannot measure it."""
@@ -46,7 +48,9 @@ class Report:
 
     def part(self, measure: Callable[["Report", bool], None], needs: float, small: bool) -> None:
         """Runs a part, or adds a row that says why it is skipped. needs: seconds that the part needs."""
-        name, began, self._rows = measure.__name__, time.perf_counter(), []
+        name = measure.__name__
+        began = time.perf_counter()
+        self._rows = []
         self.parts[name] = part = {"rows": self._rows}
         if (left := self._end - began) < needs:
             self._add({"what": name, "skipped": f"needs about {needs:g} s, {left:.0f} s are left of the budget"})

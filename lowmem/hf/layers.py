@@ -198,7 +198,7 @@ def _losses(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Returns the loss and the metrics of each token."""
     if isinstance(logits, Logits) and logits.pending:
-        losses, _, values = logits.source.losses(targets, metrics, smoothing, keeps=True)
+        losses, _, values = logits.source.losses(targets, metrics, smoothing, caches_probabilities=True)
         return losses, values
     z = logits.float()
     losses = F.cross_entropy(z.flatten(0, -2), targets.flatten(), reduction="none", label_smoothing=smoothing)

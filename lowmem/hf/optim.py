@@ -15,6 +15,7 @@ from transformers import Trainer, TrainingArguments
 from lowmem.errors import ConfigError, UnsupportedError
 from lowmem.options import FusedConfig
 from lowmem.rules import UpdateRule, resolve
+from lowmem.rules.rates import describe_rates
 
 # Arguments and the hyperparameters that they set. The last is for optimizers that cannot run fused (GaLore, APOLLO).
 _ARGUMENTS = {"adam_beta1": "betas", "adam_beta2": "betas", "adam_epsilon": "eps", "optim_target_modules": "modules"}
@@ -178,7 +179,7 @@ def with_learning_rate(args: TrainingArguments, fused: FusedConfig, model: Any) 
         weights = model.parameters() if isinstance(model, nn.Module) else ()
         raise ConfigError(
             f"learning_rate={rate:g} is the default of {type(args).__name__} for AdamW, but the rule is {rule.name!r}: "
-            f"{rule.rates(weights, rate)}. Set another learning_rate, or keep this one with "
+            f"{describe_rates(rule, weights, rate)}. Set another learning_rate, or keep this one with "
             f"fused.lr={rate:g}"
         )
     if fused.lr in (None, rate):

@@ -15,7 +15,7 @@ from torch import fx
 
 from lowmem.errors import UnsupportedError
 from lowmem.kernels.inputs import Columns, Scalars
-from lowmem.kernels.printing import REDUCTIONS, Lines, Printer, Value, closure, op_name, source_of
+from lowmem.kernels.printing import REDUCTIONS, Lines, Printer, Value, arg, closure, op_name, source_of
 
 BLOCK = 4096  # elements per iteration of a loop
 
@@ -27,64 +27,88 @@ Side = str | int
 
 
 class Between:
-    """The code between passes, for the slices of parameters."""
+    """The code between passes, for the slices of parameters.
+
+    Attributes:
+        sides: node → the side along which its value extends.
+        sums: node → (number of the pass, number of its sum).
+        copies: key of a small state → the node that copies its new value to it.
+        stages: for each pass, the nodes to compute before it.
+        results: node → the name of the result.
+        ends: nodes that are stored before the last pass, after all states are read.
+    """
 
     def __init__(self, scalars: Scalars, columns: Columns) -> None:
-        self.scalars, self.columns, self.update = scalars, columns, scalars.update
-        graph, inputs = self.update.graph, scalars.inputs
+        self.scalars = scalars
+        self.columns = columns
+        self.update = scalars.update
+        graph = self.update.graph
+        inputs = scalars.inputs
         self.sides: dict[fx.Node, Side] = {}
-        self.sums: dict[fx.Node, tuple[int, int]] = {}  # node → (number of the pass, number of its sum)
+        self.sums: dict[fx.Node, tuple[int, int]] = {}
         for n, each in enumerate(self.update.passes):
-            self.sums |= {user: (n, user.args[1]) for user in each.node.users}  # type: ignore[misc]
-        self.copies = {  # copies to small states
-            inputs[node.args[0]]: node  # type: ignore[index]
+            self.sums |= {user: (n, user.args[1]) for user in each.node.users}
+        self.copies = {
+            inputs[arg(node)]: node
             for node in graph.module.graph.nodes
-            if op_name(node) == "copy" and node.args[0] in inputs
+            if op_name(node) == "copy" and arg(node) in inputs
         }
         known = set[fx.Node]()
-        self.stages: list[list[fx.Node]] = []  # the nodes to compute before each pass
+        self.stages: list[list[fx.Node]] = []
         for each in self.update.passes:
             vectors = dict(zip(each.vectors, each.node.args[0], strict=True))
             new = [source_of(node) for key, node in vectors.items() if key[0] != "noise"]
-            self.stages.append([node for node in new if node not in known and scalars.input(node) is None])
+            self.stages.append([node for node in new if node not in known and scalars.known(node) is None])
             known |= set(new)
         self.results = {source_of(node): name for name, node in graph.results.items()}
-        self.ends = [*self.copies.values(), *self.results]  # stored before the last pass, after all states are read
+        self.ends = [*self.copies.values(), *self.results]
         for node in closure([node for stage in (*self.stages, self.ends) for node in stage], self.sums.__contains__):
-            self.sides[node] = self._side(node, SLICE if self.update.kind.batched else ONE)
+            self.sides[node] = self._side(node)
 
-    def _side(self, node: fx.Node, of_slice: Side) -> Side:
+    def _side(self, node: fx.Node) -> Side:
         """Returns the side along which a value extends."""
+        of_slice = SLICE if self.update.kind.batched else ONE
         if (key := self.scalars.inputs.get(node)) is not None:
-            tail = node.meta["val"].shape[1:] if key[0] == "slice" else ()
-            return int(tail[0]) if tail else key[0] if key[0] in (ROW, COL) else of_slice if key[0] == "slice" else ONE
+            if key[0] == "slice":
+                tail = node.meta["val"].shape[1:]
+                return int(tail[0]) if tail else of_slice
+            return key[0] if key[0] in (ROW, COL) else ONE
         if node in self.sums:
-            kind = self.update.passes[self.sums[node][0]].sums[node.args[1]][0]  # type: ignore[index]
-            return of_slice if kind == "scalar" else COL if kind == "col" else ROW
+            kind = self._kind_of_sum(node)
+            if kind == "scalar":
+                return of_slice
+            return COL if kind == "col" else ROW
         if op_name(node) == "arange" and isinstance(node.args[0], int):
             return node.args[0]
         sides = {self.sides[source] for source in node.all_input_nodes} - {ONE}
         if not sides:
             return ONE
         if op_name(node) in REDUCTIONS:
-            within = sides - {SLICE} or isinstance(node.args[0].meta["val"].shape[-1], int)  # type: ignore[union-attr]
-            return of_slice if within else ONE
+            within_slice = sides - {SLICE} or isinstance(arg(node).meta["val"].shape[-1], int)
+            return of_slice if within_slice else ONE
         if len(sides) > 1:
             sides -= {SLICE}
         if len(sides) > 1:
             raise UnsupportedError(f"{node.format_node()} combines rows and columns")
         return next(iter(sides))
 
+    def _kind_of_sum(self, node: fx.Node) -> str:
+        number, n = self.sums[node]
+        sums = self.update.passes[number].sums
+        assert sums is not None
+        return sums[n][0]
+
     def is_sum(self, node: fx.Node) -> bool:
         """Returns whether a node reduces one of the sides."""
-        return op_name(node) in REDUCTIONS and self.sides[node.args[0]] != ONE  # type: ignore[index]
+        return op_name(node) in REDUCTIONS and self.sides[arg(node)] != ONE
 
     def text(self, number: int) -> str:
         """Returns the source of the kernel before pass `number`, or "" if there is nothing to do."""
         ends = self.ends if number == len(self.update.passes) - 1 else []
         if not (roots := [*self.stages[number], *ends]):
             return ""
-        main, level = Scope(self, Lines(), ONE), dict[fx.Node, int]()
+        main = Scope(self, Lines(), ONE)
+        level = dict[fx.Node, int]()  # number of loops that must have ended before the node is computed
         nodes = closure(roots, self.sums.__contains__)
         for node in nodes:
             level[node] = max((level[source] for source in node.all_input_nodes if source in level), default=0)
@@ -114,10 +138,13 @@ class Between:
 
     def _loop_of(self, node: fx.Node) -> tuple[Side, str]:
         """Returns the side of a sum, and the code for its number of elements."""
-        side, shape = self.sides[node.args[0]], node.args[0].meta["val"].shape  # type: ignore[index, union-attr]
+        side = self.sides[arg(node)]
+        shape = arg(node).meta["val"].shape
         if node.kwargs or node.args[1:2] not in (([-1],), ([len(shape) - 1],)):
             raise UnsupportedError(f"{node.format_node()} is not supported in Triton")
-        return side, str(shape[-1]) if side == SLICE and isinstance(shape[-1], int) else self._limit(side)
+        if side == SLICE and isinstance(shape[-1], int):
+            return side, str(shape[-1])
+        return side, self._limit(side)
 
     def _print_loop(self, main: "Scope", side: Side, limit: str, nodes: list[fx.Node]) -> None:
         """Prints a loop over a side that sums or stores nodes."""
@@ -149,7 +176,10 @@ class Scope(Printer):
         self, between: Between, text: Lines, side: Side, outer: "Scope | None" = None, limit: str = ""
     ) -> None:
         super().__init__(text)
-        self._between, self._side, self._outer, self._limit = between, side, outer, limit
+        self._between = between
+        self._side = side
+        self._outer = outer
+        self._limit = limit
         self._shape: tuple[int, ...] = (BLOCK,) if outer else ()
 
     def value(self, node: fx.Node) -> Value:
@@ -159,12 +189,13 @@ class Scope(Printer):
 
     def source(self, node: fx.Node) -> Value | None:
         between = self._between
-        if (known := between.scalars.input(node)) is not None:
+        if (known := between.scalars.known(node)) is not None:
             return known._replace(code=self.text.once(known.code))
         if node in between.sums:
             total = between.columns.load("total", between.sums[node])
             return self._sum(total, node) if between.sides[node] == ONE else self._load("work", total, torch.float32)
-        kind, name = key = between.scalars.inputs.get(node, ("", ""))
+        key = between.scalars.inputs.get(node, ("", ""))
+        kind, name = key
         if kind == "size":
             return Value("BRC"[name], (), torch.int64)
         if kind:
@@ -197,7 +228,7 @@ class Scope(Printer):
         return self.assign(f"tl.sum({total}, 0)", (), torch.float32)
 
     def reshaped(self, node: fx.Node, value: Value) -> Value:
-        before, after = ([str(size) for size in each.meta["val"].shape if size != 1] for each in (node.args[0], node))  # type: ignore[union-attr]
+        before, after = ([str(size) for size in each.meta["val"].shape if size != 1] for each in (arg(node), node))
         if value.shape and self._side != SLICE and before != after:
             raise UnsupportedError(f"{node.format_node()} is not supported in Triton")
         return value
@@ -213,10 +244,11 @@ class Scope(Printer):
 
     def store(self, node: fx.Node) -> None:
         """Stores a state, a result, or a value that a pass reads."""
-        between, value = self._between, self.value(node)
+        between = self._between
+        value = self.value(node)
         at, mask = (" + at", ", mask=here") if self._shape else ("", "")
         if node in between.copies.values():
-            key = between.scalars.inputs[node.args[0]]  # type: ignore[index]
+            key = between.scalars.inputs[arg(node)]
             pointer = self.text.once(between.columns.pointer("state", key, node.meta["val"].dtype))
             self.lines.append(f"tl.store({pointer}{at}, {value.code}{mask})")
         elif self._shape:
@@ -224,7 +256,7 @@ class Scope(Printer):
             vector = self.text.once(f"work + {between.columns.load('vector', node)}")
             self.lines.append(f"tl.store({vector}{at}, {value.code}{mask})")
         if node in between.results:
-            place = self.text.once(f"results + {between.columns.load('result', between.results[node])}")
-            self.lines.append(f"tl.store({place}, {value.code}.to(tl.float64), mask=index == 0)")
+            address = self.text.once(f"results + {between.columns.load('result', between.results[node])}")
+            self.lines.append(f"tl.store({address}, {value.code}.to(tl.float64), mask=index == 0)")
         if any(node in stage for stage in between.stages) and not self._shape:
-            self.lines.append(f"tl.store({between.scalars.place(node)}, {value.code}.to(tl.float64))")
+            self.lines.append(f"tl.store({between.scalars.slot_address(node)}, {value.code}.to(tl.float64))")

@@ -28,8 +28,13 @@ def largest(value, axis: tl.constexpr, keep_dims: tl.constexpr):
 def fold(programs, jobs, pieces, work, LARGEST: tl.constexpr, LINES: tl.constexpr, BLOCK: tl.constexpr):
     """Sums partial sums (or takes their maximum) of rows, columns or tiles, in an order that depends only on shapes.
 
-    programs: the job of each program.  jobs: [jobs, 5] first program, offset of the result, its length, index of the
-    first piece, number of pieces.  pieces: [pieces, 4] offset, lines, start in the result, length of a line.
+    Args:
+        programs: the job of each program.
+        jobs: [jobs, 5] first program, offset of the result, its length, index of the first piece, number of pieces.
+        pieces: [pieces, 4] offset, number of lines, start in the result, length of a line.
+        work: the workspace, with the partial sums and the results.
+        LARGEST: whether maxima are computed instead of sums.
+        LINES, BLOCK: number of lines and columns of partial sums that a program processes at a time.
     """
     job = jobs + tl.load(programs + tl.program_id(0)) * 5
     target, length, piece = tl.load(job + 1), tl.load(job + 2), pieces + tl.load(job + 3) * 4
@@ -43,8 +48,8 @@ def fold(programs, jobs, pieces, work, LARGEST: tl.constexpr, LINES: tl.constexp
         inside = single | ((at >= start) & (at < start + width))
         for first in range(0, lines, step):
             line = first + tl.where(single, down * BLOCK + block, down)
-            place = work + source + line * width + tl.where(single, 0, at - start)
-            part = tl.load(place, mask=inside & (line < lines), other=float("-inf") if LARGEST else 0.0)
+            address = work + source + line * width + tl.where(single, 0, at - start)
+            part = tl.load(address, mask=inside & (line < lines), other=float("-inf") if LARGEST else 0.0)
             total = larger(total, part) if LARGEST else total + part
         piece += 4
     result = largest(total, 0, True) if LARGEST else tl.sum(total, 0, keep_dims=True)

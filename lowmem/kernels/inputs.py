@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from lowmem.kernels.printing import TYPES, Value, op_name, source_of
+from lowmem.kernels.printing import TRITON_TYPES, Value, arg, op_name, source_of
 from lowmem.tiles.traced import TracedUpdate
 
 ARGS = ("programs", "table", "grads", "numbers", "keys", "scalars", "work", "results")
 
 
-class Tile(NamedTuple):
+class TileSize(NamedTuple):
     """The size of a tile. A program processes `steps` tiles [rows, cols] in turn: downwards, or along a line."""
 
     rows: int
@@ -30,14 +30,19 @@ class Tile(NamedTuple):
     @property
     def strip(self) -> tuple[int, int]:
         """Number of rows and columns per program."""
-        return (1, self.cols * self.steps) if self.rows == 1 else (self.rows * self.steps, self.cols)
+        return (1, self.cols * self.steps) if self.is_line else (self.rows * self.steps, self.cols)
+
+    @property
+    def is_line(self) -> bool:
+        return self.rows == 1
 
 
 class Columns:
     """The columns of a table, in the order in which kernels request them. row: the variable that points to a row."""
 
     def __init__(self, row: str) -> None:
-        self.row, self.keys = row, dict[tuple[str, Any], int]()
+        self.row = row
+        self.keys = dict[tuple[str, Any], int]()
 
     def load(self, kind: str, name: Any = "") -> str:
         """Returns code that loads a column. New columns are added."""
@@ -45,47 +50,57 @@ class Columns:
 
     def pointer(self, kind: str, name: Any, dtype: torch.dtype) -> str:
         """Returns code that loads a pointer."""
-        return f"{self.load(kind, name)}.to(tl.pointer_type({TYPES[dtype]}))"
+        return f"{self.load(kind, name)}.to(tl.pointer_type({TRITON_TYPES[dtype]}))"
 
 
 class Scalars:
     """Scalars that kernels read: inputs of the update, and results of the code between passes, each in a slot.
 
-    inputs: keys of the graph's inputs.
+    Attributes:
+        slots: node → the number of its slot.
+        inputs: node → its key, for the inputs of the graph.
+        reading: names of the reading's tensors.
+        args: names of the arguments of kernels.
     """
 
     def __init__(self, update: TracedUpdate) -> None:
-        self.update, self.slots = update, dict[fx.Node, int]()
+        self.update = update
+        self.slots = dict[fx.Node, int]()
         self.inputs = {node: key for key, node in update.graph.inputs.items()}
         self.reading = [key[1] for key, *_ in update.kind.args if key[0] == "reading"]
         self.args = (*ARGS, *(f"reading_{name}" for name in self.reading))
 
-    def input(self, node: fx.Node) -> Value | None:
+    def known(self, node: fx.Node) -> Value | None:
         """Returns the value of a node that is a number of the rule or the reading, or a view of one; else None."""
         node = source_of(node)
         kind, name = self.inputs.get(node, ("", ""))
         if kind == "reading":
-            dtype = node.meta["val"].dtype
-            return Value(f"tl.load(reading_{name}{' + member' if node.meta['val'].ndim else ''})", (), dtype)
-        if op_name(node) == "getitem" and op_name(node.args[0]) == "unbind":  # type: ignore[arg-type]
-            kind, name = self.inputs[node.args[0].args[0]]  # type: ignore[union-attr, index]
+            value = node.meta["val"]
+            member = " + member" if value.ndim else ""
+            return Value(f"tl.load(reading_{name}{member})", (), value.dtype)
+        if op_name(node) == "getitem" and op_name(arg(node)) == "unbind":
+            kind, name = self.inputs[arg(arg(node))]
+            index: Any = node.args[1]
             assert kind == "numbers"
-            return self.number(int(node.args[1]), single=name == "single")  # type: ignore[arg-type]
+            return self.number(index, single=name == "single")
         return None
 
     def number(self, at: int, *, single: bool) -> Value:
         """Returns the value of a number of the rule."""
         code = f"tl.load(numbers + group + {at})"
-        return Value(f"{code}.to(tl.float32)", (), torch.float32) if single else Value(code, (), torch.float64)
+        if single:
+            return Value(f"{code}.to(tl.float32)", (), torch.float32)
+        return Value(code, (), torch.float64)
 
-    def place(self, node: fx.Node) -> str:
+    def slot_address(self, node: fx.Node) -> str:
         """Returns the address of a node's slot as code. New nodes get a slot."""
         return f"scalars + slice * SLOTS + {self.slots.setdefault(node, len(self.slots))}"
 
-    def stored(self, node: fx.Node) -> Value:
+    def vector(self, node: fx.Node) -> Value:
         """Returns the value of a scalar vector of a pass."""
-        if (known := self.input(node)) is not None:
+        if (known := self.known(node)) is not None:
             return known
         dtype = node.meta["val"].dtype
-        code = f"tl.load({self.place(source_of(node))})"
-        return Value(f"({code} != 0)" if dtype == torch.bool else f"{code}.to({TYPES[dtype]})", (), dtype)
+        code = f"tl.load({self.slot_address(source_of(node))})"
+        code = f"({code} != 0)" if dtype == torch.bool else f"{code}.to({TRITON_TYPES[dtype]})"
+        return Value(code, (), dtype)

@@ -17,11 +17,11 @@ from lowmem.tiles.tile import Reading
 from lowmem.tiles.traced import TracedUpdate
 
 # Options of Triton's compiler: no software pipelining, no fused multiply-adds.
-OPTIONS: dict[str, Any] = {"num_stages": 1, "enable_fp_fusion": False}
+COMPILER_OPTIONS: dict[str, Any] = {"num_stages": 1, "enable_fp_fusion": False}
 WARPS_BETWEEN, WARPS_FOLD = 16, 8
 
 # Types that the arguments of kernels point to, except for arguments of the reading.
-TYPES = {
+ARG_TYPES = {
     "programs": torch.int32, "table": torch.int64, "grads": torch.int64, "numbers": torch.float64,
     "keys": torch.int32, "scalars": torch.float64, "work": torch.float32, "results": torch.float64,
     "jobs": torch.int64, "pieces": torch.int64,
@@ -32,38 +32,39 @@ def try_compiler() -> None:
     """Compiles one of the kernels for the current GPU, and raises Triton's error if that fails."""
     from lowmem.kernels.device import fold
 
-    pointers = (TYPES[name] for name in ("programs", "jobs", "pieces", "work"))
-    fold.warmup(*pointers, False, *FOLD, grid=(1,), num_warps=WARPS_FOLD, **OPTIONS)
+    pointers = (ARG_TYPES[name] for name in ("programs", "jobs", "pieces", "work"))
+    fold.warmup(*pointers, False, *FOLD, grid=(1,), num_warps=WARPS_FOLD, **COMPILER_OPTIONS)
 
 
 class Values(NamedTuple):
-    """The values of a step, on the device.
+    """The values of a step, on the device."""
 
-    numbers: the numbers of all groups, concatenated, float64.  keys: the noise keys of all parameters, int32.  reading:
-    how the gradients of a batch are read; its scalars are the same for all members.
-    """
-
-    numbers: Tensor
-    keys: Tensor
-    reading: Reading
+    numbers: Tensor  # of all groups, concatenated, float64
+    keys: Tensor  # noise keys of all parameters, int32
+    reading: Reading  # how the gradients of a batch are read; its scalars are the same for all members
 
 
-class Result(NamedTuple):
-    """square_sums: squared gradient norms, unless already known.  sizes: see `UpdateRule.update`. Float64 [members]."""
+class BatchResult(NamedTuple):
+    """The results of an update, float64 [members]."""
 
-    square_sums: Tensor | None
-    sizes: Tensor | None
+    square_sums: Tensor | None  # squared gradient norms, unless already known
+    sizes: Tensor | None  # see `UpdateRule.update`
 
 
 class Kernels:
-    """The kernels of an update, for any number of parameters of any size."""
+    """The kernels of an update, for any number of parameters of any size.
+
+    Args:
+        line: whether parameters are updated as single lines (`is_line`).
+        aligned: whether every member and its gradients are aligned (`Member.is_aligned`).
+
+    Raises:
+        UnsupportedError: the update has an unknown operation.
+    """
 
     def __init__(self, update: TracedUpdate, *, line: bool, aligned: bool) -> None:
-        """line: whether parameters are updated as single lines (`is_line`).  aligned: whether every member and its
-        gradients are aligned (`Member.is_aligned`). Raises `UnsupportedError` for unknown operations.
-        """
         self.source = Source(update, line=line, aligned=aligned)
-        self._held: dict[torch.device, dict[Any, Any]] = {}  # compiled kernels by name and constants
+        self._compiled: dict[torch.device, dict[Any, Any]] = {}  # kernels by name and constants
 
     @functools.cached_property
     def functions(self) -> dict[str, Any]:
@@ -73,12 +74,13 @@ class Kernels:
 
         from lowmem.kernels import device
 
-        text, shared = self.source.text, {each: getattr(device, each) for each in device.__all__}
+        text = self.source.text
+        shared = {each: getattr(device, each) for each in device.__all__}
         name = f"lowmem.kernels.generated_{hashlib.sha256(text.encode()).hexdigest()[:16]}"
         linecache.cache[name] = len(text), None, text.splitlines(keepends=True), name  # Triton reads it here
-        found: dict[str, Any] = {"__name__": name, "triton": triton, "tl": tl, **shared}
-        exec(compile(text, name, "exec"), found)  # noqa: S102 (written by this package alone)
-        return found
+        module: dict[str, Any] = {"__name__": name, "triton": triton, "tl": tl, **shared}
+        exec(compile(text, name, "exec"), module)  # noqa: S102 (written by this package alone)
+        return module
 
     @property
     def variants(self) -> Iterator[tuple[str, tuple[Any, ...], int]]:
@@ -91,33 +93,34 @@ class Kernels:
 
     def compile(self, device: torch.device) -> None:
         """Compiles the kernels for a device, unless they are already compiled. Raises Triton's errors."""
-        if device in self._held:
+        if device in self._compiled:
             return
-        args, held = self.source.update.kind.args, dict[Any, Any]()
-        types = TYPES | {f"reading_{key[1]}": dtype for key, dtype, _ in args if key[0] == "reading"}
+        compiled = dict[Any, Any]()
+        kind = self.source.update.kind
+        types = ARG_TYPES | {f"reading_{key[1]}": dtype for key, dtype, _ in kind.args if key[0] == "reading"}
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             for name, constants, warps in self.variants:
                 function = self.functions[name]
-                pointers = [types[each] for each in function.arg_names[: len(function.arg_names) - len(constants)]]
-                held[name, constants] = function.warmup(*pointers, *constants, grid=(1,), num_warps=warps, **OPTIONS)
-        self._held[device] = held
+                args = [*(types[each] for each in function.arg_names if each in types), *constants]
+                compiled[name, constants] = function.warmup(*args, grid=(1,), num_warps=warps, **COMPILER_OPTIONS)
+        self._compiled[device] = compiled
 
     def launch(self, launch: "Launch", args: Sequence[Any], device: torch.device) -> None:
         """Launches a kernel on a device, which must be the current device."""
-        args = *launch.args, *args, *launch.constants
-        if (held := self._held[device][launch.name, launch.constants]) is None:  # in Triton's interpreter
+        args = (*launch.args, *args, *launch.constants)
+        if (kernel := self._compiled[device][launch.name, launch.constants]) is None:  # in Triton's interpreter
             self.functions[launch.name][launch.grid,](*args)
         else:
-            held[launch.grid, 1, 1](*args)
+            kernel[launch.grid, 1, 1](*args)
 
 
 class Launch(NamedTuple):
-    """name: the kernel.  grid: number of programs.  args: the first arguments.  constants: the last arguments."""
+    """A launch of a kernel."""
 
-    name: str
-    grid: int
-    args: tuple[Tensor, ...]
-    constants: tuple[Any, ...] = ()
+    name: str  # of the kernel
+    grid: int  # number of programs
+    args: tuple[Tensor, ...]  # the first arguments
+    constants: tuple[Any, ...] = ()  # the last arguments
 
 
 class Sum(NamedTuple):
@@ -131,19 +134,26 @@ class Batch:
     """Parameters that are updated together. All static values are on their device. They include pointers to the
     parameters' tensors, which are not kept alive.
 
+    Args:
+        across: the ranks that have the other shards of the parameters.
+
     Attributes:
         steps: the launches and reductions of a run.
     """
 
     def __init__(self, kernels: Kernels, members: Sequence[Member], across: Across | None = None) -> None:
-        """across: the ranks that have the other shards of the parameters."""
-        self._kernels, self._across, source = kernels, across, kernels.source
+        self._kernels = kernels
+        self._across = across
+        source = kernels.source
         self.device = members[0].tensors["param", 0].device
         tables = Tables(source, members, sharded=across is not None)
         self._size = tables.size
-        self._scalars = self._sent([[0] * len(source.scalars.slots)] * len(tables.slices), torch.float64)
-        rectangles, slices = self._sent(tables.rectangles), self._sent(tables.slices)
-        programs = self._sent(tables.programs(tables.tiles), torch.int32)
+        self._scalars = torch.zeros(
+            len(tables.slices), len(source.scalars.slots), dtype=torch.float64, device=self.device
+        )
+        rectangles = self._to_device(tables.rectangles)
+        slices = self._to_device(tables.slices)
+        programs = self._to_device(tables.programs(tables.tiles), torch.int32)
         self.steps = list[Launch | Sum]()
         for name, n in source.steps:
             if name.startswith("between"):
@@ -154,37 +164,33 @@ class Batch:
             for largest in (False, True):
                 of_fold, jobs, pieces = tables.folds(n, largest)
                 if jobs:
-                    args = self._sent(of_fold, torch.int32), self._sent(jobs), self._sent(pieces)
+                    args = (self._to_device(of_fold, torch.int32), self._to_device(jobs), self._to_device(pieces))
                     self.steps.append(Launch("fold", len(args[0]), args, (largest, *FOLD)))
                     if across is not None:
                         self.steps.append(Sum(tables.totals[n, largest], largest))
         # pointers to gradients: the last ones that were sent, on the host, and on the device
         on_gpu = self.device.type == "cuda"
-        self._sent_pointers, self._copied = list[int](), torch.cuda.Event() if on_gpu else None
+        self._sent_pointers = list[int]()
+        self._copied = torch.cuda.Event() if on_gpu else None
         self._buffer = self._grads = torch.empty(len(members), dtype=torch.int64, pin_memory=on_gpu)
         self._results = torch.zeros(len(source.results), len(members), dtype=torch.float64, device=self.device)
         rows = dict(zip(source.results, self._results, strict=True))
-        self._result = Result(rows.get("square_sums"), rows.get("sizes"))
+        self._result = BatchResult(rows.get("square_sums"), rows.get("sizes"))
 
-    def _sent(self, numbers: Sequence[Any], dtype: torch.dtype = torch.int64) -> Tensor:
+    def _to_device(self, numbers: Sequence[Any], dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.tensor(numbers, dtype=dtype).to(self.device)
 
-    @property
-    def launches(self) -> int:
-        """Number of launches per run."""
-        return sum(isinstance(step, Launch) for step in self.steps)
-
-    def run(self, grads: Sequence[Tensor], values: Values) -> Result:
+    def run(self, grads: Sequence[Tensor], values: Values) -> BatchResult:
         """Updates the members. grads: the gradient of each, contiguous, in the memory order of its tensors.
 
         Returns:
             The results, which the next run overwrites.
         """
-        pointers, reading = [grad.data_ptr() for grad in grads], values.reading.tensors
+        pointers = [grad.data_ptr() for grad in grads]
         work = torch.empty(self._size, dtype=torch.float32, device=self.device)
         with torch.cuda.device(self.device) if self._copied is not None else nullcontext():
-            step = self._pointers(pointers), values.numbers, values.keys
-            args = *step, self._scalars, work, self._results, *reading.values()
+            step = (self._pointers(pointers), values.numbers, values.keys)
+            args = (*step, self._scalars, work, self._results, *values.reading.tensors.values())
             for each in self.steps:
                 if isinstance(each, Sum):
                     assert self._across is not None
@@ -200,7 +206,8 @@ class Batch:
         if pointers != self._sent_pointers:
             if self._copied is not None:
                 self._copied.synchronize()
-            self._sent_pointers, self._buffer.numpy()[:] = pointers, pointers
+            self._sent_pointers = pointers
+            self._buffer.numpy()[:] = pointers
             self._grads = self._buffer.to(self.device, non_blocking=True)
             if self._copied is not None:
                 self._copied.record()

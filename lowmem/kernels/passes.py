@@ -1,13 +1,14 @@
 """Writes the kernel of a pass, in which a program processes several tiles of a rectangle one after another."""
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from lowmem.errors import UnsupportedError
-from lowmem.kernels.inputs import Columns, Scalars, Tile
-from lowmem.kernels.printing import TYPES, Lines, Printer, Value, op_name, source_of
+from lowmem.kernels.inputs import Columns, Scalars, TileSize
+from lowmem.kernels.printing import TRITON_TYPES, Lines, Printer, Value, arg, op_name, source_of
 from lowmem.tiles.graph import Sizes
 from lowmem.tiles.rounding import mix
 from lowmem.tiles.storage import Held
@@ -17,39 +18,42 @@ from lowmem.tiles.traced import GRAD, Arguments, Graph, Kind, Pass, reading_of
 LOWEST = 'float("-inf")'
 
 # Arguments of a tile that its noise depends on: the numbers of its lines, and its first column number in two parts.
-LINE, KEY, HIGH, LOW = (("place", name) for name in ("line", "key", "high", "low"))
+NOISE_LINE, NOISE_KEY, NOISE_HIGH, NOISE_LOW = (("noise_part", name) for name in ("line", "key", "high", "low"))
 
 
-def trace_tile(kind: Kind, reached: Pass, tile: Tile) -> Graph:
+def trace_tile(kind: Kind, reached: Pass, tile: TileSize) -> Graph:
     """Traces the function of a pass for a tile. If the pass writes, the results are the tensors of the tile."""
-    storages, sizes, shape = dict(kind.storages), Sizes(), (1, tile.rows, tile.cols)
+    storages = dict(kind.storages)
+    sizes = Sizes()
+    shape = (1, tile.rows, tile.cols)
     tensors = {
-        (name, n): sizes.tensor((*shape[:2], shape[2] // part.group), part.dtype, kind.device)
+        (name, n): sizes.tensor((1, tile.rows, tile.cols // part.group), part.dtype, kind.device)
         for name in dict.fromkeys((GRAD, "param", *reached.full.values()))
         for n, part in enumerate(storages[name].parts)
     }
     args: Arguments = dict(tensors)
     for key, dtype, tail in reached.args:
         if key[0] == "noise":
-            args[LINE] = sizes.tensor((1, tile.rows, 1), torch.int32, kind.device)
-            args |= {each: sizes.tensor((), torch.int32, kind.device) for each in (KEY, HIGH, LOW)}
+            args[NOISE_LINE] = sizes.tensor((1, tile.rows, 1), torch.int32, kind.device)
+            for part in (NOISE_KEY, NOISE_HIGH, NOISE_LOW):
+                args[part] = sizes.tensor((), torch.int32, kind.device)
         else:
             here = [n if d in DIMS.get(key[0], ()) else 1 for d, n in enumerate(shape)]
             args[key] = sizes.tensor(() if tail is None else here, dtype, kind.device)
 
-    def results_of(given: Arguments) -> dict[Any, Tensor]:
+    def results_of(values: Arguments) -> dict[Any, Tensor]:
         def held(name: str) -> Held:
-            return Held(storages[name], tuple(given[name, n] for n, _ in enumerate(storages[name].parts)))
+            return Held(storages[name], tuple(values[name, n] for n, _ in enumerate(storages[name].parts)))
 
-        vectors = {key: given[key] for key, *_ in reached.args if key[0] not in ("reading", "noise")}
-        if LINE in given:
-            noise = mix(given[LINE] + given[KEY])
-            noise = torch.where(given[HIGH] != 0, mix(noise + given[HIGH]), noise)
-            vectors["noise", ""] = noise + given[LOW]
+        vectors = {key: values[key] for key, *_ in reached.args if key[0] not in ("reading", "noise")}
+        if NOISE_LINE in values:
+            noise = mix(values[NOISE_LINE] + values[NOISE_KEY])
+            noise = torch.where(values[NOISE_HIGH] != 0, mix(noise + values[NOISE_HIGH]), noise)
+            vectors["noise", ""] = noise + values[NOISE_LOW]
         full = {name: held(state) for name, state in reached.full.items()}
-        sums = reached.body(RawTile(given[GRAD, 0], held("param"), reading_of(given), full, vectors)) or Sums()
+        sums = reached.body(RawTile(values[GRAD, 0], held("param"), reading_of(values), full, vectors)) or Sums()
         if reached.sums is None:
-            return {key: given[key] for key in tensors if key[0] != GRAD}
+            return {key: values[key] for key in tensors if key[0] != GRAD}
         return {(each, name): value for each, name, value in sums.items()}
 
     return Graph.of(results_of, args)
@@ -64,26 +68,36 @@ def kernel_shape(value: Tensor) -> tuple[int, ...]:
 
 
 class TilePrinter(Printer):
-    """Prints the function of a pass."""
+    """Prints the function of a pass.
+
+    Attributes:
+        before, after: lines before and after the loop over the tiles of a program.
+    """
 
     def __init__(
-        self, scalars: Scalars, columns: Columns, reached: Pass, graph: Graph, tile: Tile, *, aligned: bool
+        self, scalars: Scalars, columns: Columns, reached: Pass, graph: Graph, tile: TileSize, *, aligned: bool
     ) -> None:
         super().__init__(Lines())
-        self._scalars, self._columns, self._tile, self._aligned = scalars, columns, tile, aligned
+        self.before = list[str]()
+        self.after = list[str]()
+        self.storages = dict(scalars.update.kind.storages)
+        self._scalars = scalars
+        self._columns = columns
+        self._tile = tile
+        self._aligned = aligned
         self._keys = {node: key for key, node in graph.inputs.items()}
         self._vectors = dict(zip(reached.vectors, reached.node.args[0], strict=True))
-        self._kind, self.storages = scalars.update.kind, dict(scalars.update.kind.storages)
+        self._row_sums: dict[str, str] = {}  # value → sum of each row
 
     def once(self, value: Value) -> Value:
         return value._replace(code=self.text.once(value.code))
 
-    def place(self, name: str, n: int) -> tuple[str, str]:
+    def address(self, name: str, n: int) -> tuple[str, str]:
         """Returns the code for the addresses of a tensor's tile, and for the mask of its elements."""
         part = self.storages[name].parts[n]
         if name == GRAD:
-            byte = f"{self._columns.load('offset')} * {part.dtype.itemsize}"
-            code = f"(tl.load(grads + member) + {byte}).to(tl.pointer_type({TYPES[part.dtype]}))"
+            byte = f"{self._columns.load('element')} * {part.dtype.itemsize}"
+            code = f"(tl.load(grads + member) + {byte}).to(tl.pointer_type({TRITON_TYPES[part.dtype]}))"
         else:
             code = self._columns.pointer("pointer", (name, n), part.dtype)
         pointer = self.text.once(f"tl.multiple_of({code}, 16)" if self._aligned else code)
@@ -95,29 +109,35 @@ class TilePrinter(Printer):
             return self.assign(f"tl.arange(0, {len(at)}) * {at.step} + {at.start}", (len(at),), torch.int32)
         if node not in self._keys:
             return None
-        (kind, name), meta = key, _ = self._keys[node], node.meta["val"]
+        key = self._keys[node]
+        kind, name = key
+        meta = node.meta["val"]
         shape = kernel_shape(meta)
         if kind in self.storages:
-            place, inside = self.place(kind, name)
-            return self.assign(f"tl.load({place}, mask={inside}, other=0)", shape, meta.dtype)
-        if kind == "place":
-            if key == KEY:
-                return self.once(Value(f"tl.load(keys + {self._columns.load('key')})", (), torch.int32))
+            address, inside = self.address(kind, name)
+            return self.assign(f"tl.load({address}, mask={inside}, other=0)", shape, meta.dtype)
+        if key == NOISE_KEY:
+            return self.once(Value(f"tl.load(keys + {self._columns.load('key')})", (), torch.int32))
+        if kind == "noise_part":
             first = self.once(Value(f"{self._columns.load(name)}.to(tl.int32)", (), torch.int32))
-            if key == HIGH:
+            if key == NOISE_HIGH:
                 return first
-            code = f"{first.code} + {'col0' if key == LOW else '0' if self._tile.rows == 1 else 'rows'}"
-            return self.assign(code, shape, torch.int32)
+            offset = "col0"
+            if key == NOISE_LINE:
+                offset = "0" if self._tile.is_line else "rows"
+            return self.assign(f"{first.code} + {offset}", shape, torch.int32)
         if kind in ("row", "col"):
             source = source_of(self._vectors[key])
             at, limit = ("rows", "R") if kind == "row" else ("cols", "C")
             vector = self.text.once(f"work + {self._columns.load('vector', source)}")
             return self.assign(f"tl.load({vector} + {at}, mask={at} < {limit}, other=0.0)", shape, torch.float32)
         if key in self._vectors:
-            return self.once(self._scalars.stored(self._vectors[key]))
+            return self.once(self._scalars.vector(self._vectors[key]))
         if kind == "reading":
-            return self.once(self._scalars.input(self._scalars.update.graph.inputs[key]))  # type: ignore[arg-type]
-        return self.once(self._scalars.number(self._kind.numbers.index(name), single=True))
+            reading = self._scalars.known(self._scalars.update.graph.inputs[key])
+            assert reading is not None
+            return self.once(reading)
+        return self.once(self._scalars.number(self._scalars.update.kind.numbers.index(name), single=True))
 
     def reshaped(self, node: fx.Node, value: Value) -> Value:
         shape = kernel_shape(node.meta["val"])
@@ -128,83 +148,120 @@ class TilePrinter(Printer):
     def reduced(self, node: fx.Node, value: Value) -> Value:
         """Returns a sum or maximum within a tile, for example over a group."""
         functions = {"sum": "tl.sum({}, {}, keep_dims={})", "amax": "largest({}, {}, {})"}
-        name, ndim = op_name(node), node.args[0].meta["val"].ndim  # type: ignore[union-attr]
-        if name not in functions or len(node.args[1]) > 1:  # type: ignore[arg-type]
+        name = op_name(node)
+        ndim = arg(node).meta["val"].ndim
+        axes: Any = node.args[1] if len(node.args) > 1 else ()
+        keep = len(node.args) > 2 and node.args[2]
+        if name not in functions or len(axes) != 1:
             raise UnsupportedError(f"{node.format_node()} is not supported in Triton")
-        (axis,), keep = (*node.args[1:], False)[:2]  # type: ignore[misc]
-        code = functions[name].format(value.code, axis % ndim - ndim + len(value.shape), bool(keep))
+        code = functions[name].format(value.code, axes[0] % ndim - ndim + len(value.shape), bool(keep))
         return self.assign(code, kernel_shape(node.meta["val"]), value.dtype)
 
+    def write_tensors(self, results: Mapping[Any, fx.Node]) -> None:
+        """Prints the stores of the tensors of a tile that the pass changes."""
+        for (name, n), node in results.items():
+            if node.op != "placeholder":
+                value = self.value(node)
+                address, inside = self.address(name, n)
+                self.lines.append(f"tl.store({address}, {value.code}, mask={inside})")
 
-def pass_text(scalars: Scalars, columns: Columns, number: int, reached: Pass, tile: Tile, *, aligned: bool) -> str:
+    def write_sums(self, number: int, results: Mapping[Any, fx.Node]) -> None:
+        """Prints the partial sums of pass `number`. Sums over several tiles continue in `before` and `after`."""
+        rows, cols = self._tile.rows, self._tile.cols
+        for n, ((kind, _), node) in enumerate(results.items()):
+            value = self.value(node)
+            if value.shape != (rows, cols):  # the value needs broadcasting
+                value = self.assign(f"tl.broadcast_to({value.code}, [{rows}, {cols}])", (rows, cols), value.dtype)
+            partial = self.text.once(f"work + {self._columns.load('partial', (number, n))}")
+            if kind in ("row", "row_max"):
+                of_row = self._row_sum(value) if kind == "row" else f"largest({_masked(value, LOWEST)}, 1, False)"
+                at = f"row0 + tl.arange(0, {rows})"
+                self.lines.append(f"tl.store({partial} + across.to(tl.int64) * R + {at}, {of_row}, mask={at} < R)")
+            elif kind == "col":
+                at = f"col0 + tl.arange(0, {cols})"
+                self._sum_over_tiles(f"sum{n}", f"[{rows}, {cols}]", _masked(value))
+                total = f"tl.sum(sum{n}, 0)"
+                self.after.append(f"tl.store({partial} + down.to(tl.int64) * C + {at}, {total}, mask={at} < C)")
+            elif self._tile.is_line:
+                self._sum_over_tiles(f"sum{n}", f"[{rows}, {cols}]", _masked(value))
+                self.after.append(f"tl.store({partial} + tile, tl.sum(tl.sum(sum{n}, 1), 0))")
+            else:
+                self._sum_over_tiles(f"sum{n}", f"[{rows}]", self._row_sum(value))
+                self.after.append(f"tl.store({partial} + tile, tl.sum(sum{n}, 0))")
+
+    def _sum_over_tiles(self, name: str, shape: str, code: str) -> None:
+        self.before.append(f"{name} = tl.zeros({shape}, tl.float32)")
+        self.lines.append(f"{name} += {code}")
+
+    def _row_sum(self, value: Value) -> str:
+        """Returns the sum of each row, which a row sum and a scalar sum of one value share."""
+        if value.code not in self._row_sums:
+            self._row_sums[value.code] = self.assign(f"tl.sum({_masked(value)}, 1)").code
+        return self._row_sums[value.code]
+
+
+def _masked(value: Value, other: str = "0.0") -> str:
+    return f"tl.where(inside1, {value.code}, {other})"
+
+
+def pass_text(scalars: Scalars, columns: Columns, number: int, reached: Pass, tile: TileSize, *, aligned: bool) -> str:
     """Returns the source of the kernel for pass `number`."""
     graph = trace_tile(scalars.update.kind, reached, tile)
     printer = TilePrinter(scalars, columns, reached, graph, tile, aligned=aligned)
-    line, (rows, cols), before, after = tile.rows == 1, (tile.rows, tile.cols), list[str](), list[str]()
-    row_sums: dict[str, str] = {}  # shared by scalar sums
-
-    def masked(value: Value, other: str = "0.0") -> str:
-        return f"tl.where(inside1, {value.code}, {other})"
-
-    def row_sum(value: Value) -> str:
-        if value.code not in row_sums:
-            row_sums[value.code] = printer.assign(f"tl.sum({masked(value)}, 1)").code
-        return row_sums[value.code]
-
-    for which, (key, node) in enumerate(graph.results.items()):
-        if reached.sums is None:
-            if node.op != "placeholder":
-                value, (place, inside) = printer.value(node), printer.place(*key)
-                printer.lines.append(f"tl.store({place}, {value.code}, mask={inside})")
-            continue
-        value, acc = printer.value(node), f"sum{which}"
-        if value.shape != (rows, cols):  # the value needs broadcasting
-            value = printer.assign(f"tl.broadcast_to({value.code}, [{rows}, {cols}])", (rows, cols), value.dtype)
-        partial = printer.text.once(f"work + {columns.load('partial', (number, which))}")
-        if key[0] in ("row", "row_max"):
-            of_row = row_sum(value) if key[0] == "row" else f"largest({masked(value, LOWEST)}, 1, False)"
-            at = f"row0 + tl.arange(0, {rows})"
-            printer.lines.append(f"tl.store({partial} + across.to(tl.int64) * R + {at}, {of_row}, mask={at} < R)")
-        elif key[0] == "col":
-            before.append(f"{acc} = tl.zeros([{rows}, {cols}], tl.float32)")
-            printer.lines.append(f"{acc} += {masked(value)}")
-            at = f"col0 + tl.arange(0, {cols})"
-            after.append(f"tl.store({partial} + down.to(tl.int64) * C + {at}, tl.sum({acc}, 0), mask={at} < C)")
-        else:
-            before.append(f"{acc} = tl.zeros([{rows}{f', {cols}' if line else ''}], tl.float32)")
-            printer.lines.append(f"{acc} += {masked(value) if line else row_sum(value)}")
-            after.append(f"tl.store({partial} + tile, tl.sum({f'tl.sum({acc}, 1)' if line else acc}, 0))")
-
-    of_line = f"col0 = across * {tile.strip[1]} + step * {cols}"
-    of_rows = f"row0 = down * {tile.strip[0]} + step * {rows}"
-    loop = [of_line if line else of_rows, f"rows = row0 + tl.arange(0, {rows})[:, None]"]
+    if reached.sums is None:
+        printer.write_tensors(graph.results)
+    else:
+        printer.write_sums(number, graph.results)
     groups = {1, *(part.group for storage in printer.storages.values() for part in storage.parts)}
-    for group in sorted(groups):
-        by, at = f" // {group}" if group > 1 else "", f"tl.arange(0, {cols // group})[None, :]"
-        cols_of = "cols" if group == 1 else f"cols{group}"
-        loop += [
-            f"{cols_of} = col0{by} + {at}",
-            f"inside{group} = (rows < R) & ({cols_of} < C{by})",
-            f"base{group} = {'' if line else f'row0.to(tl.int64) * (stride{by}) + '}col0{by}",
-            f"offsets{group} = tl.arange(0, {rows})[:, None] * (stride{by}) + {at}",
-        ]
+    of_tile = [*_position(tile, sorted(groups)), *printer.lines]
+    start = _prologue(columns, tile, aligned)
+    length = tile.cols if tile.is_line else tile.rows
+    body = [
+        *printer.before,
+        f"for step in range(tl.minimum(tl.cdiv(rest, {length}), {tile.steps})):",
+        *(f"    {line}" for line in of_tile),
+        *printer.after,
+    ]
+    return printer.text.function(f"pass_{number}", scalars.args, start, body)
+
+
+def _prologue(columns: Columns, tile: TileSize, aligned: bool) -> list[str]:
+    """Returns the lines at the start of a program, which load the size and position of its strip."""
+    down, across = tile.strip
     names = {"R": "rows", "C": "cols", "stride": "stride"}
     sizes = [f"{name} = {columns.load(key)}.to(tl.int32)" for name, key in names.items()]
-    sizes += [f"{name} = tl.multiple_of({name}, 16)" for name in ("C", "stride") if aligned]
-    start = [
+    if aligned:
+        sizes += [f"{name} = tl.multiple_of({name}, 16)" for name in ("C", "stride")]
+    lines = [
         "row = table + tl.load(programs + tl.program_id(0)) * RECTANGLE_COLUMNS",
         *(f"{name} = {columns.load(name)}" for name in ("member", "group", "slice")),
         *sizes,
         f"tile = (tl.program_id(0) - {columns.load('first')}).to(tl.int32)",
-        f"strips = tl.cdiv(C, {tile.strip[1]})",
+        f"strips = tl.cdiv(C, {across})",
         "down, across = tile // strips, tile % strips",
-        "row0 = 0" if line else f"col0 = across * {cols}",
-        f"rest = C - across * {tile.strip[1]}" if line else f"rest = R - down * {tile.strip[0]}",
     ]
-    body = [
-        *before,
-        f"for step in range(tl.minimum(tl.cdiv(rest, {cols if line else rows}), {tile.steps})):",
-        *(f"    {text}" for text in [*loop, *printer.lines]),
-        *after,
-    ]
-    return printer.text.function(f"pass_{number}", scalars.args, start, body)
+    if tile.is_line:
+        return [*lines, "row0 = 0", f"rest = C - across * {across}"]
+    return [*lines, f"col0 = across * {tile.cols}", f"rest = R - down * {down}"]
+
+
+def _position(tile: TileSize, groups: Sequence[int]) -> list[str]:
+    """Returns the lines at the start of each tile, which compute the positions of its elements in tensors that have one
+    value for each group of columns.
+    """
+    down, across = tile.strip
+    lines = [f"row0 = down * {down} + step * {tile.rows}", f"rows = row0 + tl.arange(0, {tile.rows})[:, None]"]
+    if tile.is_line:
+        lines[0] = f"col0 = across * {across} + step * {tile.cols}"
+    for group in groups:
+        by = f" // {group}" if group > 1 else ""
+        cols = f"cols{group}" if group > 1 else "cols"
+        of_row = "" if tile.is_line else f"row0.to(tl.int64) * (stride{by}) + "
+        at = f"tl.arange(0, {tile.cols // group})[None, :]"
+        lines += [
+            f"{cols} = col0{by} + {at}",
+            f"inside{group} = (rows < R) & ({cols} < C{by})",
+            f"base{group} = {of_row}col0{by}",
+            f"offsets{group} = tl.arange(0, {tile.rows})[:, None] * (stride{by}) + {at}",
+        ]
+    return lines

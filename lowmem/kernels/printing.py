@@ -4,14 +4,14 @@ import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import fx
 
 from lowmem.errors import UnsupportedError
 
-TYPES = {
+TRITON_TYPES = {
     torch.float64: "tl.float64", torch.float32: "tl.float32", torch.bfloat16: "tl.bfloat16",
     torch.float16: "tl.float16", torch.int64: "tl.int64", torch.int32: "tl.int32", torch.int8: "tl.int8",
     torch.uint8: "tl.uint8", torch.bool: "tl.int1",
@@ -50,11 +50,11 @@ COMPARISONS = {"lt", "le", "gt", "ge", "eq", "ne", "isnan"}
 
 
 class Value(NamedTuple):
-    """code: a variable or literal.  shape: the shape in the kernel, () for scalars.  dtype: None for a literal."""
+    """The code of a value: a variable or a literal."""
 
     code: str
-    shape: tuple[int, ...] = ()
-    dtype: torch.dtype | None = None
+    shape: tuple[int, ...] = ()  # in the kernel
+    dtype: torch.dtype | None = None  # None for a literal
 
 
 def op_name(node: fx.Node) -> str:
@@ -66,6 +66,11 @@ def op_name(node: fx.Node) -> str:
     return name if name in ("_to_copy", "_unsafe_view") else name.strip("_")
 
 
+def arg(node: fx.Node, n: int = 0) -> fx.Node:
+    """Returns argument `n` of a node, which must be a node."""
+    return cast(fx.Node, node.args[n])
+
+
 def source_of(node: Any) -> fx.Node:
     """Returns the node that computes the values of a node, looking through changes of shape and copies."""
     while op_name(node) in RESHAPES | COPIES and not isinstance(node.args[-1], torch.dtype):
@@ -75,17 +80,19 @@ def source_of(node: Any) -> fx.Node:
 
 def closure(roots: Iterable[fx.Node], stop: Callable[[fx.Node], bool]) -> list[fx.Node]:
     """Returns the given nodes and all nodes that they are computed from, in the order of the graph."""
-    waiting, found = list(roots), set[fx.Node]()
+    waiting = list(roots)
+    found = set[fx.Node]()
     while waiting:
         node = waiting.pop()
         if node not in found:
             found.add(node)
-            waiting += [] if stop(node) else node.all_input_nodes
+            if not stop(node):
+                waiting += node.all_input_nodes
     return [node for node in next(iter(found)).graph.nodes if node in found] if found else []
 
 
 class Lines:
-    """The source of a kernel. head: expression → variable, for expressions that are computed once at the start."""
+    """The start of a kernel. head: expression → variable, for expressions that are computed once."""
 
     def __init__(self) -> None:
         self.head: dict[str, str] = {}
@@ -107,7 +114,9 @@ class Printer(ABC):
     """Prints requested nodes, each once. lines: the printed code.  values: the value of each printed node."""
 
     def __init__(self, text: Lines) -> None:
-        self.text, self.lines, self.values = text, list[str](), dict[fx.Node, Value]()
+        self.text = text
+        self.lines = list[str]()
+        self.values = dict[fx.Node, Value]()
 
     @abstractmethod
     def source(self, node: fx.Node) -> Value | None:
@@ -137,25 +146,27 @@ class Printer(ABC):
         """Returns a value converted to a dtype."""
         if value.dtype in (None, dtype):
             return value
-        code = f"{value.code} != 0" if dtype == torch.bool else f"{value.code}.to({TYPES[dtype]})"
+        code = f"{value.code} != 0" if dtype == torch.bool else f"{value.code}.to({TRITON_TYPES[dtype]})"
         return self.assign(code, value.shape, dtype)
 
     def _operation(self, node: fx.Node) -> Value:
-        name, meta, args = op_name(node), node.meta.get("val"), node.args
+        name = op_name(node)
+        args = node.args
+        meta: Any = node.meta.get("val")
         if name == "copy":
-            return self.cast(self.value(args[1]), meta.dtype)  # type: ignore[arg-type, union-attr]
-        if name.removesuffix("_like") in ("full", "scalar_tensor", "zeros", "ones"):
-            fill: Any = {"z": 0, "o": 1}.get(name[0], args[-1])
-            return Value(f"tl.full((), {_literal(fill)}, {TYPES[meta.dtype]})", (), meta.dtype)  # type: ignore[union-attr]
+            return self.cast(self.value(arg(node, 1)), meta.dtype)
+        if (filled := name.removesuffix("_like")) in ("full", "scalar_tensor", "zeros", "ones"):
+            fill: Any = {"zeros": 0, "ones": 1}.get(filled, args[-1])
+            return Value(f"tl.full((), {_literal(fill)}, {TRITON_TYPES[meta.dtype]})", (), meta.dtype)
         first = self.value(args[0]) if args and isinstance(args[0], fx.Node) else None
         if first is not None and name == "view" and isinstance(args[1], torch.dtype):
-            return self.assign(f"{first.code}.to({TYPES[args[1]]}, bitcast=True)", first.shape, args[1])
+            return self.assign(f"{first.code}.to({TRITON_TYPES[args[1]]}, bitcast=True)", first.shape, args[1])
         if first is not None and name in RESHAPES:
             return self.reshaped(node, first)
         if first is not None and name in COPIES:
             return first
         if first is not None and name == "_to_copy":
-            return self.cast(first, meta.dtype)  # type: ignore[union-attr]
+            return self.cast(first, meta.dtype)
         if first is not None and name in REDUCTIONS and not node.kwargs:
             return self.reduced(node, first)
         return self._pointwise(node, name, meta.dtype if isinstance(meta, torch.Tensor) else torch.int64)
@@ -165,32 +176,34 @@ class Printer(ABC):
             raise UnsupportedError(f"{node.format_node()} is not supported in Triton")
         if name == "clamp":
             return self._clamped(node, dtype)
-        operands = [arg for arg in node.args if isinstance(arg, fx.Node | int | float)]
+        operands = [each for each in node.args if isinstance(each, fx.Node | int | float)]
         if name == "pow" and operands[1] == 2:
             name, operands = "square", operands[:1]
         if name == "mul" and dtype == torch.bool:
             name = "bitwise_and"
-        args: list[Any] = [self.value(arg) if isinstance(arg, fx.Node) else arg for arg in operands]
+        args: list[Any] = [self.value(each) if isinstance(each, fx.Node) else each for each in operands]
         common = dtype
         if name in COMPARISONS:
-            values = [arg.meta["val"] if isinstance(arg, fx.Node) else arg for arg in operands]
+            values = [each.meta["val"] if isinstance(each, fx.Node) else each for each in operands]
             common = torch.result_type(values[0], values[-1])
         if name == "where":
-            return self._expression(name, [args[0], *(self._like(arg, dtype) for arg in args[1:])], dtype)
-        return self._expression(name, [self._like(arg, common) for arg in args], dtype)
+            return self._expression(name, [args[0], *(self._like(each, dtype) for each in args[1:])], dtype)
+        return self._expression(name, [self._like(each, common) for each in args], dtype)
 
-    def _like(self, arg: Any, dtype: torch.dtype) -> Value:
+    def _like(self, operand: Any, dtype: torch.dtype) -> Value:
         """Returns an operand in the dtype of an operation."""
-        if isinstance(arg, Value):
-            return self.cast(arg, dtype)
-        arg = float(arg) if dtype.is_floating_point else arg
-        if dtype == torch.float64 or (isinstance(arg, float) and 0 < abs(arg) < 2.0**-126):
-            return Value(f"tl.full((), {_literal(arg)}, {TYPES[dtype]})")  # otherwise Triton chooses the dtype
-        return Value(_literal(arg))
+        if isinstance(operand, Value):
+            return self.cast(operand, dtype)
+        if dtype.is_floating_point:
+            operand = float(operand)
+        if dtype == torch.float64 or (isinstance(operand, float) and 0 < abs(operand) < 2.0**-126):
+            # otherwise Triton chooses the dtype
+            return Value(f"tl.full((), {_literal(operand)}, {TRITON_TYPES[dtype]})")
+        return Value(_literal(operand))
 
     def _clamped(self, node: fx.Node, dtype: torch.dtype) -> Value:
-        value, low, high = (*node.args, None, None)[:3]
-        result = self.value(value)  # type: ignore[arg-type]
+        _, low, high = (*node.args, None, None)[:3]
+        result = self.value(arg(node))
         for limit, name in ((node.kwargs.get("min", low), "maximum"), (node.kwargs.get("max", high), "minimum")):
             if limit is not None:
                 bound = self.value(limit) if isinstance(limit, fx.Node) else limit
@@ -198,13 +211,17 @@ class Printer(ABC):
         return result
 
     def _expression(self, name: str, args: list[Value], dtype: torch.dtype) -> Value:
-        more = IN_DOUBLE if dtype == torch.float64 else {} if dtype.is_floating_point else OF_INTEGERS
-        if not (code := (EXPRESSIONS | more).get(name)):
+        expressions = EXPRESSIONS
+        if dtype == torch.float64:
+            expressions = EXPRESSIONS | IN_DOUBLE
+        elif not dtype.is_floating_point:
+            expressions = EXPRESSIONS | OF_INTEGERS
+        if not (code := expressions.get(name)):
             raise UnsupportedError(f"{name} is not supported in Triton")
-        rank = max(len(arg.shape) for arg in args)
-        wide = [(1,) * (rank - len(arg.shape)) + arg.shape for arg in args]
-        shape = tuple(max(sizes) for sizes in zip(*wide, strict=True))
-        return self.assign(code.format(*(_of_rank(arg, rank) for arg in args)), shape, dtype)
+        rank = max(len(value.shape) for value in args)
+        shapes = [(1,) * (rank - len(value.shape)) + value.shape for value in args]
+        shape = tuple(max(sizes) for sizes in zip(*shapes, strict=True))
+        return self.assign(code.format(*(_of_rank(value, rank) for value in args)), shape, dtype)
 
 
 def _of_rank(value: Value, rank: int) -> str:

@@ -3,12 +3,13 @@
 from collections.abc import Sequence
 
 from lowmem.kernels.between import Between
-from lowmem.kernels.inputs import Columns, Scalars, Tile
+from lowmem.kernels.inputs import Columns, Scalars, TileSize
 from lowmem.kernels.passes import pass_text
 from lowmem.tiles.traced import TracedUpdate
 
 # 16 elements per thread fit into registers, and loads are 16 bytes wide.
-MATRIX, LINE = Tile(8, 256, 16), Tile(1, 2048, 16)
+MATRIX_TILE = TileSize(8, 256, 16)
+LINE_TILE = TileSize(1, 2048, 16)
 
 
 def is_line(update: TracedUpdate, shape: Sequence[int]) -> bool:
@@ -29,17 +30,25 @@ class Source:
     """
 
     def __init__(self, update: TracedUpdate, *, line: bool, aligned: bool) -> None:
-        self.update, self.aligned, self.tile = update, aligned, LINE if line else MATRIX
-        self.rectangles, self.slices, self.scalars = Columns("row"), Columns("row"), Scalars(update)
+        self.update = update
+        self.aligned = aligned
+        self.tile = LINE_TILE if line else MATRIX_TILE
+        self.rectangles = Columns("row")
+        self.slices = Columns("row")
+        self.scalars = Scalars(update)
         between = Between(self.scalars, self.slices)
-        self.steps, text = list[tuple[str, int]](), ""
+        self.steps = list[tuple[str, int]]()
+        text = ""
         for n, reached in enumerate(update.passes):
             if before := between.text(n):
                 self.steps.append((f"between_{n}", n))
             self.steps.append((f"pass_{n}", n))
             text += before + pass_text(self.scalars, self.rectangles, n, reached, self.tile, aligned=aligned)
-        columns = (len(each) for each in (self.rectangles.keys, self.slices.keys, self.scalars.slots))
-        counts = zip(("RECTANGLE_COLUMNS", "SLICE_COLUMNS", "SLOTS"), columns, strict=True)
-        self.text = "".join(f"{name} = tl.constexpr({count})\n" for name, count in counts) + text
+        counts = {
+            "RECTANGLE_COLUMNS": len(self.rectangles.keys),
+            "SLICE_COLUMNS": len(self.slices.keys),
+            "SLOTS": len(self.scalars.slots),
+        }
+        self.text = "".join(f"{name} = tl.constexpr({count})\n" for name, count in counts.items()) + text
         self.vectors = {node: str(between.sides[node]) for kind, node in self.slices.keys if kind == "vector"}
         self.results = list(update.graph.results)

@@ -79,16 +79,14 @@ def linear_cross_entropy(
 
 @dataclass(frozen=True)
 class _Options:
-    """Arguments of `_TokenLosses` that are not tensors. dtype: dtype of the operands of products.  learns: whether
-    hidden states need a gradient.  keeps: see `token_losses`.
-    """
+    """Arguments of `_TokenLosses` that are not tensors, because `Function.apply` does not take keyword arguments."""
 
     head: Head
     metrics: Sequence[str]
     gather: Gather
-    dtype: torch.dtype
-    learns: bool
-    keeps: bool
+    dtype: torch.dtype  # of the operands of products
+    needs_hidden_grad: bool
+    caches_probabilities: bool  # see `token_losses`
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -100,28 +98,29 @@ def token_losses(
     head: Head,
     metrics: Sequence[str] = (),
     gather: Gather = nullcontext,
-    keeps: bool = False,
+    caches_probabilities: bool = False,
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Computes the loss of each token.
 
     Args:
-        hidden: [tokens, size].  weight: [vocabulary, size].  bias: [vocabulary].
+        hidden: [tokens, size].
+        weight, bias: [vocabulary, size] and [vocabulary].
         targets: integers [tokens], the label of each token.
         metrics: names of `METRICS`.
         gather: returns a context in which the weight and the bias are gathered.
-        keeps: store the probabilities if they fit into half of the head's memory, so that backward does not recompute
-            logits for the gradient of the weight.
+        caches_probabilities: store the probabilities if they fit into half of the head's memory, so that backward does
+            not recompute logits for the gradient of the weight.
 
     Returns:
         The losses and the log-sum-exps of the logits, float32 [tokens], and the metrics, each [tokens].
     """
-    learns = torch.is_grad_enabled() and hidden.requires_grad
+    needs_hidden_grad = torch.is_grad_enabled() and hidden.requires_grad
     if hidden.device.type != "cpu":
         dtype = autocast_dtype(hidden.device) or hidden.dtype
     else:  # a CPU, where float16 products are slow
         dtype = torch.bfloat16 if hidden.dtype == weight.dtype == torch.bfloat16 else torch.float32
     losses, log_sums, *values = _TokenLosses.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, bias, targets, _Options(head, metrics, gather, dtype, learns, keeps)
+        hidden, weight, bias, targets, _Options(head, metrics, gather, dtype, needs_hidden_grad, caches_probabilities)
     )
     return losses, log_sums, dict(zip(metrics, values, strict=True))
 
@@ -132,36 +131,43 @@ class _TokenLosses(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, options: _Options
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        (tokens, size), head, kept = hidden.shape, options.head, None
+        tokens, size = hidden.shape
+        head = options.head
+        probabilities = None
         results = {
             name: hidden.new_empty(tokens, dtype=torch.bool if name == "is_top1" else torch.float32)
             for name in ("losses", "log_sums", *options.metrics)
         }
-        if options.learns:
+        if options.needs_hidden_grad:
             results["directions"] = torch.empty_like(hidden)
         with options.gather(), autocast(hidden.device, None):
-            targets, rows = _checked(targets, len(weight)), len(weight)
-            keeps = options.keeps and options.learns and weight.requires_grad and bias is None
-            keeps &= options.dtype == weight.dtype != torch.float16
-            if keeps and 2 * tokens * rows * weight.dtype.itemsize <= head.available(hidden.device):
-                kept = hidden.new_empty(tokens, rows, dtype=weight.dtype)
-            step = head.tokens(rows, size, hidden.device, 0 if kept is None else kept.nbytes)
+            rows = len(weight)
+            targets = _checked(targets, rows)
+            caches = options.caches_probabilities and options.needs_hidden_grad and weight.requires_grad
+            caches &= bias is None and options.dtype == weight.dtype != torch.float16
+            nbytes = tokens * rows * weight.dtype.itemsize
+            if caches and 2 * nbytes <= head.available(hidden.device):
+                probabilities = hidden.new_empty(tokens, rows, dtype=weight.dtype)
+            step = head.tokens(rows, size, hidden.device, in_use=0 if probabilities is None else nbytes)
             for start in block_starts(tokens, step, hidden):
                 part = slice(start, start + step)
-                into = None if kept is None else kept[part]
-                scanned = _scan(hidden[part].to(options.dtype), weight, bias, targets[part], options, into)
+                out = None if probabilities is None else probabilities[part]
+                scanned = _scan(hidden[part].to(options.dtype), weight, bias, targets[part], options, out)
                 for name, result in results.items():
                     result[part] = scanned[name]
-        directions, losses, log_sums = results.pop("directions", None), results["losses"], results["log_sums"]
-        ctx.save_for_backward(hidden, weight, bias, targets, losses, log_sums, directions, kept)
+        directions = results.pop("directions", None)
+        ctx.save_for_backward(
+            hidden, weight, bias, targets, results["losses"], results["log_sums"], directions, probabilities
+        )
         ctx.options = options
         ctx.mark_non_differentiable(*(results[name] for name in options.metrics))
         return tuple(results.values())
 
     @staticmethod
     def backward(ctx: Any, of_losses: Tensor | None, of_log_sums: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets, losses, log_sums, directions, kept = ctx.saved_tensors
-        head, gather = ctx.options.head, ctx.options.gather
+        hidden, weight, bias, targets, losses, log_sums, directions, probabilities = ctx.saved_tensors
+        head = ctx.options.head
+        gather = ctx.options.gather
         grad_hidden = grad_weight = grad_bias = None
         if of_losses is None and of_log_sums is None:
             return None, None, None, None, None
@@ -179,11 +185,11 @@ class _TokenLosses(torch.autograd.Function):
                 with gather():
                     grad_hidden += rows_of(weight, targets) * slope[:, None].to(hidden.dtype)
         del directions
-        if kept is not None and of_log_sums is None:
+        if probabilities is not None and of_log_sums is None:
             with autocast(hidden.device, None):
-                grad_weight = kept.t() @ (hidden * grad[:, None]).to(kept.dtype)
+                grad_weight = probabilities.t() @ (hidden * grad[:, None]).to(probabilities.dtype)
         elif ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
-            del kept
+            del probabilities
             with gather():
                 grads = HeadGradient(
                     hidden, weight.detach(), bias, targets, log_sums, grad, of_targets, head, ctx.options.dtype
@@ -198,23 +204,27 @@ class _TokenLosses(torch.autograd.Function):
 
 
 def _scan(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, options: _Options, into: Tensor | None
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, options: _Options, out: Tensor | None
 ) -> dict[str, Tensor]:
     """Computes the losses of some tokens from all of their logits.
 
     Args:
-        hidden: [tokens, size], in the dtype of products.  weight: [vocabulary, size].  bias: [vocabulary].
+        hidden: [tokens, size], in the dtype of products.
+        weight, bias: [vocabulary, size] and [vocabulary].
         targets: int64 [tokens].
-        into: output for the gradient of each loss with respect to its token's products, [tokens, vocabulary].
+        out: output for the gradient of each loss with respect to its token's products, [tokens, vocabulary].
 
     Returns:
         "losses" and "log_sums", float32 [tokens]; the metrics, each [tokens]; and if hidden states need gradients,
         "directions" [tokens, size], the gradient of each loss with respect to its token's hidden state.
     """
-    head, smoothing, metrics = options.head, options.head.label_smoothing, options.metrics
+    head = options.head
+    metrics = options.metrics
+    smoothing = head.label_smoothing
     z, slope = head.logits(hidden, weight, bias)
     results = {}
-    label, (largest, top_row) = z.gather(1, targets[:, None])[:, 0], z.max(-1)
+    label = z.gather(1, targets[:, None])[:, 0]
+    largest, top_row = z.max(-1)
     if smoothing or "mean_logits" in metrics:
         results["mean_logits"] = z.mean(-1)
     if "is_top1" in metrics:
@@ -234,13 +244,13 @@ def _scan(
         results["entropy"] = log_sums - sum_exp_z / sum_exp
     if "log_sum_sq_probs" in metrics:
         results["log_sum_sq_probs"] = e.square().sum(-1).log() - 2 * sum_exp.log()
-    if options.learns:
+    if options.needs_hidden_grad:
         scale = 1024.0 if hidden.dtype == torch.float16 else 1.0  # small probabilities would underflow in float16
         grads = torch.full_like(sum_exp, scale)
         of_products = head.of_products(e.mul_((1 / sum_exp)[:, None]), grads, grads, targets, 0, len(weight))
         if slope is not None:
             of_products.mul_(slope)
-        factors = of_products.to(hidden.dtype) if into is None else into.copy_(of_products)
+        factors = of_products.to(hidden.dtype) if out is None else out.copy_(of_products)
         del e, slope, of_products
         results["directions"] = head.times(factors, weight) / scale
     return results

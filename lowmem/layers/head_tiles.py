@@ -18,7 +18,8 @@ from lowmem.tiles.quantized import QuantizedWeight, plain
 
 # Default memory for the temporaries of a head, in bytes. With small tiles, a GPU waits for the host:
 # on an H200, four times the memory halves the step time of a model with 1B parameters.
-MEMORY, GPU_MEMORY = 128 << 20, 512 << 20
+MEMORY = 128 << 20
+GPU_MEMORY = 512 << 20
 
 # Bytes per element of a tile of logits: for the logits, their exponentials, and the product of both.
 _TILE = 12
@@ -29,7 +30,8 @@ _ROW = 8
 
 # Bytes of weight rows that are cast or dequantized at a time. A CPU allocator gets larger tensors from the system and
 # returns them each time, which for few tokens takes longer than the products.
-SLICE, GPU_SLICE = 8 << 20, 64 << 20
+SLICE = 8 << 20
+GPU_SLICE = 64 << 20
 
 # Options cannot be tensors, because a learned tensor would not get a gradient.
 _CHECKS = {
@@ -83,7 +85,8 @@ class Head:
         """Computes a tile of logits.
 
         Args:
-            hidden: [tokens, size], in the dtype of products.  weight: [rows, size].  bias: [rows].
+            hidden: [tokens, size], in the dtype of products.
+            weight, bias: [rows, size] and [rows].
 
         Returns:
             The logits, float32 [tokens, rows], and the derivative of tanh at each logit, or None without `softcap`.
@@ -98,7 +101,9 @@ class Head:
         if bias is not None:
             product.add_(bias)
         if self.softcap is None:
-            return product.mul_(self.slope) if self.slope != 1 else product, None
+            if self.slope != 1:
+                product.mul_(self.slope)
+            return product, None
         tanh = product.mul_(self.logit_scale / self.softcap).tanh_()
         derivative = 1 - tanh.square()
         return tanh.mul_(self.softcap / self.temperature), derivative
@@ -127,11 +132,14 @@ class Head:
         """Converts probabilities to the gradient of the products y, in-place, without the derivative of tanh.
 
         Args:
-            p: probabilities [tokens, rows] for the rows from `first` on. total: number of rows in the vocabulary.
+            p: probabilities [tokens, rows].
             grad, of_targets: see `HeadGradient`.
             targets: int64 [tokens].
+            first: number of the first row.
+            total: number of rows in the vocabulary.
         """
-        grad, of_targets = grad * self.slope, of_targets * self.slope
+        grad = grad * self.slope
+        of_targets = of_targets * self.slope
         p.mul_(grad[:, None])
         if self.label_smoothing:
             p.sub_(grad[:, None], alpha=self.label_smoothing / total)
@@ -139,10 +147,10 @@ class Head:
         of_labels = torch.where((at >= 0) & (at < p.shape[1]), (self.label_smoothing - 1) * of_targets, 0.0)
         return p.scatter_add_(1, at.clamp(0, p.shape[1] - 1)[:, None], of_labels[:, None])
 
-    def tokens(self, vocabulary: int, size: int, device: torch.device, kept: int) -> int:
-        """Returns the number of tokens per tile with the full vocabulary. kept: bytes that are in use by others."""
+    def tokens(self, vocabulary: int, size: int, device: torch.device, in_use: int) -> int:
+        """Returns the number of tokens per tile with the full vocabulary. in_use: bytes of the memory that are used."""
         self.tile(1, vocabulary, size, device)  # raises if there is too little
-        return max(1, (self.available(device) - kept) // (_TILE * vocabulary + _ROW * size))
+        return max(1, (self.available(device) - in_use) // (_TILE * vocabulary + _ROW * size))
 
     def tile(self, tokens: int, vocabulary: int, size: int, device: torch.device) -> tuple[int, int]:
         """Returns the numbers of tokens and of vocabulary rows in a tile. It uses half of the memory, because the
@@ -151,28 +159,34 @@ class Head:
         Raises:
             ConfigError: `memory` is not enough for one token and one row.
         """
-        memory, needed = self.available(device), 2 * _ROW * size + _TILE
+        memory = self.available(device)
+        needed = 2 * _ROW * size + _TILE
         if memory < needed:
             raise ConfigError(
                 f"head_memory={memory:,} bytes is not enough for one row of a vocabulary matrix with {size} columns, "
                 f"which needs {needed:,}. Increase it, or omit it to use the default"
             )
-        side, row = max(memory // 2, needed) / _TILE, _ROW * size / _TILE
-        square = int(math.sqrt(row**2 + side) - row)
+        # x tokens and x rows need x² + 2·row·x elements of a tile; `square` is the positive root
+        elements = max(memory // 2, needed) / _TILE
+        row = _ROW * size / _TILE
+        square = int(math.sqrt(row**2 + elements) - row)
         parts = -(-tokens // max(square, 1))
         tokens = max(1, -(-tokens // max(parts, 1)))
-        rows = max(1, int((side - row * tokens) / (row + tokens)))
-        return tokens, min(rows if rows < 64 else rows // 64 * 64, vocabulary)
+        rows = max(1, int((elements - row * tokens) / (row + tokens)))
+        if rows >= 64:
+            rows = rows // 64 * 64
+        return tokens, min(rows, vocabulary)
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
-    """Returns `left @ right` in float32."""
+    """Returns `left @ right` in float32. On a CPU it sets the precision of mkldnn's products during this product."""
     if left.dtype == torch.float32:
         return left @ right
     if left.device.type != "cpu":
         return torch.mm(left, right, out_dtype=torch.float32)
     settings = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
-    before, settings.fp32_precision = settings.fp32_precision, "bf16"
+    before = settings.fp32_precision
+    settings.fp32_precision = "bf16"
     try:  # CPUs with fast bfloat16 products can return float32
         return left.float() @ right.float()
     finally:
@@ -192,7 +206,9 @@ class HeadGradient:
     """Computes the gradients of a head's weight and bias in one backward.
 
     Attributes:
-        hidden: [tokens, size].  weight: [vocabulary, size].  bias: [vocabulary].  targets: int64 [tokens].
+        hidden: [tokens, size].
+        weight, bias: [vocabulary, size] and [vocabulary].
+        targets: int64 [tokens].
         log_sums: log-sum-exp of each token's logits, float32 [tokens].
         grad, of_targets: derivatives of the loss with respect to each log-sum-exp, and with respect to minus the logit
             of each label, float32 [tokens].
@@ -216,21 +232,23 @@ class HeadGradient:
 
     def of_weight(self) -> Tensor:
         """Returns the gradient of the weight, [vocabulary, size] in its dtype, rounded once."""
-        weight, step = self.weight, self._tile[1]
+        weight = self.weight
+        _, step = self._tile
         grad = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
         with autocast(grad.device, None):
-            for start, into in zip(range(0, len(grad), step), grad.split(step), strict=True):
-                rows = torch.zeros(into.shape, dtype=torch.float32, device=grad.device)
+            for start, out in zip(range(0, len(grad), step), grad.split(step), strict=True):
+                rows = torch.zeros(out.shape, dtype=torch.float32, device=grad.device)
                 for part in self.head.slices(weight[start : start + len(rows)], self.dtype):
                     block = rows[part]
                     for hidden, of_products in self._tiles(start + (part.start or 0), len(block)):
                         add_product(block, of_products.t(), hidden)
-                into.copy_(rows)
+                out.copy_(rows)
         return grad
 
     def of_bias(self) -> Tensor:
         """Returns the gradient of the bias, float32 [vocabulary]."""
-        grad, step = torch.zeros(len(self.weight), dtype=torch.float32, device=self.hidden.device), self._tile[1]
+        _, step = self._tile
+        grad = torch.zeros(len(self.weight), dtype=torch.float32, device=self.hidden.device)
         with autocast(grad.device, None):
             for start in range(0, len(grad), step):
                 for _, of_products in self._tiles(start, step):
@@ -241,7 +259,8 @@ class HeadGradient:
         """Yields, for consecutive blocks of tokens, the hidden states [tokens, size] and the gradient of their products
         with `count` weight rows from `start` on, float32 [tokens, rows].
         """
-        rows, step, total = slice(start, start + count), self._tile[0], len(self.weight)
+        rows = slice(start, start + count)
+        step, _ = self._tile
         weight = plain(self.weight[rows]).to(self.dtype)
         bias = None if self.bias is None else self.bias[rows]
         for first in range(0, len(self.hidden), step):
@@ -251,6 +270,6 @@ class HeadGradient:
             p = z.sub_(self.log_sums[tokens, None]).exp_()
             del z
             of_products = self.head.of_products(
-                p, self.grad[tokens], self.of_targets[tokens], self.targets[tokens], start, total
+                p, self.grad[tokens], self.of_targets[tokens], self.targets[tokens], start, len(self.weight)
             )
             yield hidden, of_products if slope is None else of_products.mul_(slope)

@@ -7,6 +7,7 @@ and reductions over the vocabulary for some rows at a time. Every other operatio
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -61,20 +62,30 @@ class Source:
             weight, bias = self.parameters()
             bias = None if bias is None else bias.to(hidden.dtype)
             z = F.linear(hidden, weight.to(hidden.dtype), bias).to(self.dtype)
-        head, cap = self.head, self.head.softcap
-        z = z * head.slope if cap is None else torch.tanh(z * (head.logit_scale / cap)) * (cap / head.temperature)
+        head = self.head
+        if head.softcap is None:
+            z = z * head.slope
+        else:
+            z = torch.tanh(z * (head.logit_scale / head.softcap)) * (head.softcap / head.temperature)
         return z.log_softmax(-1) if self.normalized else z
 
     def losses(
-        self, targets: Tensor, metrics: Sequence[str] = (), label_smoothing: Any = 0.0, keeps: bool = False
+        self,
+        targets: Tensor,
+        metrics: Sequence[str] = (),
+        label_smoothing: Any = 0.0,
+        caches_probabilities: bool = False,
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Computes losses, log-sum-exps and `METRICS` with the shape of `targets`; see `token_losses`."""
-        head, shape = replace(self.head, label_smoothing=label_smoothing), self.hidden.shape[:-1]
-        hidden, gather = self.hidden.flatten(0, -2), self.gather_weight
-        with gather():
-            matrices = hidden, *self.parameters()
-            losses, sums, values = token_losses(*matrices, targets.flatten(), head, metrics, gather, keeps)
-        return losses.view(shape), sums.view(shape), {name: value.view(shape) for name, value in values.items()}
+        head = replace(self.head, label_smoothing=label_smoothing)
+        hidden = self.hidden.flatten(0, -2)
+        with self.gather_weight():
+            weight, bias = self.parameters()
+            losses, log_sums, values = token_losses(
+                hidden, weight, bias, targets.flatten(), head, metrics, self.gather_weight, caches_probabilities
+            )
+        shape = self.hidden.shape[:-1]
+        return losses.view(shape), log_sums.view(shape), {name: value.view(shape) for name, value in values.items()}
 
     def over_vocabulary(self, dim: Any) -> bool:
         """Returns whether a dimension is the last one."""
@@ -86,7 +97,8 @@ class Source:
 
     def rows(self, change: Callable[[Tensor], Any]) -> Any:
         """Applies a function that does not change the last dimension, and returns `Logits` or a tuple of `Logits`."""
-        hidden, log_sum = change(self.hidden), None if self.log_sum is None else change(self.log_sum)
+        hidden = change(self.hidden)
+        log_sum = None if self.log_sum is None else change(self.log_sum)
         if isinstance(hidden, Tensor):
             return self.but(hidden=hidden, log_sum=log_sum)
         log_sums = [None] * len(hidden) if log_sum is None else log_sum
@@ -94,25 +106,23 @@ class Source:
 
     # -- torch functions; NotImplemented: computed from the matrix -----------------------------------------------------
 
-    def _cast(self, func: Any, *args: Any, **options: Any) -> Any:
+    def cast(self, func: Any, *args: Any, **options: Any) -> Any:
         before = torch.zeros((), dtype=self.dtype, device=self.hidden.device)
         after = func(before, *args, **options)
         known = after.device == before.device and after.dtype != torch.float64
         return self.but(dtype=after.dtype) if known else NotImplemented
 
-    float = half = bfloat16 = to = _cast
-
-    def _scale(self, func: Any, factor: Any, **options: Any) -> Any:
+    def scale(self, func: Any, factor: Any, **options: Any) -> Any:
         if options or not isinstance(factor, int | float) or factor <= 0 or self.normalized:
             return NotImplemented
         if func.__name__ == "div_" and factor != 1:  # would also have to modify other logits that share these rows
             return NotImplemented
-        head, factor = self.head, 1 / factor if "div" in func.__name__ else factor
+        head = self.head
+        if "div" in func.__name__:
+            factor = 1 / factor
         if head.softcap is None:
             return self.but(head=replace(head, logit_scale=head.logit_scale * factor), log_sum=None)
         return self.but(head=replace(head, temperature=head.temperature / factor), log_sum=None)
-
-    mul = __mul__ = __rmul__ = div = div_ = __truediv__ = _scale
 
     def tanh(self, func: Any) -> Any:
         capped = self.head.softcap is not None or self.normalized
@@ -122,22 +132,18 @@ class Source:
         log_sum = None if self.log_sum is None else self.log_sum.detach()
         return self.but(hidden=self.hidden.detach(), log_sum=log_sum, attached=False)
 
-    def _reshape(self, func: Any, *args: Any, **options: Any) -> Any:
+    def reshape(self, func: Any, *args: Any, **options: Any) -> Any:
         after = func(torch.empty(self.shape, dtype=self.dtype, device="meta"), *args, **options)
         if after.dtype != self.dtype or after.shape[-1] != self.vocabulary:
             return NotImplemented
         return self.rows(lambda tensor: tensor.reshape(*after.shape[:-1], tensor.shape[-1]))
 
-    view = reshape = flatten = contiguous = _reshape
-
-    def _select(self, func: Any, *args: Any, **options: Any) -> Any:
+    def select(self, func: Any, *args: Any, **options: Any) -> Any:
         at = int(func.__name__ in ("split", "chunk"))  # the position of `dim` among the arguments
         dim = options.get("dim", args[at] if len(args) > at else 0)
         return NotImplemented if self.over_vocabulary(dim) else self.rows(lambda t: func(t, *args, **options))
 
-    split = chunk = unbind = index_select = _select
-
-    def __getitem__(self, func: Any, index: Any) -> Any:
+    def index(self, func: Any, index: Any) -> Any:
         items = index if isinstance(index, tuple) else (index,)
         indexed = sum(item.ndim if isinstance(item, Tensor) and item.dtype == torch.bool else 1 for item in items)
         may_be_last = indexed >= self.hidden.ndim or any(item is ... for item in items[:-1])
@@ -168,9 +174,16 @@ class Source:
         return (log_sum if keepdim else log_sum[..., 0]).to(self.dtype)
 
     def cross_entropy(
-        self, func: Any, target: Tensor, weight: Any = None, size_average: Any = None,
-        ignore_index: int = -100, reduce: Any = None, reduction: str = "mean", label_smoothing: Any = 0.0,
-    ) -> Any:  # fmt: skip
+        self,
+        func: Any,
+        target: Tensor,
+        weight: Any = None,
+        size_average: Any = None,
+        ignore_index: int = -100,
+        reduce: Any = None,
+        reduction: str = "mean",
+        label_smoothing: Any = 0.0,
+    ) -> Any:
         unusual = weight is not None or size_average is not None or reduce is not None or target.ndim != 1
         if unusual or self.hidden.ndim != 2 or self.normalized:
             return NotImplemented
@@ -179,9 +192,11 @@ class Source:
         losses = losses.masked_fill(~counted, 0.0).to(self.dtype)
         if reduction == "none":
             return losses
-        return losses.sum() / counted.sum() if reduction == "mean" else losses.sum()
+        if reduction == "mean":
+            return losses.sum() / counted.sum()
+        return losses.sum()
 
-    def _reduce(self, func: Any, dim: Any = None, **options: Any) -> Any:
+    def reduce(self, func: Any, dim: Any = None, **options: Any) -> Any:
         if options or not (self.over_vocabulary(dim) or (dim is None and func.__name__ != "argmax")):
             return NotImplemented
         memory = self.head.available(self.hidden.device)
@@ -190,7 +205,22 @@ class Source:
         values = torch.cat([checkpoint(lambda part: func(self.matrix(part), -1), part, **options) for part in parts])
         return func(values) if dim is None else values.view(self.hidden.shape[:-1])
 
-    argmax = mean = sum = nansum = _reduce
+
+# Name of a torch function → the method that replaces it.
+_METHODS: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys(("float", "half", "bfloat16", "to"), Source.cast),
+    **dict.fromkeys(("mul", "__mul__", "__rmul__", "div", "div_", "__truediv__"), Source.scale),
+    **dict.fromkeys(("view", "reshape", "flatten", "contiguous"), Source.reshape),
+    **dict.fromkeys(("split", "chunk", "unbind", "index_select"), Source.select),
+    **dict.fromkeys(("argmax", "mean", "sum", "nansum"), Source.reduce),
+    "__getitem__": Source.index,
+    "tanh": Source.tanh,
+    "detach": Source.detach,
+    "log_softmax": Source.log_softmax,
+    "gather": Source.gather,
+    "logsumexp": Source.logsumexp,
+    "cross_entropy": Source.cross_entropy,
+}
 
 
 class Logits(Tensor):
@@ -203,7 +233,9 @@ class Logits(Tensor):
     @staticmethod
     def of(source: Source) -> "Logits":
         logits: Logits = _Product.apply(source.hidden, *source.parameters(), source)  # type: ignore[no-untyped-call]
-        logits.source, logits._matrix, logits._node = source, None, logits.grad_fn
+        logits.source = source
+        logits._matrix = None
+        logits._node = logits.grad_fn
         return logits
 
     @property
@@ -213,9 +245,11 @@ class Logits(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, logits, name = kwargs or {}, args[0] if args else None, getattr(func, "__name__", "")
-        if name in vars(Source) and isinstance(logits, Logits) and logits.pending:
-            result = getattr(logits.source, name)(func, *args[1:], **kwargs)
+        kwargs = kwargs or {}
+        logits = args[0] if args else None
+        method = _METHODS.get(getattr(func, "__name__", ""))
+        if method is not None and isinstance(logits, Logits) and logits.pending:
+            result = method(logits.source, func, *args[1:], **kwargs)
             if result is not NotImplemented:
                 return result
         with torch._C.DisableTorchFunctionSubclass():
@@ -248,8 +282,8 @@ class _Product(torch.autograd.Function):
             leaves = {name: getattr(ctx.source, name).detach().requires_grad_() for name in needed if needed[name]}
             source = replace(ctx.source, **leaves)
             grads = torch.autograd.grad(source.matrix(source.hidden), list(leaves.values()), grad)
-        of = dict(zip(leaves, grads, strict=True))
-        return of.get("hidden"), of.get("weight"), of.get("bias"), None
+        by_name = dict(zip(leaves, grads, strict=True))
+        return by_name.get("hidden"), by_name.get("weight"), by_name.get("bias"), None
 
 
 class LazyHead(nn.Module):
@@ -262,7 +296,9 @@ class LazyHead(nn.Module):
 
     def __init__(self, linear: Any, gather: Callable[..., Any], **options: Any) -> None:
         super().__init__()
-        self.linear, self._head, self._gather = linear, Head(**options), gather
+        self.linear = linear
+        self._head = Head(**options)
+        self._gather = gather
 
     def __getattr__(self, name: str) -> Any:
         return super().__getattr__(name) if name == "linear" else getattr(self.linear, name)
@@ -275,5 +311,5 @@ class LazyHead(nn.Module):
                 return self.linear(hidden)  # type: ignore[no-any-return]
             weight, bias = (None if param is None else placements.full_tensor(param) for param in (weight, bias))
         hidden = hidden.to(weight.device, autocast_dtype(weight.device) or hidden.dtype)
-        size, gather = self.linear.out_features, lambda: self._gather(weight, bias)
-        return Logits.of(Source(hidden, weight, bias, size, hidden.dtype, self._head, gather))
+        gather = partial(self._gather, weight, bias)
+        return Logits.of(Source(hidden, weight, bias, self.linear.out_features, hidden.dtype, self._head, gather))

@@ -9,6 +9,7 @@ import functools
 import inspect
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
@@ -23,6 +24,17 @@ from lowmem.rules import require
 
 # The random state of the host, the indices of devices, and the random state of each device.
 _RandomState = tuple[Tensor, tuple[list[int], list[Tensor]]]
+
+_FAULT = "{} has the name of an MLP, but {}. Omit mlp_tile"
+
+
+@dataclass
+class _Tiling:
+    """The tiling of a module, as its attribute `_tiling`."""
+
+    tokens: int
+    forward: MethodType  # the module's forward, bound, because deepcopy binds it to the copy
+    checked: bool = False  # whether tokens are known to be independent
 
 
 def tile_mlps(model: nn.Module, tokens: int, names: Collection[str] = ("mlp", "feed_forward")) -> list[str]:
@@ -70,11 +82,10 @@ def tile_mlps(model: nn.Module, tokens: int, names: Collection[str] = ("mlp", "f
                 "needs them together. Call tile_mlps(model, tokens) before deepspeed.initialize"
             )
     for module in mlps.values():
-        module._tile_tokens = tokens
-        if not hasattr(module, "_untiled_forward"):
-            # bound methods, because deepcopy binds them to the copy
-            module._untiled_forward = module.forward
-            module._tile_checked = False
+        if hasattr(module, "_tiling"):
+            module._tiling.tokens = tokens
+        else:
+            module._tiling = _Tiling(tokens, module.forward)
             module.forward = MethodType(_forward, module)
             # DeepSpeed 0.19, utils/z3_leaf_module.py: ZeRO-3 gathers the module's weights together, once for all tiles
             module._z3_leaf = True
@@ -84,8 +95,8 @@ def tile_mlps(model: nn.Module, tokens: int, names: Collection[str] = ("mlp", "f
 def _forward(self: Any, *args: Tensor, **kwargs: Tensor) -> Tensor:
     """Forward of a tiled module. Its only argument may be passed by name."""
     (hidden,) = (*args, *kwargs.values())
-    if hidden.shape[:-1].numel() <= self._tile_tokens:
-        return self._untiled_forward(hidden)  # type: ignore[no-any-return]
+    if hidden.shape[:-1].numel() <= self._tiling.tokens:
+        return self._tiling.forward(hidden)  # type: ignore[no-any-return]
     params = {name: param for name, param in self.named_parameters() if param.requires_grad}
     for name, param in params.items():
         if hasattr(param, "device_mesh"):
@@ -115,24 +126,26 @@ class _SavedInput(torch.autograd.Function):
 class _Tiled(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, module: Any, names: list[str], hidden: Tensor, *params: Tensor) -> Tensor:
-        ctx.module, ctx.names = module, names
+        ctx.module = module
+        ctx.names = names
         ctx.saved = hidden.grad_fn  # the node of _SavedInput
         if ctx.saved is None:  # the input does not require a gradient
             ctx.save_for_backward(hidden)
         ctx.versions = [param._version for param in params]
         ctx.autocast = autocast_dtype(hidden.device)
-        ctx.tokens = module._tile_tokens
+        ctx.tokens = module._tiling.tokens
         ctx.random = torch.get_rng_state(), get_device_states(hidden)
-        hidden, result = hidden.detach(), None
+        hidden = hidden.detach()
+        result = None
         for rows, tile in _tiles(hidden, ctx.tokens):
-            part = module._untiled_forward(tile)
+            part = module._tiling.forward(tile)
             if not isinstance(part, Tensor) or part.shape != tile.shape:
                 fault = "does not return one tensor of the shape of its input"
                 raise UnsupportedError(_FAULT.format(type(module).__name__, fault))
             if result is None:
                 result = part.new_empty(hidden.shape)
             _flat(result)[..., rows, :] = part
-        if not module._tile_checked and type(hidden) is Tensor and hidden.device.type != "meta":  # not fake
+        if not module._tiling.checked and type(hidden) is Tensor and hidden.device.type != "meta":  # not fake
             _check_tokens(module, hidden, ctx.random)
         assert result is not None
         return result
@@ -153,7 +166,8 @@ class _Tiled(torch.autograd.Function):
         for name, leaf in leaves.items():
             leaf.register_post_accumulate_grad_hook(functools.partial(_add, sums, name))
         body = nn.Module()  # without the hooks of the MLP, which expect the full input and output
-        body.mlp, body.forward = ctx.module, ctx.module._untiled_forward
+        body.mlp = ctx.module
+        body.forward = ctx.module._tiling.forward
         needed = ctx.needs_input_grad[2]
         grad_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format) if needed else None
         flat_grad = _flat(grad)
@@ -179,13 +193,10 @@ def _check_tokens(module: Any, hidden: Tensor, random: _RandomState) -> None:
     results = []
     for tile in (both, alone):
         with _random_state(random, hidden.device.type):
-            results.append(module._untiled_forward(tile)[..., :1, :].float())
+            results.append(module._tiling.forward(tile)[..., :1, :].float())
     if (results[0] - results[1]).norm() > 0.01 * results[0].norm():  # False if there are NaNs
         raise UnsupportedError(_FAULT.format(type(module).__name__, "mixes tokens"))
-    module._tile_checked = True
-
-
-_FAULT = "{} has the name of an MLP, but {}. Omit mlp_tile"
+    module._tiling.checked = True
 
 
 def _add(sums: dict[str, Tensor], name: str, leaf: Tensor) -> None:

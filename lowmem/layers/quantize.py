@@ -11,9 +11,8 @@ from torch import Tensor, nn
 
 from lowmem.errors import ConfigError, UnsupportedError, did_you_mean, require_known
 from lowmem.placements import find
-from lowmem.step.program import SMALLEST_GROUPED
 from lowmem.tiles.quantized import QuantizedWeight, in_codes, plain
-from lowmem.tiles.storage import LARGEST_GROUP, STORED_DTYPES, WEIGHT_FORMATS, Integer
+from lowmem.tiles.storage import LARGEST_GROUP, SMALLEST_GROUPED, STORED_DTYPES, WEIGHT_FORMATS, Integer
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +45,8 @@ def quantize_(
     if group < 8 or group > LARGEST_GROUP or LARGEST_GROUP % group:
         raise ConfigError(f"group={group}: allowed are the powers of two from 8 to {LARGEST_GROUP}")
     storage = Integer(WEIGHT_FORMATS[weight_format], group)
-    modules, skipped = [name for name, _ in model.named_modules()], list[str]()
+    modules = [name for name, _ in model.named_modules()]
+    skipped = list[str]()
     for pattern in skip:
         matching = [f"{name}." for name in modules if fnmatchcase(name, pattern)]
         if not matching:
@@ -55,8 +55,8 @@ def quantize_(
     chosen = [names for weight, names in _shared(model, _is_matrix) if _is_chosen(weight, names, group, skipped)]
     if chosen and weight_format == "int8":
         logger.warning(
-            "in a long run near the optimum, int8 weights learn about 80% as much as float32 weights, and int12 "
-            "weights almost as much (docs/how-to/fewer_bits.md)"
+            "in a long run near the optimum, int8 weights learn less than float32 weights, and int12 weights almost as "
+            "much (docs/how-to/fewer_bits.md)"
         )
     for names in chosen:
         _replace(model, names, functools.partial(QuantizedWeight.of, format=storage, name=names[0]), device)

@@ -83,7 +83,8 @@ class _Embedding(torch.autograd.Function):
     def forward(ctx: Any, indices: Tensor, weight: Tensor, padding: int | None) -> Tensor:
         ctx.save_for_backward(indices)
         ctx.weight = weight  # not saved: as in nn.Embedding, its values are not needed and may change before backward
-        ctx.rows, ctx.padding = len(weight), -1 if padding is None else padding  # -1 is not a valid index
+        ctx.rows = len(weight)
+        ctx.padding = -1 if padding is None else padding  # -1 is not a valid index
         return F.embedding(indices, weight, padding)
 
     @staticmethod

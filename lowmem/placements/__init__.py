@@ -44,8 +44,8 @@ def find(placement: Choice, params: Iterable[Any]) -> Placement:
         ConfigError: the parameters are in a different placement.
         UnsupportedError: the parameters are not all sharded in the same way.
     """
-    given = [item[1] if isinstance(item, tuple) else item for item in params]
-    kinds = set(map(_kind, given))
+    tensors = [item[1] if isinstance(item, tuple) else item for item in params]
+    kinds = set(map(_kind, tensors))
     if len(kinds) > 1:
         named = " and others ".join(sorted(kind or "not at all" for kind in kinds))
         raise UnsupportedError(f"some parameters are sharded by {named}. Shard all trained parameters in the same way")
@@ -61,7 +61,7 @@ def find(placement: Choice, params: Iterable[Any]) -> Placement:
         raise ConfigError("placement='replicated' needs a process group: call torch.distributed.init_process_group()")
     if kind is not None:
         sharded = _sharded(kind)
-        sharded.shard.ranks_of(given[0])  # records the process groups, which `agree` needs
+        sharded.shard.ranks_of(tensors[0])  # records the process groups, which `agree` needs
         return sharded
     several = in_group() and dist.get_world_size() > 1
     if placement == "replicated" or (placement == "auto" and several):

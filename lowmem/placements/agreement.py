@@ -96,11 +96,11 @@ def differences(own: Mapping[str, Any], group: dist.ProcessGroup | None = None) 
     """
     everyones = _gathered(dict(own), group)
     first = everyones[0]
-    by_rank = (
-        [(name, rank, first.get(name), other.get(name)) for name in first | other if first.get(name) != other.get(name)]
-        for rank, other in enumerate(everyones)
-    )
-    return next(filter(None, by_rank), [])
+    for rank, other in enumerate(everyones):
+        different = [name for name in first | other if first.get(name) != other.get(name)]
+        if different:
+            return [(name, rank, first.get(name), other.get(name)) for name in different]
+    return []
 
 
 def _gathered(value: Any, group: dist.ProcessGroup | None) -> list[Any]:

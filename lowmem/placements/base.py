@@ -4,7 +4,6 @@ The classes in this file implement the placement on one device, and are the base
 """
 
 import sys
-import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -12,10 +11,10 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_module_registration_hook
 
 from lowmem.errors import RankError, UnsupportedError
 from lowmem.placements.ranks import Ranks, in_group, on_rank
+from lowmem.placements.wrappers import refuse_wrapped
 from lowmem.tiles.layout import Layout, Span, View
 from lowmem.tiles.quantized import QuantizedWeight, plain, tensors_of
 
@@ -137,13 +136,13 @@ class Shard:
 
     def layout(self, record: Placed, view: View) -> Layout:
         """Returns the rectangles of the shard. Raises `UnsupportedError` if the parameter cannot be viewed this way."""
-        layout, param = Layout.of(record.span.shape, view), record.param
+        layout = Layout.of(record.span.shape, view)
         try:
-            layout.views(tensors_of(self.stored(param))[0])
+            layout.views(tensors_of(self.stored(record.param))[0])
         except RuntimeError:
             raise UnsupportedError(
-                f"has strides {param.stride()}, which cannot be viewed as {list(layout.shape)} without a copy. Make "
-                "it contiguous first: param.data = param.data.contiguous()"
+                f"has strides {record.param.stride()}, which cannot be viewed as {list(layout.shape)} without a copy. "
+                "Make it contiguous first: param.data = param.data.contiguous()"
             ) from None
         return layout
 
@@ -218,7 +217,8 @@ class Placement:
     several: ClassVar[bool] = False
 
     def __init__(self, shard: Shard, reducer: Reducer) -> None:
-        self.shard, self.reducer = shard, reducer
+        self.shard = shard
+        self.reducer = reducer
 
     def adopt(self, records: Collection[Placed], model: nn.Module | None) -> None:
         """Called when an optimizer is created for these parameters, with the model if the user passed it.
@@ -227,7 +227,7 @@ class Placement:
             UnsupportedError: the parameters have another optimizer, or the model is required and was not passed.
         """
         if in_group():
-            refuse_wrapped(records)
+            refuse_wrapped([record.param for record in records])
         if "torch.distributed.fsdp" not in sys.modules:
             return
         # torch 2.13, distributed/_composable_state.py: the modules that fully_shard has sharded
@@ -248,7 +248,7 @@ class Placement:
             UnsupportedError: the parameters were wrapped or sharded after the optimizer was created.
         """
         if in_group():
-            refuse_wrapped(records)
+            refuse_wrapped([record.param for record in records])
 
     def agree(self, failure: str | None) -> str | None:
         """Returns the failure of this rank, or the first failure of all ranks that train one model, on every rank."""
@@ -290,50 +290,3 @@ class Local(Placement):
 
     def __init__(self) -> None:
         super().__init__(Shard(), Reducer())
-
-
-WRAPPED = (
-    "the model is inside DistributedDataParallel, which also averages gradients, so they would be averaged twice. "
-    "Remove the wrapper: the hooks of this optimizer average over ranks. With Accelerate, write model = "
-    "accelerator.prepare_model(model, evaluation_mode=True)"
-)
-
-_ENGINE = (
-    "the model is inside a DeepSpeed engine of ZeRO stage 1 or 2, which reduces gradients in its own buckets and "
-    "would find none. Use the model without the engine, because the hooks of this optimizer average over ranks, or "
-    "set stage 3 without an optimizer, and create this one after deepspeed.initialize"
-)
-
-_LATER = (
-    "{} sharded the model after its optimizer was created. The optimizer refers to the original parameters and would "
-    "update nothing. Call {} first, then FusedOptimizer(model.named_parameters(), model=model, ...)"
-)
-
-# Attributes of a parameter that was converted (DeepSpeed 0.19, runtime/zero/partition_parameters.py), linked to a flat
-# copy (utils/mixed_precision_linkage.py), or replaced (torch 2.12, distributed/fsdp/_fully_shard/_fsdp_param.py)
-_MARKS = {
-    "ds_id": _LATER.format("deepspeed.initialize", "deepspeed.initialize(model=model, config=...)"),
-    "_hp_mapping": _ENGINE,
-    "_fsdp_orig_uid": _LATER.format("fully_shard", "fully_shard(model)"),
-}
-
-_DDP: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
-
-
-def _note(module: nn.Module, name: str, submodule: Any) -> None:
-    """Called when a module gets a submodule. Before its first use, DistributedDataParallel leaves no other trace."""
-    if isinstance(module, nn.parallel.DistributedDataParallel):
-        _DDP.add(module)
-
-
-register_module_module_registration_hook(_note)
-
-
-def refuse_wrapped(records: Collection[Placed]) -> None:
-    """Raises `UnsupportedError` if parameters are in a wrapper, or were sharded after their optimizer was created."""
-    params = {record.param for record in records}
-    if any(not params.isdisjoint(module.parameters()) for module in _DDP):
-        raise UnsupportedError(WRAPPED)
-    for mark, message in _MARKS.items():
-        if any(hasattr(param, mark) for param in params):
-            raise UnsupportedError(message)

@@ -37,7 +37,8 @@ class _Rows(FlatShard):
         super().admit(name, param)
 
     def group_of(self, param: Any) -> tuple[dist.ProcessGroup, torch.device]:
-        mesh, kinds = param.device_mesh, param.placements
+        mesh = param.device_mesh
+        kinds = param.placements
         sharded = min(range(len(kinds)), key=lambda dim: type(kinds[dim]) is Replicate)  # the first dim that is not
         return mesh.get_group(sharded), torch.device(mesh.device_type)
 
@@ -64,7 +65,7 @@ class _Rows(FlatShard):
         return self.stored(param).view(-1)
 
 
-class _Reduced(Reducer):
+class _FSDPReducer(Reducer):
     """A reducer for gradients that FSDP2 has averaged and cut before their hooks run. modules: the FSDP2 modules."""
 
     def __init__(self, modules: list[Any]) -> None:
@@ -74,7 +75,9 @@ class _Reduced(Reducer):
         super().begin(records, micro_batch)
         states = [module._get_fsdp_state() for module in self._modules]
         # torch 2.13, distributed/fsdp/_fully_shard/_fsdp_state.py. In earlier versions a module has one group or None
-        groups = [g for s in states for g in getattr(s, "_fsdp_param_groups", [getattr(s, "_fsdp_param_group", None)])]
+        groups: list[Any] = []
+        for state in states:
+            groups += getattr(state, "_fsdp_param_groups", [getattr(state, "_fsdp_param_group", None)])
         reduces = [group.reduce_grads for group in groups if group is not None]
         if reduces and not any(reduces):
             raise StepError(
@@ -103,7 +106,7 @@ class FSDP2(Sharded):
 
     def __init__(self) -> None:
         self._modules: list[Any] = []
-        super().__init__(_Rows(), _Reduced(self._modules))
+        super().__init__(_Rows(), _FSDPReducer(self._modules))
 
     def adopt(self, records: Collection[Placed], model: nn.Module | None) -> None:
         if model is None:
@@ -111,7 +114,8 @@ class FSDP2(Sharded):
                 "the parameters are sharded by fully_shard, whose modules are resharded after each step. Pass the "
                 "model: FusedOptimizer(model.named_parameters(), model=model, ...)"
             )
-        earlier, self._modules[:] = [*self._modules], (each for each in model.modules() if isinstance(each, FSDPModule))
+        earlier = [*self._modules]
+        self._modules[:] = [module for module in model.modules() if isinstance(module, FSDPModule)]
         for module in self._modules:
             if module not in earlier:  # the groups before this one
                 module.register_forward_pre_hook(_start_anew, prepend=True)
@@ -125,8 +129,9 @@ class FSDP2(Sharded):
             )
 
     def free_copies(self, records: Collection[Placed], *, updated: bool) -> None:
-        for module in self._modules if updated else ():
-            module.reshard()
+        if updated:
+            for module in self._modules:
+                module.reshard()
 
 
 def _start_anew(module: Any, args: Any) -> None:

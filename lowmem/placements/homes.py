@@ -52,7 +52,8 @@ class FileHome(Home):
     """
 
     def __init__(self, folder: Path) -> None:
-        self._folder, self._end = folder, 0
+        self._folder = folder
+        self._end = 0  # of the last tensor in the file
         self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 (is open as long as the home)
         self._maps: list[mmap.mmap] = []
         # glibc returns the memory of freed tensors only on request
@@ -89,6 +90,14 @@ def make_home(place: str | Path, device: torch.device) -> Home:
     return Home(device) if place == "host" else FileHome(Path(place))
 
 
+def _raise_file_limit() -> None:
+    """Lets the process open as many files as the system allows: two files per layer stay open."""
+    import resource
+
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
+
+
 def require_room(folder: Path, nbytes: int) -> None:
     """Creates a folder for `nbytes` bytes of files.
 
@@ -98,10 +107,7 @@ def require_room(folder: Path, nbytes: int) -> None:
     """
     if sys.platform != "linux":
         raise UnsupportedError(f"home={str(folder)!r}: files need Linux. Use home='host'")
-    import resource
-
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # the file of each tensor stays open
+    _raise_file_limit()
     folder.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(folder).free
     if free < nbytes:

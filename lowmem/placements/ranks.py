@@ -39,7 +39,8 @@ class Ranks:
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self.group, self._device = group, device
+        self.group = group
+        self._device = device
         self.world_size = dist.get_world_size(group)
         self.members = dist.get_process_group_ranks(group)
         self._scatters_by_reducing = dist.get_backend(group) == "gloo"  # gloo does not support reduce-scatter
@@ -61,7 +62,8 @@ class Ranks:
         Returns:
             A function that waits for this rank's elements and returns them. On a GPU, only the stream waits.
         """
-        numel, start = full.numel(), self.rank * size
+        numel = full.numel()
+        start = self.rank * size
         full.div_(self.world_size)  # before the sum, which might overflow in float16
         if self._scatters_by_reducing:
             shard = full[start : start + size]
@@ -75,7 +77,9 @@ class Ranks:
 
         def wait() -> Tensor:
             work.wait()
-            return shard.clone() if self._scatters_by_reducing else shard[: max(0, min(size, numel - start))]
+            if self._scatters_by_reducing:
+                return shard.clone()
+            return shard[: max(0, min(size, numel - start))]
 
         return wait
 

@@ -22,7 +22,8 @@ from torch import Tensor, nn
 
 from lowmem.errors import StepError, UnsupportedError
 from lowmem.placements.agreement import drifted, first_failure, refuse_different, refuse_other_settings
-from lowmem.placements.base import WRAPPED, MicroBatch, Placed, Placement, Reduced, Reducer, Shard
+from lowmem.placements.base import MicroBatch, Placed, Placement, Reduced, Reducer, Shard
+from lowmem.placements.wrappers import WRAPPED
 from lowmem.tiles.quantized import tensors_of
 from lowmem.tiles.stored import flat
 from lowmem.tiles.transfers import Readback, to_device
@@ -60,7 +61,8 @@ class _Turn:
     def apply(self) -> tuple[Placed, Tensor]:
         """Returns the average and marks it as applied."""
         assert self.tensor is not None
-        average, self.tensor = self.tensor, None
+        average = self.tensor
+        self.tensor = None
         return self.record, average
 
 
@@ -95,7 +97,9 @@ class AllReduce(Reducer):
         claimed = [record for record in records if record.claimed]
         if self._turns.keys() != set(claimed):
             self._turns = {record: _Turn(record) for record in reversed(claimed)}
-            self._backwards, self._hides, self._arrived = 0, False, None
+            self._backwards = 0
+            self._hides = False
+            self._arrived = None
         elif self._arrived is not None:
             order = _by_arrival(self._arrived(), list(self._turns))
             self._turns = {record: self._turns[record] for record in order}
@@ -119,7 +123,8 @@ class AllReduce(Reducer):
             detail += ". Use checkpoint(..., use_reentrant=False)"
             raise StepError(f"parameter {record.name!r} got its gradient {detail}")
         self._hides |= not turn.reached
-        turn.state, turn.tensor = next(self._arrivals), total
+        turn.state = next(self._arrivals)
+        turn.tensor = total
         del total
         yield from self._proceed()
 
@@ -127,13 +132,15 @@ class AllReduce(Reducer):
         yield from self._proceed()
         turn = self._turns[record]
         if turn.open:
-            turn.reached, turn.state = True, _ABSENT
+            turn.reached = True
+            turn.state = _ABSENT
             yield from self._proceed()
 
     def flush(self) -> Reduced:
         yield from self._proceed()
         for turn in self._turns.values():
-            turn.state = _ABSENT if turn.open else turn.state
+            if turn.open:
+                turn.state = _ABSENT
         yield from self._proceed()
 
     def _proceed(self) -> Reduced:
@@ -144,8 +151,12 @@ class AllReduce(Reducer):
         """Launches the collectives of a backward. Yields averages, or None while the next gradient may still arrive."""
         for turn in self._turns.values():
             turn.reached = turn.record.reached
-            unsure = not self._backwards or (turn.silent if turn.reached else self._hides)
-            turn.state = _POSSIBLE if unsure else _EXPECTED if turn.reached else _ABSENT
+            if not self._backwards or (turn.silent if turn.reached else self._hides):
+                turn.state = _POSSIBLE
+            elif turn.reached:
+                turn.state = _EXPECTED
+            else:
+                turn.state = _ABSENT
         earlier = self._micro_batch.earlier
         expected = _maxima({r: _EXPECTED if r.name in earlier else turn.state for r, turn in self._turns.items()})
         in_flight: Reduced = iter(())
@@ -219,12 +230,13 @@ def _maxima(states: Mapping[Placed, int]) -> _Maxima:
 
 def _by_arrival(states: Mapping[Placed, float], order: Sequence[Placed]) -> list[Placed]:
     """Sorts parameters by arrival. A parameter without a gradient keeps its place after its predecessor."""
-    places, place = dict[Placed, float](), 0.0
+    position = 0.0
+    positions = dict[Placed, float]()
     for each in order:
         if states[each] > _ARRIVED:
-            place = states[each]
-        places[each] = place
-    return sorted(order, key=places.__getitem__)
+            position = states[each]
+        positions[each] = position
+    return sorted(order, key=positions.__getitem__)
 
 
 class Replicated(Placement):

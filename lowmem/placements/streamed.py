@@ -68,7 +68,8 @@ def stream(
         require_room(Path(home), sum(unit.nbytes for unit in units))
     _move_others(model, streamed, device, load)
     for unit in units:
-        unit.home, unit.states = make_home(home, device), make_home(home, device)
+        unit.home = make_home(home, device)
+        unit.states = make_home(home, device)
         for weight in unit.homes:
             load(weight)
             _move_home(unit, weight, device)
@@ -90,7 +91,8 @@ def _number_that_streams(model: nn.Module, units: list[Unit], device_memory: int
     if device_memory is None:
         return len(units)
     tensors = {each for tensor in (*model.parameters(), *model.buffers()) for each in tensors_of(tensor)}
-    total, sizes = sum(tensor.nbytes for tensor in tensors), [unit.nbytes for unit in units]
+    total = sum(tensor.nbytes for tensor in tensors)
+    sizes = [unit.nbytes for unit in units]
     for count in range(len(units) + 1):
         needed = total - sum(sizes[:count]) + sum(sorted(sizes[:count])[-2:])
         if needed <= device_memory:
@@ -132,7 +134,9 @@ def _move_home(unit: Unit, param: Tensor, device: torch.device) -> None:
 
 def _map(change: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
     """Applies a function to a tensor, or to each part of a quantized weight."""
-    return tensor.by_group(lambda part, _: change(part)) if isinstance(tensor, QuantizedWeight) else change(tensor)
+    if isinstance(tensor, QuantizedWeight):
+        return tensor.by_group(lambda part, _: change(part))
+    return change(tensor)
 
 
 def find_units(model: nn.Module) -> list[Unit]:
@@ -153,17 +157,15 @@ def find_units(model: nn.Module) -> list[Unit]:
         layers = list(largest)
     inner = {inside for layer in layers for inside in itertools.islice(layer.modules(), 1, None)}
     units = [Unit(0, layer) for layer in layers if layer not in inner]
-    unit: Unit | None
     owner = {module: unit for unit in units for module in unit.module.modules()}
     users: dict[Tensor, set[Unit | None]] = {}
     for module in modules:
         for param in module.parameters(recurse=False):
             users.setdefault(param, set()).add(owner.get(module))
     for weight, used_by in users.items():
-        unit = next(iter(used_by))
-        if unit is None or len(used_by) > 1 or weight.numel() <= RESIDENT:
-            continue
-        unit.homes[weight] = weight.detach()
+        only_user = next(iter(used_by))
+        if only_user is not None and len(used_by) == 1 and weight.numel() > RESIDENT:
+            only_user.homes[weight] = weight.detach()
     units = [each for each in units if each.homes]
     if len(units) < 2:
         raise UnsupportedError(
@@ -189,8 +191,13 @@ def _hook(streaming: Streaming, unit: Unit) -> None:
 
 def _before_forward(streaming: Streaming, unit: Unit, module: nn.Module, args: Any) -> None:
     # reentrant checkpointing runs forwards inside backward
-    in_backward = torch._C._current_graph_task_id() != -1
-    streaming.demand(unit, "backward" if in_backward else "train" if torch.is_grad_enabled() else "other")
+    if torch._C._current_graph_task_id() != -1:
+        kind = "backward"
+    elif torch.is_grad_enabled():
+        kind = "train"
+    else:
+        kind = "other"
+    streaming.demand(unit, kind)
     streaming.lend(unit)
 
 
@@ -246,7 +253,7 @@ def _after_load(streaming: Streaming, unit: Unit, module: nn.Module, keys: Any) 
 # -- the placement -------------------------------------------------------------------------------------------------
 
 
-class _Home(Shard):
+class _StreamedShard(Shard):
     """Accesses a full parameter that has a home or stays on the device."""
 
     moves = True
@@ -320,7 +327,7 @@ class Streamed(Placement):
 
     def __init__(self) -> None:
         self._reducer = _Reducer()
-        super().__init__(_Home(), self._reducer)
+        super().__init__(_StreamedShard(), self._reducer)
 
     def adopt(self, records: Collection[Placed], model: nn.Module | None) -> None:
         super().adopt(records, model)

@@ -59,7 +59,8 @@ class Unit:
         return f"layer {self.index} ({type(self.module).__name__})"
 
 
-# Functions that do not access the elements of a tensor.
+# Functions that do not access the elements of a tensor. Any other function raises `StepError` while the layer is not
+# running, also a harmless one that is missing here.
 _OF_METADATA = {
     "__delete__", "__get__", "__hash__", "__set__", "_has_compatible_shallow_copy_type", "as_strided",
     "backward", "data_ptr", "detach", "dim",
@@ -122,7 +123,7 @@ def _is_there(param: Tensor, *args: Any, **kwargs: Any) -> bool:
 
 
 # The position in a step: the previous unit, the current unit, and the kind of pass.
-_Place = tuple[int, int, str]
+_Position = tuple[int, int, str]
 
 
 class Streaming:
@@ -139,18 +140,21 @@ class Streaming:
     """
 
     def __init__(self, units: Iterable[Unit], device: torch.device) -> None:
-        self.units, self.device = list(units), device
+        self.units = list(units)
+        self.device = device
         self.owners = {param: unit for unit in self.units for param in unit.homes}
         self.fetched = self.written = self.peak = 0
         self._in_backward = False  # whether a backward is using a unit
-        self._current, self._places = -1, list[_Place]()  # the current unit, and the positions where it is in use
-        self._following: dict[_Place, int] = {}  # the unit that came next in earlier passes
+        self._current = -1  # the current unit
+        self._positions = list[_Position]()  # where it is in use
+        self._following: dict[_Position, int] = {}  # the unit that came next in earlier passes
         self._in_place = device.type == "cpu"  # a CPU uses the homes without copies
         self._module: Any = None if device.type in WITHOUT_STREAMS else torch.get_device_module(device)
         self._incoming: Any = self._module and self._module.Stream(device)
         self._outgoing: Any = self._module and self._module.Stream(device)
         self._borrowed: deque[tuple[Any, Any]] = deque()  # states on the device, and the end of their last copy
-        self._waited, self._waits = 0.0, deque[tuple[Any, Any]]()  # seconds, and the events around later waits
+        self._waited = 0.0  # seconds of completed waits
+        self._waits = deque[tuple[Any, Any]]()  # events at the start and end of later waits
         self._lent: Unit | None = None  # the unit whose module may use its parameters
         _change_class(self.owners, _IDLE)
 
@@ -163,14 +167,16 @@ class Streaming:
             kind: the kind of pass: "backward", "train" (a forward that is followed by a backward), or "other".
         """
         self._in_backward = kind == "backward"
-        before = self._places[0][0] if self._places else -1
+        before = self._positions[0][0] if self._positions else -1
         if unit.index != self._current:
-            self._following |= dict.fromkeys(self._places, unit.index)
-            before, self._current, self._places = self._current, unit.index, []
-        place = before, unit.index, kind
-        if place not in self._places:
-            self._places.append(place)
-        expected = self.units[self._following.get(place, self._neighbor(unit.index, kind))]
+            self._following |= dict.fromkeys(self._positions, unit.index)
+            before = self._current
+            self._current = unit.index
+            self._positions = []
+        position = (before, unit.index, kind)
+        if position not in self._positions:
+            self._positions.append(position)
+        expected = self.units[self._following.get(position, self._neighbor(unit.index, kind))]
         for other in self.units:
             if other not in (unit, expected):
                 self.evict(other)
@@ -181,8 +187,9 @@ class Streaming:
     def _neighbor(self, index: int, kind: str) -> int:
         """Returns the next unit for a model that runs its units in order, unless earlier passes used another order."""
         last = len(self.units) - 1
-        back = index == last if kind == "train" else kind == "backward" and index > 0
-        return index - 1 if back else (index + 1) % len(self.units)
+        if (kind == "train" and index == last) or (kind == "backward" and index > 0):
+            return index - 1
+        return (index + 1) % len(self.units)
 
     def read(self, unit: Unit, params: Iterable[Tensor]) -> None:
         """Makes a unit present, so that some of its parameters can be modified."""
@@ -198,9 +205,11 @@ class Streaming:
     def lend(self, unit: Unit | None) -> None:
         """Lets only this layer use its parameters."""
         if unit is not self._lent:
-            before, self._lent = self._lent, unit
-            _change_class(before.homes if before else (), _IDLE)
-            _change_class(unit.homes if unit else (), _LENT)
+            if self._lent is not None:
+                _change_class(self._lent.homes, _IDLE)
+            if unit is not None:
+                _change_class(unit.homes, _LENT)
+            self._lent = unit
 
     def end_backward(self) -> None:
         """Called when a backward has ended, so that no unit is in use."""
@@ -213,7 +222,8 @@ class Streaming:
         """Starts copying a unit to the device."""
         if unit.present:
             return
-        unit.present, start = True, time.perf_counter()
+        unit.present = True
+        start = time.perf_counter()
         with self._on(self._incoming):
             if self._in_place:
                 unit.home.expect()
@@ -283,7 +293,8 @@ class Streaming:
         """
         there = states | self._bring(unit, param, {n: home for n, home in states.items() if moves(home)})
         yield there
-        copies, new = [], {name: value for name, value in there.items() if value is not states.get(name)}
+        copies = []
+        new = {name: value for name, value in there.items() if value is not states.get(name)}
         for name, value in new.items():
             home: Any = states.get(name)
             if moves(value) and moves(home) and (value.shape, value.dtype) == (home.shape, home.dtype):
@@ -321,16 +332,20 @@ class Streaming:
     @property
     def waited(self) -> float:
         """Seconds that the device waited for copies. Time that a CPU waits for files is not included."""
+        self._count_waits()
+        return self._waited
+
+    def _count_waits(self) -> None:
+        """Adds the durations of completed waits, and drops their events."""
         while self._waits and self._waits[0][1].query():
             start, end = self._waits.popleft()
             self._waited += start.elapsed_time(end) / 1000
-        return self._waited
 
     def _await(self, copied: Any) -> None:
         """Makes the device wait for a copy."""
         if copied is None:
             return
-        _ = self.waited  # removes completed events
+        self._count_waits()
         start, end = (self._module.Event(enable_timing=True) for _ in range(2))
         current = self._module.current_stream(self.device)
         start.record(current)

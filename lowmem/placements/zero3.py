@@ -28,7 +28,8 @@ class _AfterWrites:
     which must first wait until the last slice has been written.
 
     Attributes:
-        ends: device → event of the last write.
+        ends: device → event of the last write. It belongs to the process, like the streams: one gather reads slices of
+            several parameters, which several `Zero3` objects may have written.
     """
 
     ends: ClassVar[dict[torch.device, Any]] = {}
@@ -117,7 +118,8 @@ class _ReduceScatter(Reducer):
     def reduce(self, record: Placed, grad: Tensor) -> Reduced:
         ranks = self._shard.ranks_of(record.param)
         launched = ranks.reduce_scatter_mean(grad.contiguous().view(-1), record.span.size)
-        before, self._in_flight = self._in_flight, self._wait(record, launched)
+        before = self._in_flight
+        self._in_flight = self._wait(record, launched)
         del grad, launched
         yield from before
 
@@ -175,8 +177,10 @@ class Zero3(Sharded):
         """Gathers parameters of one dtype into DeepSpeed's full tensors, in one collective."""
         from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
-        shards, sizes, ranks = [], [], self.shard.ranks_of(params[0])
+        ranks = self.shard.ranks_of(params[0])
         assert ranks is not None
+        shards = []
+        sizes = []
         for param in params:
             span = self.shard.span(param)
             shards.append(torch.nn.functional.pad(self.shard.read(param), (0, span.size - span.held)))

@@ -1,6 +1,5 @@
 """T5X's Adafactor: factored along dimensions that are selected by parameter name (its `adafactor.py`)."""
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -17,9 +16,9 @@ from lowmem.tiles.sweep import Sweep
 from lowmem.tiles.tile import Tile
 
 
-def moved(t: Tile) -> dict[str, Tensor]:
-    """Like `factored.moved`. With the number `skip_nan`, elements that would become NaN do not change."""
-    new = factored.moved(t, t.stored if "as_stored" in t.scalar else exactly)
+def new_values(t: Tile) -> dict[str, Tensor]:
+    """Like `factored.new_values`. With the number `skip_nan`, elements that would become NaN do not change."""
+    new = factored.new_values(t, t.stored if "as_stored" in t.scalar else exactly)
     if "skip_nan" not in t.scalar:
         return new
     old = {name: t.param if name == "param" else getattr(t.full, name) for name in new}
@@ -34,13 +33,12 @@ class Adafactor(UpdateRule):
     mean of s·u instead.
 
     Factored dimensions: `factor_map` is a list of (regular expression, rule). The first expression found in a
-    parameter's name applies. `logical_factor_rules` ("standard", or axis name → role) selects by the axes in
-    `param_logical_axes` (parameter name → axis names), and has precedence over `factor_map`. A rule is None
-    (unfactored), "HEURISTIC", or the role of each dimension. ROW and COLUMN dimensions are factored. Slices of BATCH
-    and NONE dimensions are updated as separate parameters, but slices of NONE dimensions share scale and clipping.
-    As in the source, vectors and matrices follow the heuristic unless their rule has BATCH: a matrix is factored if
-    both dimensions are at least `min_dim_size_to_factor`. A 3-D parameter without a rule is a stack of matrices
-    (experts), each of which follows the heuristic. A parameter with more dimensions needs a rule.
+    parameter's name applies. A rule is None (unfactored), "HEURISTIC", or the role of each dimension. ROW and
+    COLUMN dimensions are factored. Slices of BATCH and NONE dimensions are updated as separate parameters, but slices
+    of NONE dimensions share scale and clipping. As in the source, vectors and matrices follow the heuristic unless
+    their rule has BATCH: a matrix is factored if both dimensions are at least `min_dim_size_to_factor`. A 3-D parameter
+    without a rule is a stack of matrices (experts), each of which follows the heuristic. A parameter with more
+    dimensions needs a rule.
 
     States: `v_row` with the BATCH, NONE and ROW dimensions, in this order, and `v_col` likewise; or `v` if unfactored.
     If `beta1` is set (even to 0.0), also `m`, in `dtype_momentum`, or if that is None, in `state_storage`.
@@ -50,6 +48,8 @@ class Adafactor(UpdateRule):
     only a dynamic loss scale skips the step. With `global_norm_clip_threshold`, a NaN makes all gradients NaN, and an
     Inf makes them 0. 16-bit momentum is multiplied by beta1 rounded to 16 bits. `variant`: "jit" rounds the results;
     "op_by_op" rounds each operation on a 16-bit weight or momentum, as the source does if it is not compiled.
+
+    Difference from the source: dimensions are not selected by the names of logical axes, only by parameter name.
 
     Options: `multiply_by_parameter_scale`: True, False, or a list of (regular expression, bool). `epsilon1` (ε₁) and
     `epsilon2` (ε₂, the minimum scale). `global_norm_clip_threshold`: clips by the norm of all gradients.
@@ -76,8 +76,6 @@ class Adafactor(UpdateRule):
         epsilon2=(1e-3, require.number(">= 0")),
         dtype_momentum=(None, require.dtype(none="state_storage")),
         factor_map=(None, require.anything),
-        logical_factor_rules=(None, require.anything),
-        param_logical_axes=(None, require.anything),
         weight_decay_rate_lr_exponent=(None, require.number(">= 0", optional=True)),
         global_norm_clip_threshold=(None, require.number(">= 0", optional=True)),
         max_parameter_scale=(None, require.number("> 0", optional=True)),
@@ -95,21 +93,22 @@ class Adafactor(UpdateRule):
                 f"step_offset={hyper['step_offset']}, but this is step {step}. step_offset is the step at which "
                 "fine-tuning starts in a run that resumes from a checkpoint. Omit it in a new run"
             )
-        lr, wd = hyper["lr"], hyper["weight_decay_rate"]
+        lr = hyper["lr"]
+        wd = hyper["weight_decay_rate"]
         if hyper["weight_decay_rate_lr_exponent"]:
             wd = (wd or 1.0) * lr ** hyper["weight_decay_rate_lr_exponent"]
         gain = (step - hyper["step_offset"]) ** -hyper["decay_rate"]
         scalars = {"lr": lr, "undecayed": 1.0 - (wd or 0.0)}
         scalars |= moment_scalars(gain, hyper["epsilon1"], hyper["epsilon2"])
-        scalars |= numbers(hyper, threshold="clipping_threshold", most="max_parameter_scale")
+        scalars |= numbers(hyper, threshold="clipping_threshold", max_scale="max_parameter_scale")
         if hyper["beta1"] is not None:
             dtype = require.dtype_of(hyper["dtype_momentum"]) or torch.float32
             scalars |= {"beta1": nearest_number(hyper["beta1"], dtype), "gain1": 1.0 - hyper["beta1"]}
-        chosen = {"as_stored": hyper["variant"] == "op_by_op", "skip_nan": hyper["skip_nan_updates"]}
-        return scalars | {name: 1.0 for name, is_chosen in chosen.items() if is_chosen}
-
-    def names(self, hyper: Hyper) -> Iterable[str]:
-        return hyper["param_logical_axes"] or ()
+        if hyper["variant"] == "op_by_op":
+            scalars["as_stored"] = 1.0
+        if hyper["skip_nan_updates"]:
+            scalars["skip_nan"] = 1.0
+        return scalars
 
     def without_decay(self) -> dict[str, Any]:
         return {"weight_decay_rate": None, "weight_decay_rate_lr_exponent": None}  # an exponent replaces 0.0 by 1.0
@@ -133,21 +132,22 @@ class Adafactor(UpdateRule):
         if not rows and not cols:
             states = {"v": StateSpec("full", signed=False), **momentum}
             return FactoredSpec(View(batch, (), none), states, scaled=scaled)
-        alike, row, col = View(none).sizes(shape)[0], "v_row", "v_col"
-        # the rows of the view are the dimensions with larger strides
-        if swapped := max(rows, default=-1) > max(cols, default=-1):
-            rows, cols, row, col = cols, rows, col, row
-        states = {row: StateSpec("row"), col: StateSpec("col"), **momentum}
-        view = View(batch + none, rows, cols)
-        return FactoredSpec(view, states, normalized="col" if swapped else "row", alike=alike, scaled=scaled)
+        alike = View(none).sizes(shape)[0]
+        if max(rows, default=-1) > max(cols, default=-1):  # the rows of a view are the dimensions with larger strides
+            states = {"v_col": StateSpec("row"), "v_row": StateSpec("col"), **momentum}
+            view = View(batch + none, cols, rows)
+            return FactoredSpec(view, states, normalized="col", alike=alike, scaled=scaled)
+        states = {"v_row": StateSpec("row"), "v_col": StateSpec("col"), **momentum}
+        return FactoredSpec(View(batch + none, rows, cols), states, alike=alike, scaled=scaled)
 
     def update(self, sweep: Sweep, spec: FactoredSpec, state: State) -> None:
         number = sweep.scalar
         if "skip_nan" in number:
             sweep.pass_nonfinite()
-        change, scale = precondition(sweep, spec, state), number.lr
+        change = precondition(sweep, spec, state)
+        scale = number.lr
         rounded = sweep.stored if "as_stored" in number else exactly
         if spec.scaled:
             scale = rounded(change.size * rounded(scale))
         scalar = {"keep": rounded(number.undecayed), "step": scale / change.divisor}
-        sweep.apply(moved, **change.vectors, scalar=scalar)
+        sweep.apply(new_values, **change.vectors, scalar=scalar)

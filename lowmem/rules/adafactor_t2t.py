@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lowmem.errors import UnsupportedError
 from lowmem.rules import require
-from lowmem.rules.factored import FactoredSpec, moment_scalars, moved, precondition
+from lowmem.rules.factored import FactoredSpec, moment_scalars, new_values, precondition
 from lowmem.rules.rule import Hyper, State, StateSpec, UpdateRule, numbers, register
 from lowmem.tiles.layout import View
 from lowmem.tiles.rounding import nearest_number, spacing
@@ -19,22 +19,22 @@ from lowmem.tiles.tile import Sums, Tile
 
 def largest(t: Tile) -> Sums:
     """Returns the largest magnitude in each row of the new weight."""
-    return Sums(row_max={"size": moved(t)["param"].abs()})
+    return Sums(row_max={"size": new_values(t)["param"].abs()})
 
 
-def quantized(t: Tile) -> dict[str, Tensor]:
-    """Like `moved`, with the new weight rounded down to multiples of `quantum` after the noise is added."""
-    new = moved(t)
+def new_values_quantized(t: Tile) -> dict[str, Tensor]:
+    """Like `new_values`, with the new weight rounded down to multiples of `quantum` after the noise is added."""
+    new = new_values(t)
     return {**new, "param": (new["param"] / t.row.quantum + t.scalar.noise).floor() * t.row.quantum}
 
 
-def moved_past(t: Tile) -> dict[str, Tensor]:
-    """Like `moved`, with the new weight rounded to bfloat16 using the noise of the step."""
-    new = moved(t)
-    return {**new, "param": rounded_past(new["param"], t.scalar.noise)}
+def new_values_rounded(t: Tile) -> dict[str, Tensor]:
+    """Like `new_values`, with the new weight rounded to bfloat16 using the noise of the step."""
+    new = new_values(t)
+    return {**new, "param": round_to_bfloat16(new["param"], t.scalar.noise)}
 
 
-def rounded_past(value: Tensor, threshold: Tensor) -> Tensor:
+def round_to_bfloat16(value: Tensor, threshold: Tensor) -> Tensor:
     """Rounds a float32 tile to bfloat16: to the nearest number, or to the other neighbour if the distance from the
     nearest, as a fraction of the spacing, exceeds `threshold`.
 
@@ -53,7 +53,8 @@ def rounded_past(value: Tensor, threshold: Tensor) -> Tensor:
 @functools.lru_cache(maxsize=1)
 def golden_ratio_noise(step: int) -> float:
     """Returns (step · golden ratio) mod 1 in float32, summed over the bits of `step` exactly as Tensor2Tensor does."""
-    phi, noise = (5**0.5 - 1) / 2, 0.0
+    phi = (5**0.5 - 1) / 2
+    noise = 0.0
     for i in range(30):
         part = nearest_number((phi * 2**i) % 1.0, torch.float32)
         noise = nearest_number(noise + part * (step >> i & 1), torch.float32)
@@ -62,7 +63,7 @@ def golden_ratio_noise(step: int) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizedSpec(FactoredSpec):
-    """quantized: whether the weight is rounded to `simulated_quantize_bits`."""
+    """Attributes: quantized: whether the weight is rounded to `simulated_quantize_bits`."""
 
     quantized: bool
 
@@ -76,7 +77,7 @@ class AdafactorT2T(UpdateRule):
     `beta2` with "adam", at step t ≥ 1. The default `lr` is min(1/√t, 0.01), times 0.05 if steps are not relative.
 
     With rounding "auto", bfloat16 weights are rounded as in the source: up or down in magnitude by one threshold per
-    step, (step · golden ratio) mod 1, see `rounded_past`. `simulated_quantize_bits` rounds rows of float32 weights
+    step, (step · golden ratio) mod 1, see `round_to_bfloat16`. `simulated_quantize_bits` rounds rows of float32 weights
     (last dimension, more than one element) down to multiples of q = largest magnitude / (2^(bits-1) - 1), after adding
     threshold · q.
 
@@ -136,26 +137,31 @@ class AdafactorT2T(UpdateRule):
         )
 
     def scalars(self, hyper: Hyper, step: int) -> dict[str, float]:
-        beta1, bits = hyper["beta1"], hyper["simulated_quantize_bits"]
+        beta1 = hyper["beta1"]
+        bits = hyper["simulated_quantize_bits"]
         scalars = moment_scalars(1.0 - decay(step, hyper), 1e-30, 1e-3) | numbers(hyper, threshold="clipping_threshold")
         scalars |= {"lr": learning_rate(step, hyper), "keep": 1.0, "beta1": beta1, "gain1": 1.0 - beta1}
         # as in the source, squares are computed in the weight's dtype
         scalars |= {"noise": golden_ratio_noise(step), "as_stored": 1.0}
         if bits is not None:
             scalars["levels"] = 2 ** (bits - 1) - 1
-        return scalars | ({"past": 1.0} if hyper.get("rounding", "auto") == "auto" else {})
+        if hyper.get("rounding", "auto") == "auto":
+            scalars["round_by_step"] = 1.0
+        return scalars
 
     def update(self, sweep: Sweep, spec: QuantizedSpec, state: State) -> None:
-        change, number = precondition(sweep, spec, state), sweep.scalar
+        number = sweep.scalar
+        change = precondition(sweep, spec, state)
         step = number.lr * (change.size if spec.scaled else 1.0) / change.divisor
-        given = {**change.vectors, "scalar": {"step": step}}
-        if not spec.quantized:
-            past = "past" in number and sweep.dtype == torch.bfloat16
-            sweep.apply(moved_past if past else moved, **given)
-            return
-        size = sweep.reduce(largest, **given).row_max["size"]
-        given["row"] = {**given.get("row", {}), "quantum": (size + 1e-9) / number.levels}
-        sweep.apply(quantized, **given)
+        vectors = {**change.vectors, "scalar": {"step": step}}
+        if spec.quantized:
+            size = sweep.reduce(largest, **vectors).row_max["size"]
+            vectors["row"] = {**vectors.get("row", {}), "quantum": (size + 1e-9) / number.levels}
+            sweep.apply(new_values_quantized, **vectors)
+        elif "round_by_step" in number and sweep.dtype == torch.bfloat16:
+            sweep.apply(new_values_rounded, **vectors)
+        else:
+            sweep.apply(new_values, **vectors)
 
 
 def decay(step: int, hyper: Hyper) -> float:
@@ -172,4 +178,5 @@ def learning_rate(step: int, hyper: Hyper) -> float:
     """Returns the learning rate of a step: `lr`, or the rule's default schedule."""
     if hyper["lr"] is not None:
         return float(hyper["lr"])
-    return min(1.0 / math.sqrt(step), 0.01) * (1.0 if hyper["multiply_by_parameter_scale"] else 0.05)
+    rate = min(1.0 / math.sqrt(step), 0.01)
+    return rate if hyper["multiply_by_parameter_scale"] else rate * 0.05

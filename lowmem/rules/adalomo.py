@@ -1,7 +1,7 @@
 """AdaLomo: factored second moment, steps relative to the rms of the weight (arXiv:2310.10195, algorithm 1)."""
 
 from lowmem.rules import require
-from lowmem.rules.factored import FactoredSpec, moment_scalars, moved, precondition
+from lowmem.rules.factored import FactoredSpec, moment_scalars, new_values, precondition
 from lowmem.rules.rule import Hyper, State, StateSpec, UpdateRule, register
 from lowmem.tiles.layout import View
 from lowmem.tiles.sweep import Sweep
@@ -16,9 +16,9 @@ class AdaLomo(UpdateRule):
     `exp_avg_sq` in their own shape. A 3-D parameter is a stack of matrices (experts), each factored and normalized like
     a separate parameter. A parameter with more dimensions (a convolution) is viewed as the matrix [out, in * kernel].
 
-    Differences from the source, which fails in these cases: the clip coefficient of an earlier step is never reused,
-    and parameters with 0, 3 or more dimensions work. As in the source, `clip_norm` measures gradients before
-    `clip_value` clamps them.
+    Two cases that fail in the source work here: parameters with 0, 3 or more dimensions, and steps after a clipped one,
+    whose clip coefficient is not reused. As in the source, `clip_norm` measures gradients before `clip_value` clamps
+    them.
 
     Options: `eps`: ε₁, added to g², and ε₂, the minimum scale of a step. `weight_decay`: decoupled, multiplied by α.
     """
@@ -47,12 +47,12 @@ class AdaLomo(UpdateRule):
         return FactoredSpec(View.matrix(len(shape)), states)
 
     def scalars(self, hyper: Hyper, step: int) -> dict[str, float]:
-        eps, least = hyper["eps"]
+        eps, min_scale = hyper["eps"]
         numbers = {"lr": hyper["lr"], "weight_decay": hyper["weight_decay"], "threshold": hyper["clip_threshold"]}
-        return {**moment_scalars(step ** hyper["decay_rate"], eps, least), **numbers}
+        return {**moment_scalars(step ** hyper["decay_rate"], eps, min_scale), **numbers}
 
     def update(self, sweep: Sweep, spec: FactoredSpec, state: State) -> None:
         change = precondition(sweep, spec, state)
         scale = sweep.scalar.lr * change.size
         scalar = {"keep": 1.0 - scale * sweep.scalar.weight_decay, "step": scale / change.divisor}
-        sweep.apply(moved, **change.vectors, scalar=scalar)
+        sweep.apply(new_values, **change.vectors, scalar=scalar)

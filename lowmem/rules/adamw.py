@@ -15,7 +15,7 @@ from lowmem.tiles.sweep import Sweep
 from lowmem.tiles.tile import Tile
 
 
-def moved(t: Tile) -> dict[str, Tensor]:
+def new_values(t: Tile) -> dict[str, Tensor]:
     mean = torch.lerp(t.full.exp_avg, t.grad, t.scalar.gain1)
     square = torch.addcmul(t.full.exp_avg_sq * t.scalar.beta2, t.grad * t.scalar.gain2, t.grad)
     scale = square.sqrt() / t.scalar.root_correction2 + t.scalar.eps
@@ -49,18 +49,24 @@ class AdamW(UpdateRule):
         return averages(*hyper["betas"]) | scalars
 
     def update(self, sweep: Sweep, spec: ParamSpec, state: State) -> None:
-        count, double = next_count(sweep, state), sweep.double
+        double = sweep.double
+        count = next_count(sweep, state)
         scalar = {
             "root_correction2": correction(double.beta2, count).sqrt().float(),
             "step": (correction(double.beta1, count).reciprocal() * -double.lr).float(),
         }
-        sweep.apply(moved, full={name: state[name] for name in ("exp_avg", "exp_avg_sq")}, scalar=scalar)
+        sweep.apply(new_values, full={name: state[name] for name in ("exp_avg", "exp_avg_sq")}, scalar=scalar)
 
 
 def of_torch(
     groups: Sequence[Mapping[str, Any]], states: Mapping[Any, Mapping[str, Tensor]], own: Sequence[Mapping[str, Any]]
 ) -> tuple[list[dict[str, Any]], dict[Any, dict[str, Tensor]]]:
-    """Converts the groups and states of a saved `torch.optim.AdamW` for rule "adamw". own: the groups to load into.
+    """Converts the groups and states of a saved `torch.optim.AdamW` for rule "adamw".
+
+    Args:
+        groups: the saved parameter groups.
+        states: the saved states, by the keys in `params` of the groups.
+        own: the parameter groups to load into.
 
     Raises:
         CheckpointError: the optimizer used an option that the rule does not support, or different parameter names.
@@ -77,8 +83,8 @@ def of_torch(
         own_states = {key: states[key] for key in group["params"] if key in states}
         # torch.optim.AdamW stores 16-bit states for 16-bit weights
         dtypes = {value.dtype for state in own_states.values() for name, value in state.items() if name != "step"}
-        kept = ours["state_storage"] == "auto" and len(dtypes) == 1 and dtypes <= {*STORED_DTYPES}
-        dtype = dtypes.pop() if kept else torch.float32
+        keeps_dtype = ours["state_storage"] == "auto" and len(dtypes) == 1 and dtypes <= {*STORED_DTYPES}
+        dtype = dtypes.pop() if keeps_dtype else torch.float32
         stored = str(dtype).removeprefix("torch.")
         converted.append({**ours, **hyper, "lr": float(group["lr"]), "rule": "adamw", "state_storage": stored})
         for key, state in own_states.items():

@@ -1,25 +1,16 @@
-"""Selects the factored dimensions of a parameter by regular expressions, logical axes and T5X's heuristic."""
+"""Selects the factored dimensions of a parameter by regular expressions and T5X's heuristic."""
 
 import re
 import warnings
-from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from lowmem.errors import ConfigError, did_you_mean
+from lowmem.errors import ConfigError
 from lowmem.rules import require
 from lowmem.rules.rule import Hyper
 
 ROLES = {"row": "ROW", "col": "COLUMN", "column": "COLUMN", "batch": "BATCH", "none": "NONE", "unfactorized": "NONE"}
 HEURISTIC = ("HEURISTIC",)
 FactorRule = tuple[str, ...] | None
-
-_HEADS = ("heads", "kv", "joined_kv", "multiquery_heads", "kv_fused")
-STANDARD_LOGICAL_FACTOR_RULES = {
-    "embed": "ROW",
-    **dict.fromkeys(("vocab", "mlp", "mlp_activations", "q_wi_fused", "o_wo_fused", *_HEADS), "COLUMN"),
-    **dict.fromkeys(("layers", "stack"), "BATCH"),
-    **dict.fromkeys(("relpos_buckets", "layer_norm_scale"), "NONE"),
-}
 
 
 class Dimensions(NamedTuple):
@@ -32,16 +23,15 @@ class Dimensions(NamedTuple):
 
 
 def dimensions(name: str, shape: tuple[int, ...], hyper: Hyper) -> Dimensions:
-    """Returns the dimensions by role, from `factored`, `factor_map`, `logical_factor_rules` and the heuristic.
+    """Returns the dimensions by role, from `factored`, `factor_map` and the heuristic.
 
     Raises:
         ConfigError: the options do not cover the parameter, or are incomplete for it.
     """
-    every, where = tuple(range(len(shape))), f"parameter {name!r} of shape {list(shape)}"
+    every = tuple(range(len(shape)))
+    where = f"parameter {name!r} of shape {list(shape)}"
     rule: FactorRule = HEURISTIC
-    if hyper["logical_factor_rules"] is not None:
-        rule = _logical_rule(name, where, hyper["logical_factor_rules"], hyper["param_logical_axes"])
-    elif hyper["factor_map"] is not None:
+    if hyper["factor_map"] is not None:
         rule = roles_of("factor_map", first_match("factor_map", hyper["factor_map"], name, where))
     if rule is None or not hyper["factored"]:
         return Dimensions(none=every)
@@ -65,24 +55,13 @@ def dimensions(name: str, shape: tuple[int, ...], hyper: Hyper) -> Dimensions:
 
 
 def check_factor_rules(hyper: Hyper) -> None:
-    """Raises `ConfigError` for factor rules that are invalid for every parameter."""
-    factor_map, rules, axes = (hyper[key] for key in ("factor_map", "logical_factor_rules", "param_logical_axes"))
-    for option, value in (("factor_map", factor_map), ("logical_factor_rules", rules)):
-        require.that(value is None or hyper["factored"], option, value, "None where factored=False")
-    for _, rule in () if factor_map is None else pairs_of("factor_map", factor_map):
-        roles_of("factor_map", rule)
-    if (rules is None) != (axes is None):
-        raise ConfigError("logical_factor_rules and param_logical_axes have no effect without each other; set both")
-    if rules is None:
+    """Raises `ConfigError` for a `factor_map` that is invalid for every parameter."""
+    factor_map = hyper["factor_map"]
+    if factor_map is None:
         return
-    known = isinstance(rules, dict) or rules == "standard"
-    require.that(known, "logical_factor_rules", rules, "'standard', or axis name → role")
-    require.that(isinstance(axes, dict), "param_logical_axes", axes, "parameter name → axis names")
-    for name, listed in axes.items():
-        names = isinstance(listed, tuple | list) and all(isinstance(axis, str) for axis in listed)
-        require.that(names, f"param_logical_axes[{name!r}]", listed, "a list of axis names")
-    if isinstance(rules, dict):
-        roles_of("logical_factor_rules", list(rules.values()))
+    require.that(hyper["factored"], "factor_map", factor_map, "None where factored=False")
+    for _, rule in pairs_of("factor_map", factor_map):
+        roles_of("factor_map", rule)
 
 
 def _heuristic(shape: tuple[int, ...], least: int) -> Dimensions:
@@ -95,30 +74,12 @@ def _heuristic(shape: tuple[int, ...], least: int) -> Dimensions:
     return Dimensions(stack, (), (row,), (col,))
 
 
-def _logical_rule(
-    name: str, where: str, rules: str | Mapping[str, Any], axes_of: Mapping[str, Sequence[str]]
-) -> FactorRule:
-    known = STANDARD_LOGICAL_FACTOR_RULES if isinstance(rules, str) else rules
-    if name not in axes_of:
-        raise ConfigError(f"{where}: param_logical_axes has no axes for it.{did_you_mean(name, axes_of)}")
-    axes = axes_of[name]
-    for axis in axes:
-        if axis not in known:
-            raise ConfigError(f"{where}: logical_factor_rules has no axis {axis!r}.{did_you_mean(axis, known)}")
-    roles = roles_of("logical_factor_rules", [known[axis] for axis in axes])
-    assert roles is not None
-    if {"ROW", "COLUMN", "NONE"} <= set(roles):
-        reason = f"incomplete factor rule {list(roles)} for the axes {list(axes)}"
-        raise ConfigError(f"{where}: {reason}: with ROW and COLUMN no other dimension may be NONE")
-    if not {"ROW", "COLUMN"} <= set(roles):  # factoring needs both
-        return tuple("BATCH" if role == "BATCH" else "NONE" for role in roles)
-    return roles
-
-
 def roles_of(option: str, rule: Any) -> FactorRule:
     """Converts a factor rule, as users write it, to the roles of dimensions."""
-    if rule is None or rule == "HEURISTIC":
-        return None if rule is None else HEURISTIC
+    if rule is None:
+        return None
+    if rule == "HEURISTIC":
+        return HEURISTIC
     allowed = f"None, 'HEURISTIC', or for each dimension one of {', '.join(ROLES)}"
     require.that(isinstance(rule, tuple | list), option, rule, allowed)
     names = [str(role).lower() for role in rule]

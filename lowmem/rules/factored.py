@@ -53,11 +53,12 @@ def squares(t: Tile) -> Sums:
     return Sums(scalar={**change_square(t).scalar, "param": param_square(t)})
 
 
-def moved(t: Tile, rounded: Callable[..., Tensor] = exactly) -> dict[str, Tensor]:
+def new_values(t: Tile, rounded: Callable[..., Tensor] = exactly) -> dict[str, Tensor]:
     """Returns w ← keep·w - step·change, where with momentum `m` a running mean replaces step·change, and v if it is
     unfactored. rounded: a function applied to products with a stored tensor, see `Tile.stored`.
     """
-    step, new = change(t) * t.scalar.step, {}
+    new = {}
+    step = change(t) * t.scalar.step
     if "m" in t.full:
         step = new["m"] = rounded(t.full.m * t.scalar.beta1, "m") + step * t.scalar.gain1
     if "v" in t.full:
@@ -69,55 +70,60 @@ def moved(t: Tile, rounded: Callable[..., Tensor] = exactly) -> dict[str, Tensor
 class FactoredSpec(ParamSpec):
     """Spec with the state v or its row and column means, and the state `m` if the rule uses momentum.
 
-    normalized: the factor that is divided by its mean.  scaled: whether steps are relative to the rms of the weight.
     Slices that are `alike` share scale and clipping.
     """
 
-    normalized: Literal["row", "col"] = "row"
-    scaled: bool = True
+    normalized: Literal["row", "col"] = "row"  # the factor that is divided by its mean
+    scaled: bool = True  # whether steps are relative to the rms of the weight
 
 
 class Change(NamedTuple):
     """A gradient divided by the root of its second moment. Each pass of the sweep computes it again.
 
-    vectors: arguments of the sweep for tile functions that use `change`.  size: the root mean square of the weight,
-    float32 [B], at least the number `least`.  divisor: float32 [B]. Dividing the change by it limits the root mean
-    square of the change to the number `threshold`. It is 1 without such a number.
+    Dividing the change by `divisor` limits the root mean square of the change to the number `threshold`. Without such a
+    number, the divisor is 1.
     """
 
-    vectors: dict[str, Any]
-    size: Tensor
-    divisor: Tensor | float
+    vectors: dict[str, Any]  # arguments of the sweep for tile functions that use `change`
+    size: Tensor  # root mean square of the weight, at least the number `min_scale`, float32 [B]
+    divisor: Tensor | float  # float32 [B]
 
 
-def moment_scalars(gain: float, eps: float, least: float) -> dict[str, float]:
-    """Returns the numbers for `precondition`. gain: 1-β₂.  eps: added to g².  least: the minimum scale of a step."""
-    return {"gain": gain, "beta2": 1.0 - gain, "eps": eps, "least": least}
+def moment_scalars(gain: float, eps: float, min_scale: float) -> dict[str, float]:
+    """Returns the numbers for `precondition`: gain is 1-β₂, eps is added to g², and steps have this minimum scale."""
+    return {"gain": gain, "beta2": 1.0 - gain, "eps": eps, "min_scale": min_scale}
 
 
 def precondition(sweep: Sweep, spec: FactoredSpec, state: State) -> Change:
     """Updates the second moment and measures the resulting change, in one pass (unfactored) or two (factored).
 
-    Reads `moment_scalars` and these optional numbers: `threshold`, see `Change`; `most`, the maximum scale of a step;
-    `as_stored`: the squares and the size of the weight are computed in its dtype; `skip_nan`: elements of row and
+    Reads `moment_scalars` and these optional numbers: `threshold`, see `Change`; `max_scale`, the maximum scale of a
+    step; `as_stored`: the squares and the size of the weight are computed in its dtype; `skip_nan`: elements of row and
     column means that would become NaN do not change.
     """
-    (_, rows, cols), number = sweep.shape, sweep.scalar
+    _, rows, cols = sweep.shape
+    number = sweep.scalar
     names = {each.extent: name for name, each in spec.states.items() if name != "m"}
-    full = {"v": state[names["full"]]} if "full" in names else {}
-    full |= {"m": state["m"]} if "m" in state else {}
+    full = {}
+    if "full" in names:
+        full["v"] = state[names["full"]]
+    if "m" in state:
+        full["m"] = state["m"]
     vectors: dict[str, Any] = {"full": full}
     if "v" in full:
         sums = sweep.reduce(squares, **vectors).scalar
     else:
-        totals, factors = sweep.reduce(moments), {}
+        factors = {}
+        totals = sweep.reduce(moments)
         for side, total, count in (("row", totals.row, cols), ("col", totals.col, rows)):
             mean = total["square"] / count + number.eps
             stored = state[names[side]]  # type: ignore[index]
             old = stored.view_as(mean)
             new = old * number.beta2 + mean * number.gain
             sweep.store(stored, torch.where(new.isnan(), old, new) if "skip_nan" in number else new)
-            factors[side] = (new / new.mean(-1, keepdim=True) if side == spec.normalized else new).rsqrt()
+            if side == spec.normalized:
+                new = new / new.mean(-1, keepdim=True)
+            factors[side] = new.rsqrt()
         vectors |= {"row": {"r": factors["row"]}, "col": {"c": factors["col"]}}
         sums = {**totals.scalar, **sweep.reduce(change_square, **vectors).scalar}
 
@@ -128,9 +134,9 @@ def precondition(sweep: Sweep, spec: FactoredSpec, state: State) -> Change:
         return together.repeat_interleave(spec.alike, output_size=square_sum.shape[0])
 
     rounded: Callable[[Tensor], Tensor] = sweep.stored if "as_stored" in number else exactly
-    size = rounded(rounded(mean_square(sums["param"])).sqrt()).clamp(min=rounded(number.least))
-    if "most" in number:
-        size = size.clamp(max=rounded(number.most))
+    size = rounded(rounded(mean_square(sums["param"])).sqrt()).clamp(min=rounded(number.min_scale))
+    if "max_scale" in number:
+        size = size.clamp(max=rounded(number.max_scale))
     divisor: Tensor | float = 1.0
     if "threshold" in number:
         divisor = (mean_square(sums["change"]).sqrt() / number.threshold).clamp(min=1.0)

@@ -4,21 +4,17 @@ import importlib
 import inspect
 import itertools
 import logging
-import random
-import sys
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
-from torch.utils._python_dispatch import _disable_current_modes
 
 from lowmem.errors import ConfigError, UnsupportedError, did_you_mean
 from lowmem.rules.foreign_instance import COUNTS, Instance, number_of, pack_state, refuse_combination, snapshot
+from lowmem.rules.foreign_trial import Grads, RecordedGroup, isolated, random_states, trial_inputs, trial_shapes
 from lowmem.rules.rule import GROUP_KEYS, Hyper, ParamSpec, State, UpdateRule
 from lowmem.tiles.layout import View
 from lowmem.tiles.sweep import Sweep
@@ -31,19 +27,8 @@ _DISTRIBUTIONS = {"lomo_optim": "lomo-optim", "optimi": "torch-optimi"}
 # Keys of our parameter groups that are not passed to a constructor unless its signature names them.
 _NO_ARGUMENTS = GROUP_KEYS | {COUNTS}
 
-# A trial uses small tensors with the group's numbers of dimensions, or parameters of the group with at most _TRIED
-# elements. (Optimizers with low-bit states use full-precision states for small parameters.)
-_TRIAL_SHAPES: dict[int, list[tuple[int, ...]]] = {
-    0: [(), ()], 1: [(96,), (160,)], 2: [(64, 64), (32, 160)],
-    3: [(4, 32, 40), (2, 8, 8)], 4: [(16, 32, 3, 3), (8, 16, 1, 1)],
-}  # fmt: skip
-_TRIED = 1 << 20
-
-# For each step, the gradients of all parameters.
-_Grads = list[list[Tensor | None]]
-
-# Number of steps in a trial, scales of its gradients, and the element at which the first shard ends.
-_TRIAL_STEPS, _TRIAL_SIZES, _CUT = 12, (1e-3, 1.0, 1e3), 1500
+# The element of a matrix at which a trial cuts it into two shards.
+_CUT = 1500
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +56,8 @@ class ForeignRule(UpdateRule):
 
     keeps = "the states of the class"
     exactness = "the class's own step(), bit for bit"
-    elementwise = materializes = True  # other classes raise on shards
+    elementwise = True  # `adopt` rejects a class that is not elementwise if parameters are sharded
+    materializes = True
 
     def __init__(self, cls: type[torch.optim.Optimizer]) -> None:
         self.cls = cls
@@ -121,18 +107,14 @@ class ForeignRule(UpdateRule):
         """Tries the class on the parameters' device. Settings that the class derives from others are set in `hyper`."""
         self._instances.pop(id(hyper), None)  # left by a deleted group with the same id
         params = [param for param in hyper["params"] if param.requires_grad]
-        real = [param for param in params if not (param.is_meta or is_fake(param))]
-        kinds = {2} if sharded or not params else {param.ndim for param in params}
-        usual = [shape for kind in sorted(kinds, reverse=True) for shape in _TRIAL_SHAPES.get(kind, ())]
-        small = sorted((param for param in real if 0 < param.numel() <= _TRIED), key=torch.numel)
-        ends = [{param.ndim: tuple(param.shape) for param in order} for order in (small, small[::-1])]
-        own = [shape for end in ends for shape in end.values()]  # the largest and the smallest
+        devices = [param.device for param in params if not (param.is_meta or is_fake(param))]
+        device = devices[0] if devices else torch.device("cpu")
         rates = [{**hyper, "lr": 1e-2}, hyper] if "lr" in hyper else [hyper]  # a tiny learning rate hides differences
-        device, failure = real[0].device if real else torch.device("cpu"), None
-        for settings, shapes, absent in itertools.product(rates, filter(None, (usual, own)), (True, False)):
+        failure = None
+        for settings, shapes, omit in itertools.product(rates, trial_shapes(params, sharded), (True, False)):
             try:
-                with _isolated():
-                    self._try(settings, *_trial(shapes, absent, device), sharded)
+                with isolated():
+                    self._try(settings, *trial_inputs(shapes, omit, device), sharded)
                 break
             except (ConfigError, UnsupportedError):
                 raise
@@ -151,20 +133,21 @@ class ForeignRule(UpdateRule):
         if hasattr(self.cls, "eval") and len(self._instances) == 1:
             logger.warning("lowmem does not call %s.eval(): weights are evaluated and saved as in training", self.name)
 
-    def _try(self, hyper: Hyper, starts: Sequence[Tensor], grads: _Grads, sharded: bool) -> None:
+    def _try(self, hyper: Hyper, starts: Sequence[Tensor], grads: Grads, sharded: bool) -> None:
         """Raises if steps on one parameter at a time differ from steps on all of them."""
         self._shape = tuple(starts[0].shape)
         params = [start.clone().requires_grad_() for start in starts]
         together = self._made(params, hyper, groups=1 + bool(self._instances))
-        group, before = together.param_groups[0], _random_states()
+        group = together.param_groups[0]
+        before = random_states()
         for step in grads:
             torch.manual_seed(0)
             for param, grad in zip(params, step, strict=True):
                 param.grad = None if grad is None else grad.clone()
             together.step()
-        if _random_states()[: len(before)] != before:
+        if random_states()[: len(before)] != before:
             self._refuse("draws random numbers from Python or NumPy once per step. Use another optimizer.")
-        if isinstance(group, Watched) and (unread := self._extra(hyper).keys() - group.read):
+        if isinstance(group, RecordedGroup) and (unread := self._extra(hyper).keys() - group.read):
             key = min(unread)
             raise ConfigError(f"{self.name} does not read {key!r}.{did_you_mean(key, self.defaults)} Omit it")
         alone, numbers, _ = self._one_at_a_time(hyper, starts, grads)
@@ -199,11 +182,13 @@ class ForeignRule(UpdateRule):
         )
 
     def _one_at_a_time(
-        self, hyper: Hyper, starts: Sequence[Tensor], grads: _Grads
+        self, hyper: Hyper, starts: Sequence[Tensor], grads: Grads
     ) -> tuple[list[Tensor], dict[str, Any], list[State]]:
         """Steps as in training, and returns the weights, the numbers that changed, and the states."""
-        params, states = [start.clone() for start in starts], [State() for _ in starts]
-        group, changed = {**hyper}, set[str]()
+        params = [start.clone() for start in starts]
+        states = [State() for _ in starts]
+        group = {**hyper}
+        changed = set[str]()
         instance = self._new(group)
         for step in grads:
             torch.manual_seed(0)
@@ -290,72 +275,11 @@ class ForeignRule(UpdateRule):
     def _made(self, params: list[Tensor], hyper: Hyper, groups: int = 1) -> torch.optim.Optimizer:
         """Returns a new object of the class, with the parameters in this number of groups."""
         extra = self._extra(hyper)
-        watched = [Watched({"params": params[n::groups], **extra}) for n in range(groups)]
-        optimizer = self.cls(watched if extra or groups > 1 else params, **self._arguments(hyper))
+        recorded = [RecordedGroup({"params": params[n::groups], **extra}) for n in range(groups)]
+        optimizer = self.cls(recorded if extra or groups > 1 else params, **self._arguments(hyper))
         if hasattr(optimizer, "train"):
             optimizer.train()  # schedule-free optimizers step in training mode only
         return optimizer
-
-
-class Watched(dict[str, Any]):
-    """A parameter group that records which keys are read."""
-
-    def __init__(self, items: Mapping[str, Any]) -> None:
-        super().__init__(items)
-        self.read: set[str] = set()
-
-    def __getitem__(self, key: str) -> Any:
-        self.read.add(key)
-        return super().__getitem__(key)
-
-    def __contains__(self, key: object) -> bool:
-        self.read.add(str(key))
-        return super().__contains__(key)
-
-    def get(self, key: str, default: Any = None) -> Any:
-        self.read.add(key)
-        return super().get(key, default)
-
-
-@contextmanager
-def _isolated() -> Iterator[None]:
-    """Restores random states and warnings after a trial, and disables torch.compile, which torchao's step uses."""
-    python, numpy = random.getstate(), sys.modules.get("numpy")
-    numpys, eager = numpy and numpy.random.get_state(), torch.compiler.set_stance("force_eager")
-    try:
-        with warnings.catch_warnings(), torch.random.fork_rng(), eager, _disable_current_modes():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        random.setstate(python)
-        if numpy:
-            numpy.random.set_state(numpys)
-
-
-def _random_states() -> list[Any]:
-    """Returns the states of Python's random generator, and of NumPy's if it is imported."""
-    states: list[Any] = [random.getstate()]
-    if numpy := sys.modules.get("numpy"):
-        _, key, *rest = numpy.random.get_state()
-        states += [key.tolist(), *rest]
-    return states
-
-
-def _trial(shapes: Sequence[tuple[int, ...]], absent: bool, device: torch.device) -> tuple[list[Tensor], _Grads]:
-    """Returns reproducible parameters, and their gradients for each step. absent: one gradient is missing."""
-    source = torch.Generator().manual_seed(0)
-
-    def drawn(shape: tuple[int, ...], size: float = 1.0) -> Tensor:
-        return torch.randn(shape, generator=source, device="cpu").mul_(size).to(device)
-
-    starts = list(map(drawn, shapes))
-    grads: _Grads = [
-        [drawn(shape, _TRIAL_SIZES[(step + n) % len(_TRIAL_SIZES)]) for n, shape in enumerate(shapes)]
-        for step in range(_TRIAL_STEPS)
-    ]
-    if absent:
-        grads[_TRIAL_STEPS // 2][0] = None
-    return starts, grads
 
 
 def import_optimizer(path: str) -> type[torch.optim.Optimizer | UpdateRule]:

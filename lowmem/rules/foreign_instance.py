@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
-from lowmem.errors import UnsupportedError
+from lowmem.errors import CheckpointError, UnsupportedError
 from lowmem.rules.rule import ENGINE_KEYS, Hyper, State
 
 # The key of our parameter group for a class's step counts and similar numbers that are not hyperparameters.
@@ -54,7 +54,8 @@ class Instance:
     """
 
     def __init__(self, name: str, optimizer: torch.optim.Optimizer, arguments: Hyper, hyper: Hyper) -> None:
-        self._name, self.optimizer = name, optimizer
+        self._name = name
+        self.optimizer = optimizer
         self.eager = any(isinstance(key, Tensor) for key in optimizer.state)
         self.numbers = self._start = snapshot(optimizer)
         plain = {key: value for key, value in self.numbers.items() if isinstance(value, int | float | str | tuple)}
@@ -74,7 +75,8 @@ class Instance:
 
     def begin(self, hyper: Hyper) -> None:
         """Starts a step with the settings and counts of our parameter group."""
-        self._start, self.changes = {**self.numbers}, None
+        self._start = {**self.numbers}
+        self.changes = None
         for key, value in {**hyper, **hyper.get(COUNTS, {})}.items():
             old = self.numbers.get(key)
             if isinstance(old, Tensor) and isinstance(value, int | float):  # torchao's learning rate is a tensor
@@ -84,7 +86,8 @@ class Instance:
 
     def step(self, param: Tensor, state: State, hyper: Hyper) -> State:
         """Steps on a parameter with its packed state, and returns the new packed state."""
-        optimizer, stored = self.optimizer, param.detach()
+        optimizer = self.optimizer
+        stored = param.detach()
         start = {key: _own(value) for key, value in self._start.items()}  # alive until `now` is compared by id
         before = {key: _comparable(value, self._start[key]) for key, value in start.items()}
         restore(optimizer, start)
@@ -92,7 +95,8 @@ class Instance:
         optimizer.state[param] = unpack_state(self._name, state)
         try:
             optimizer.step()
-            now, values = snapshot(optimizer), dict(optimizer.state[param])
+            now = snapshot(optimizer)
+            values = dict(optimizer.state[param])
         finally:
             self._release()
         if param.untyped_storage()._cdata != stored.untyped_storage()._cdata:
@@ -100,7 +104,9 @@ class Instance:
         changed = [key for key, value in now.items() if key not in before or _comparable(value, value) != before[key]]
         changes = {key: number_of(self._name, key, now[key]) for key in changed}
         if self.changes is None:
-            self.changes, group, counts = changes, cast(dict[str, Any], hyper), dict(hyper.get(COUNTS, {}))
+            self.changes = changes
+            group = cast(dict[str, Any], hyper)
+            counts = dict(hyper.get(COUNTS, {}))
             for key, number in changes.items():
                 (group if key in group else counts)[key] = number
             group[COUNTS] = counts
@@ -127,14 +133,16 @@ def snapshot(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 def restore(optimizer: torch.optim.Optimizer, numbers: dict[str, Any]) -> None:
     """Restores the values of a snapshot, and deletes attributes that are not in it."""
-    own, beside, (group,) = vars(optimizer), cast(dict[Any, Any], optimizer.state), optimizer.param_groups
+    own = vars(optimizer)
+    extra_state = cast(dict[Any, Any], optimizer.state)
+    (group,) = optimizer.param_groups
     for key in [key for key, value in own.items() if type(value) in _PLAIN and f"self.{key}" not in numbers]:
         del own[key]
     for key, value in numbers.items():
         if key.startswith("self."):
             own[key.removeprefix("self.")] = value
         elif key.startswith("state."):
-            beside[key.removeprefix("state.")] = value
+            extra_state[key.removeprefix("state.")] = value
         else:
             group[key] = value
 
@@ -250,13 +258,17 @@ def unpack(form: Any, tensors: dict[str, Any] | None = None, package: str = "") 
             return tuple(unpack(values, tensors, package))
         case {"Size": values}:
             return torch.Size(unpack(values, tensors, package))
-        case {"deque": values, "maxlen": most}:
-            return deque(unpack(values, tensors, package), most)
+        case {"deque": values, "maxlen": maxlen}:
+            return deque(unpack(values, tensors, package), maxlen)
         case {"dict": pairs}:
             return items(pairs)
         case {"class": [module, name], "parts": parts, "rest": rest}:
-            cls = getattr(sys.modules[module], name)  # the optimizer has already imported the module
-            return cls.__tensor_unflatten__(items(parts), *unpack(rest, tensors, package))
+            cls = getattr(sys.modules.get(module), name, None)  # the optimizer has already imported the module
+            if not (isinstance(cls, type) and issubclass(cls, Tensor)):
+                raise CheckpointError(
+                    f"the saved state has an object of {module}.{name}, which is not a class of tensors"
+                )
+            return cls.__tensor_unflatten__(items(parts), *unpack(rest, tensors, package))  # type: ignore[attr-defined]
         case {"object": [module, name], "vars": pairs} if _package(module) == package:
             value = object.__new__(getattr(sys.modules[module], name))
             vars(value).update(items(pairs))

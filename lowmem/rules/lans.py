@@ -27,39 +27,42 @@ def norms(t: Tile) -> Sums:
 def step_of(t: Tile) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns the new moments of a tile, and the momentum term and gradient term of the step without weight decay."""
     grad = t.grad * t.scalar.inverse_norm
-    grad = grad.clamp(-t.scalar.clip, t.scalar.clip) if "clip" in t.scalar else grad
+    if "clip" in t.scalar:
+        grad = grad.clamp(-t.scalar.clip, t.scalar.clip)
     mean = t.full.mean * t.scalar.beta1 + grad * t.scalar.gain1
     var = t.full.var * t.scalar.beta2 + grad * grad * t.scalar.gain2
     scale = (var / t.scalar.correction2).sqrt() + t.scalar.epsilon
     return mean, var, mean / t.scalar.correction1 / scale, grad / scale
 
 
-def first_moved(t: Tile, m: Tensor) -> Tensor:
+def after_momentum(t: Tile, m: Tensor) -> Tensor:
     """Returns the weight after the momentum term of the step."""
     return t.param - (m + t.param * t.scalar.wd) * t.scalar.step_m
 
 
 def both_squares(t: Tile) -> Sums:
     """Returns the sums of squares of both terms of the step, with weight decay of the weight before the step."""
-    (_, _, m, g), decay = step_of(t), t.param * t.scalar.wd
+    _, _, m, g = step_of(t)
+    decay = t.param * t.scalar.wd
     return Sums(scalar={"m": (m + decay).square(), "g": (g + decay).square()})
 
 
 def second_square(t: Tile) -> Sums:
     """Returns the sum of squares of the gradient term, with weight decay of the weight after the momentum term."""
     _, _, m, g = step_of(t)
-    return Sums(scalar={"g": (g + first_moved(t, m) * t.scalar.wd).square()})
+    return Sums(scalar={"g": (g + after_momentum(t, m) * t.scalar.wd).square()})
 
 
-def moved_by_step(t: Tile) -> dict[str, Tensor]:
+def new_values_step(t: Tile) -> dict[str, Tensor]:
     mean, var, m, g = step_of(t)
-    first = first_moved(t, m)
+    first = after_momentum(t, m)
     new = first - (g + first * t.scalar.wd) * t.scalar.step_g
     return {"param": new, "mean": mean, "var": var}
 
 
-def moved_fused(t: Tile) -> dict[str, Tensor]:
-    (mean, var, m, g), decay = step_of(t), t.param * t.scalar.wd
+def new_values_fused(t: Tile) -> dict[str, Tensor]:
+    mean, var, m, g = step_of(t)
+    decay = t.param * t.scalar.wd
     new = t.param - ((m + decay) * t.scalar.step_m + (g + decay) * t.scalar.step_g)
     return {"param": new, "mean": mean, "var": var}
 
@@ -73,7 +76,7 @@ def multipliers(option: str, value: Any) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class LansSpec(ParamSpec):
-    """Multipliers of the learning rate and weight decay for this parameter.  master: see `multi_precision`."""
+    """Spec with the multipliers of a parameter's learning rate and weight decay. master: see `multi_precision`."""
 
     lr_mult: float
     wd_mult: float
@@ -128,26 +131,36 @@ class Lans(UpdateRule):
         return (*(hyper["lr_mult"] or {}), *(hyper["wd_mult"] or {}))
 
     def spec(self, name: str, shape: tuple[int, ...], hyper: Hyper) -> LansSpec:
-        lr_mult, wd_mult = ((hyper[option] or {}).get(name, 1.0) for option in ("lr_mult", "wd_mult"))
         return LansSpec(
-            View.vector(len(shape)), moment_states("mean", "var"), hyper["aggregate_num"],
-            lr_mult=lr_mult, wd_mult=wd_mult, master=hyper["multi_precision"],
-        )  # fmt: skip
+            View.vector(len(shape)),
+            moment_states("mean", "var"),
+            hyper["aggregate_num"],
+            lr_mult=(hyper["lr_mult"] or {}).get(name, 1.0),
+            wd_mult=(hyper["wd_mult"] or {}).get(name, 1.0),
+            master=hyper["multi_precision"],
+        )
 
     def scalars(self, hyper: Hyper, step: int) -> dict[str, float]:
         scalars = averages(hyper["beta1"], hyper["beta2"]) | {name: hyper[name] for name in ("epsilon", "wd", "lr")}
         scalars |= {"sign": float((hyper["rescale_grad"] > 0) - (hyper["rescale_grad"] < 0))}
-        scalars |= {"begun": hyper["begin_num_update"], **({"fused": 1.0} if hyper["variant"] == "fused" else {})}
+        scalars["begun"] = hyper["begin_num_update"]
+        if hyper["variant"] == "fused":
+            scalars["fused"] = 1.0
         return scalars | numbers(hyper, clip="clip_gradient", lower="lower_bound", upper="upper_bound")
 
     def update(self, sweep: Sweep, spec: LansSpec, state: State) -> None:
-        number, double, fused = sweep.scalar, sweep.double, "fused" in sweep.scalar
+        number = sweep.scalar
+        double = sweep.double
+        fused = "fused" in number
         full = {name: state[name] for name in ("mean", "var")}
         sums = sweep.reduce(norms).scalar
         count = next_count(sweep, state) + double.begun
-        scalar = {"wd": (double.wd * spec.wd_mult).float(), "inverse_norm": inverse_norm(sums, number.sign)}
-        scalar["correction1"] = correction(double.beta1, count).float()
-        scalar["correction2"] = correction(double.beta2, count).float()
+        scalar = {
+            "wd": (double.wd * spec.wd_mult).float(),
+            "inverse_norm": inverse_norm(sums, number.sign),
+            "correction1": correction(double.beta1, count).float(),
+            "correction2": correction(double.beta2, count).float(),
+        }
         size = (sums["stored"] if fused else sums["weight"]).sqrt()
         if "lower" in number or "upper" in number:
             size = size.clamp(number.get("lower"), number.get("upper"))
@@ -157,7 +170,7 @@ class Lans(UpdateRule):
         if not fused:
             squares = sweep.reduce(second_square, full=full, scalar=scalar).scalar
         scalar["step_g"] = (lr * double.gain1).float() * trust(size, squares["g"])
-        sweep.apply(moved_fused if fused else moved_by_step, full=full, scalar=scalar)
+        sweep.apply(new_values_fused if fused else new_values_step, full=full, scalar=scalar)
 
 
 def inverse_norm(sums: dict[str, Tensor], sign: Tensor) -> Tensor:

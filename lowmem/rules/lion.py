@@ -12,7 +12,7 @@ from lowmem.tiles.sweep import Sweep
 from lowmem.tiles.tile import Tile
 
 
-def moved(t: Tile) -> dict[str, Tensor]:
+def new_values(t: Tile) -> dict[str, Tensor]:
     ahead = t.full.exp_avg * t.scalar.beta1 + t.grad * t.scalar.gain1
     mean = t.full.exp_avg * t.scalar.beta2 + t.grad * t.scalar.gain2
     return {"param": torch.addcmul(t.param * t.scalar.keep, ahead.sign(), t.scalar.step), "exp_avg": mean}
@@ -38,4 +38,4 @@ class Lion(UpdateRule):
         return averages(*hyper["betas"]) | {"keep": 1.0 - hyper["lr"] * hyper["weight_decay"], "step": -hyper["lr"]}
 
     def update(self, sweep: Sweep, spec: ParamSpec, state: State) -> None:
-        sweep.apply(moved, full={"exp_avg": state["exp_avg"]})
+        sweep.apply(new_values, full={"exp_avg": state["exp_avg"]})

@@ -9,7 +9,7 @@ from lowmem.tiles.sweep import Sweep
 from lowmem.tiles.tile import Tile
 
 
-def moved(t: Tile) -> dict[str, Tensor]:
+def new_values(t: Tile) -> dict[str, Tensor]:
     return {"param": torch.addcmul(t.param * t.scalar.keep, t.grad, t.scalar.step)}
 
 
@@ -34,4 +34,4 @@ class Lomo(UpdateRule):
         return {"keep": 1.0 - hyper["lr"] * hyper["weight_decay"], "step": -hyper["lr"]}
 
     def update(self, sweep: Sweep, spec: ParamSpec, state: State) -> None:
-        sweep.apply(moved)
+        sweep.apply(new_values)

@@ -19,7 +19,9 @@ _COMPARISONS = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": ope
 
 def hyperparameters(**options: tuple[Any, Check]) -> tuple[dict[str, Any], dict[str, Check]]:
     """Returns the `defaults` and `checks` of a rule from name=(default, check) arguments."""
-    return {name: pair[0] for name, pair in options.items()}, {name: pair[1] for name, pair in options.items()}
+    defaults = {name: default for name, (default, _) in options.items()}
+    checks = {name: check for name, (_, check) in options.items()}
+    return defaults, checks
 
 
 def that(condition: bool, option: str, value: object, allowed: str) -> None:
@@ -41,13 +43,20 @@ def is_number(value: Any) -> bool:
 def number(*bounds: str, optional: bool = False, whole: bool = False) -> Check:
     """Allows finite numbers within bounds such as ">= 0" and "< 1", and None if `optional`."""
     limits = [(_COMPARISONS[sign], float(bound)) for sign, bound in map(str.split, bounds)]
-    allowed = " ".join(("a whole number" if whole else "a number", " and ".join(bounds))).rstrip()
+    allowed = "a whole number" if whole else "a number"
+    if bounds:
+        allowed += " " + " and ".join(bounds)
+    if optional:
+        allowed += ", or None"
 
     def valid(value: Any) -> bool:
-        fitting = is_number(value) and (isinstance(value, int) or not whole)
-        return (optional and value is None) or (fitting and all(compare(value, bound) for compare, bound in limits))
+        if value is None:
+            return optional
+        if not is_number(value) or (whole and not isinstance(value, int)):
+            return False
+        return all(compare(value, bound) for compare, bound in limits)
 
-    return check(valid, f"{allowed}, or None" if optional else allowed)
+    return check(valid, allowed)
 
 
 def one_of(*names: str, optional: bool = False) -> Check:

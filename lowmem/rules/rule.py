@@ -1,6 +1,5 @@
 """Rules: the mathematics of one optimizer for one parameter."""
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,67 +28,51 @@ GROUP_KEYS = frozenset(("params", "param_names", "name", "initial_lr", "max_lr",
 class StateSpec:
     """Specification of one optimizer-state tensor of a parameter. The state is zero before the first update.
 
-    extent: `full` has the shape of the parameter. `row`, `col` and `slice` have its batch dimensions, followed by its
-    row dimensions, its column dimensions, or nothing.
-    dtype: None uses the user's `state_storage` if the extent is `full`, and float32 otherwise. "weight" uses the dtype
-    of the weight. If the rule sets a dtype, values are rounded to nearest.
-    extra: additional trailing dimensions.  signed: whether elements may be negative.
+    Extent `full` has the shape of the parameter. `row`, `col` and `slice` have its batch dimensions, followed by its
+    row dimensions, its column dimensions, or nothing. Dtype None is the user's `state_storage` if the extent is `full`,
+    and float32 otherwise. If the rule sets a dtype, values are rounded to nearest.
     """
 
     extent: Extent
-    dtype: torch.dtype | Literal["weight"] | None = None
-    extra: tuple[int, ...] = ()
-    signed: bool = True
+    dtype: torch.dtype | Literal["weight"] | None = None  # "weight": the dtype of the weight
+    extra: tuple[int, ...] = ()  # additional trailing dimensions
+    signed: bool = True  # whether elements may be negative
 
     @property
-    def held_as_asked(self) -> bool:
-        """Returns whether the user's `state_storage` applies to this state."""
+    def follows_state_storage(self) -> bool:
+        """True if the option `state_storage` applies to this state."""
         return self.extent == "full" and self.dtype is None
 
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """Specification of how a rule updates one parameter, fixed before its first update. A rule may add fields.
+    """Specification of how a rule updates one parameter, fixed before its first update. A rule may add fields."""
 
-    view: the parameter's dimensions as [batch, rows, cols].  states: by name.
-    together: maximum number of small parameters with equal spec per stack; None means as many as fit.
-    alike: number of consecutive batch slices whose sums are added.
-    """
-
-    view: View
-    states: Mapping[str, StateSpec] = field(default_factory=dict, hash=False)
-    together: int | None = None
-    alike: int = 1
+    view: View  # the parameter's dimensions as [batch, rows, cols]
+    states: Mapping[str, StateSpec] = field(default_factory=dict, hash=False)  # by name
+    together: int | None = None  # maximum number of small parameters with equal spec per stack; None: as many as fit
+    alike: int = 1  # number of consecutive batch slices whose sums are added
 
 
 @dataclass(frozen=True)
 class GroupNorms:
-    """Gradient norms of a parameter group before the first update of a step, for a rule that clips by norm itself.
+    """Gradient norms of a parameter group before the first update of a step, for a rule that clips by norm itself."""
 
-    norms: 2-norm of each gradient as the rule would read it, float32 [parameters]; 0 for a missing gradient.
-    total: 2-norm over all groups, float32 scalar.  states: one mapping per parameter, empty before its first update.
-    frozen: the states of parameters that are now frozen.  memory: see `UpdateRule.group_memory`.
-    """
-
-    hyper: Hyper
-    norms: Tensor
-    total: Tensor
-    states: Sequence[Mapping[str, Any]]
-    frozen: Sequence[Mapping[str, Any]]
-    memory: Mapping[str, Tensor]
+    hyper: Hyper  # the parameter group
+    norms: Tensor  # of each gradient as the rule would read it, float32 [parameters]; 0 for a missing gradient
+    total: Tensor  # norm over all groups, float32 scalar
+    states: Sequence[Mapping[str, Any]]  # of each parameter, empty before its first update
+    frozen: Sequence[Mapping[str, Any]]  # states of parameters that are now frozen
+    memory: Mapping[str, Tensor]  # see `UpdateRule.group_memory`
 
 
 @dataclass(frozen=True)
 class GroupClip:
-    """The result of `UpdateRule.clip_by_norm`.
+    """The result of `UpdateRule.clip_by_norm`."""
 
-    coef: clip coefficient of the group, float32 scalar.  by_rule: the engine does not multiply gradients by `coef`; the
-    rule reads it as `sweep.rule_clip_coef`.  memory: the new memory of the group.
-    """
-
-    coef: Tensor
-    by_rule: bool = False
-    memory: Mapping[str, Tensor] = field(default_factory=dict)
+    coef: Tensor  # clip coefficient of the group, float32 scalar
+    by_rule: bool = False  # the rule multiplies gradients by `coef` (`sweep.rule_clip_coef`), instead of the engine
+    memory: Mapping[str, Tensor] = field(default_factory=dict)  # the new memory of the group
 
 
 class UpdateRule(ABC):
@@ -150,22 +133,6 @@ class UpdateRule(ABC):
     def rounding(self, hyper: Hyper, dtype: torch.dtype) -> str:
         """Returns the rounding that "auto" selects for weights of a 16-bit dtype."""
         return "stochastic"
-
-    def rates(self, weights: Iterable[Tensor], adamw: float = 2e-5) -> str:
-        """Describes learning rates for fine-tuning these weights. adamw: AdamW's learning rate, by default TRL's."""
-        words = "its usual rate is {:g} ({})".format(*self.usual_lr) if self.usual_lr else "its usual rate is unknown"
-        if self.relative is None:
-            return words
-        matrices = (w.detach().float() for w in weights if w.ndim > 1 and w.is_floating_point())
-        norms = [(float(torch.linalg.vector_norm(w)), w.numel()) for w in matrices]
-        size = math.hypot(*(norm for norm, _ in norms)) / math.sqrt(sum(count for _, count in norms) or 1)
-        if not size:  # the weights are sharded, or there are none
-            return words
-        least, most = (factor * adamw / size for factor in self.relative)
-        return (
-            f"{words}; AdamW's {adamw:g} corresponds to about {least:.2g} to {most:.2g} for weights with rms "
-            f"{size:.2g}, as here"
-        )
 
     def admit(self, name: str, param: Tensor, hyper: Hyper) -> None:
         """Raises `UnsupportedError` if this rule cannot update the parameter."""

@@ -23,7 +23,7 @@ def size_gradient(t: Tile) -> Sums:
     return Sums(scalar={"grad": t.param * t.grad, "param": t.param.square()})
 
 
-def moved(t: Tile) -> dict[str, Tensor]:
+def new_values(t: Tile) -> dict[str, Tensor]:
     square = t.full.exp_avg_sq * t.scalar.beta2 + t.grad_square * t.scalar.gain2
     change = t.grad / ((square * t.scalar.correction2).sqrt() + t.scalar.eps)
     delta = t.full.delta * t.scalar.beta1
@@ -79,12 +79,15 @@ class ScaledAdam(UpdateRule):
     def group_memory(self, hyper: Hyper) -> dict[str, Tensor]:
         if hyper["clipping_scale"] is None:
             return {}
-        norms, unknown = torch.zeros(hyper["clipping_update_period"]), torch.full((), math.nan)
+        norms = torch.zeros(hyper["clipping_update_period"])
+        unknown = torch.full((), math.nan)
         return dict(zip(_MEMORY, (torch.zeros(()), norms, unknown, unknown, torch.zeros(())), strict=True))
 
     def clip_by_norm(self, group: GroupNorms) -> GroupClip:
-        period, scale = group.hyper["clipping_update_period"], group.hyper["clipping_scale"]
-        memory, zero = group.memory, torch.zeros_like(group.total)
+        period = group.hyper["clipping_update_period"]
+        scale = group.hyper["clipping_scale"]
+        memory = group.memory
+        zero = torch.zeros_like(group.total)
         if (steps := len(memory["model_norms"])) != period:
             known = f"but the norms of the last {steps} steps are stored"
             raise ConfigError(f"clipping_update_period={period}, {known}. The period cannot change during training")
@@ -114,17 +117,29 @@ class ScaledAdam(UpdateRule):
         return ParamSpec(View.vector(len(shape)), states)
 
     def scalars(self, hyper: Hyper, step: int) -> dict[str, float]:
-        betas, lr, period = hyper["betas"], hyper["lr"], hyper["size_update_period"]
-        scalars, size_lr, size_beta2 = averages(*betas), lr * hyper["scalar_lr_scale"], betas[1] ** period
+        lr = hyper["lr"]
+        period = hyper["size_update_period"]
+        size_lr = lr * hyper["scalar_lr_scale"]
+        size_beta2 = hyper["betas"][1] ** period
+        scalars = averages(*hyper["betas"])
         return {
-            **scalars, "eps": hyper["eps"], "relative_step": -lr * scalars["gain1"],
-            "single_step": -size_lr * scalars["gain1"], "scalar_max": hyper["scalar_max"],
-            "least": hyper["param_min_rms"], "most": hyper["param_max_rms"], "shrink": -size_lr * period,
-            "size_lr": size_lr, "size_beta2": size_beta2, "size_gain2": 1.0 - size_beta2,
-        }  # fmt: skip
+            **scalars,
+            "eps": hyper["eps"],
+            "relative_step": -lr * scalars["gain1"],
+            "single_step": -size_lr * scalars["gain1"],
+            "scalar_max": hyper["scalar_max"],
+            "min_rms": hyper["param_min_rms"],
+            "max_rms": hyper["param_max_rms"],
+            "shrink": -size_lr * period,
+            "size_lr": size_lr,
+            "size_beta2": size_beta2,
+            "size_gain2": 1.0 - size_beta2,
+        }
 
     def update(self, sweep: Sweep, spec: ParamSpec, state: State) -> Tensor:
-        number, scalar, single = sweep.scalar, {}, "scale_grads" not in spec.states
+        number = sweep.scalar
+        scalar = {}
+        single = "scale_grads" not in spec.states
         sums = {} if single else sweep.reduce(size_gradient).scalar
         count = next_count(sweep, state)
         bias2 = correction(sweep.double.beta2, count)
@@ -134,10 +149,10 @@ class ScaledAdam(UpdateRule):
             bias2 = torch.where(bias2 < 0.99, bias2, 1.0)
             (period,) = spec.states["scale_grads"].extra
             size, new_size, scale_step = self._learn_size(sweep, state, period, count, sums)
-            step_size = number.relative_step * new_size.clamp(min=number.least)
+            step_size = number.relative_step * new_size.clamp(min=number.min_rms)
             scalar = {"step": step_size, "grow": scale_step * number.gain1}
         scalar["correction2"] = (1.0 / bias2).float()
-        sweep.apply(moved, full={name: state[name] for name in ("delta", "exp_avg_sq")}, scalar=scalar)
+        sweep.apply(new_values, full={name: state[name] for name in ("delta", "exp_avg_sq")}, scalar=scalar)
         return size
 
     def _learn_size(
@@ -149,8 +164,8 @@ class ScaledAdam(UpdateRule):
             sums["grad"] = sums["grad"] * sweep.rule_clip_coef
         done = count - 1  # completed updates
         turn = done % period
-        measured, old = (sums["param"] / sweep.count).sqrt(), state["param_rms"].view(-1)
-        before = torch.where(done == 0, measured, old)
+        measured = (sums["param"] / sweep.count).sqrt()
+        before = torch.where(done == 0, measured, state["param_rms"].view(-1))
         size = torch.where(turn == period - 1, measured, before)
         due = (turn == period - 1) & (done > 0)
 
@@ -162,8 +177,8 @@ class ScaledAdam(UpdateRule):
 
         root_correction2 = correction(sweep.double.size_beta2, count // period).sqrt().float()
         scale_step = -number.size_lr * root_correction2 * grads.sum(-1) / (square.sqrt() + number.eps)
-        scale_step = torch.where(size < number.least, 0.0, scale_step)
-        scale_step = torch.where(size > number.most, number.shrink, scale_step)
+        scale_step = torch.where(size < number.min_rms, 0.0, scale_step)
+        scale_step = torch.where(size > number.max_rms, number.shrink, scale_step)
         sweep.store(state["param_rms"], size)
         sweep.store(state["scale_grads"], grads)
         sweep.store(state["scale_exp_avg_sq"], square)

@@ -87,8 +87,9 @@ def _of_weights(recipe: Recipe) -> Iterator[Reduction]:
     if fused.rounding in ("compensated", "compensated8", "master"):
         yield Reduction({"fused.rounding": "stochastic"}, "no time; learns as well in our studies")
     with suppress(LowmemError):  # a rule may need the name of a parameter
-        states = [state for rule, group in groups for state in rule.spec("", (4096, 4096), group).states.values()]
-        if fused.state_storage in ("auto", "float32", "bfloat16") and any(state.held_as_asked for state in states):
+        specs = [rule.spec("", (4096, 4096), group) for rule, group in groups]
+        follows = any(state.follows_state_storage for spec in specs for state in spec.states.values())
+        if follows and fused.state_storage in ("auto", "float32", "bfloat16"):
             yield Reduction({"fused.state_storage": "8bit"}, "no loss in our fine-tuning study")
     if any(rule.name not in _SMALL_STATES for rule, _ in groups):
         rate = {"learning_rate": AdaLomo.usual_lr[0]}

@@ -16,15 +16,22 @@ from lowmem.placements.base import Placed, Shard
 from lowmem.placements.ranks import Ranks
 from lowmem.rules import ParamSpec, UpdateRule
 from lowmem.tiles.layout import Extent, Layout, Span, grouped
-from lowmem.tiles.storage import FLOAT32, ROUNDED_DTYPES, TABLE, Float, Held, Storage, of_state, of_weight, part_name
+from lowmem.tiles.storage import (
+    FLOAT32,
+    ROUNDED_DTYPES,
+    SMALLEST_GROUPED,
+    TABLE,
+    Float,
+    Held,
+    Storage,
+    of_state,
+    of_weight,
+    part_name,
+)
 from lowmem.tiles.stored import StoredTiles
 from lowmem.tiles.sweep import Sweep
 
 logger = logging.getLogger(__name__)
-
-# Parameters with fewer elements use float32 states and stochastic rounding instead of storages with groups. Their
-# shards might not be divisible into groups, and a state must have the same format for any number of ranks.
-SMALLEST_GROUPED = 1 << 12
 
 
 class Kept(NamedTuple):
@@ -187,7 +194,7 @@ def make_program(placed: Placed, rule: UpdateRule, group: Mapping[str, Any], sha
         raise UnsupportedError(f"parameter {placed.name!r} of shape {list(span.shape)} {error}") from None
     if rounding == "nearest" and dtype in ROUNDED_DTYPES:
         _warn_of_lost_updates(dtype, rule.name if rule.materializes else None)
-    state_storage = chosen if any(state.held_as_asked for state in spec.states.values()) else None
+    state_storage = chosen if any(state.follows_state_storage for state in spec.states.values()) else None
     return Program(rule, spec, span, layout, shard.ranks_of(placed.param), weight, states, state_storage)
 
 

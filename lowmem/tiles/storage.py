@@ -23,6 +23,10 @@ STORED_DTYPES = (torch.float32, *ROUNDED_DTYPES)
 # Groups may not cross tiles. The tiles of a row are multiples of this many elements.
 LARGEST_GROUP = 1024
 
+# Parameters with fewer elements use float32 states and stochastic rounding instead of storages with groups. Their
+# shards might not be divisible into groups, and a state must have the same format for any number of ranks.
+SMALLEST_GROUPED = 1 << 12
+
 
 class Part(NamedTuple):
     """One tensor of a storage: its dtype, and the number of consecutive elements of a row that share one value."""

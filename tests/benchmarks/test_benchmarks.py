@@ -78,7 +78,7 @@ def test_results_of_a_step(run):
 def test_a_plan_is_the_one_of_the_command_line(monkeypatch, tmp_path):
     """Of a small model, on two ranks; and all plans that the tables show are made."""
     monkeypatch.chdir(ROOT)
-    words = memory.words_of("llama-3.2-1b", "adalomo", ranks=2)
+    words = memory.arguments_of("llama-3.2-1b", "adalomo", ranks=2)
     sizes = memory.planned(words)
     config = ["--config", memory.CONFIG, "--eval_strategy", "no", *shlex.split(words)]
     assert runs.lowmem("plan", "sft", *config, "--json", tmp_path / "plan.json").status == 0

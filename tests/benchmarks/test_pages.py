@@ -67,7 +67,7 @@ def test_the_memory_of_rules_equals_the_plan():
     planned = {row[0]: row[2] for row in cells((ROOT / "README.md").read_text()) if row[0] in PLANNED}
     assert planned.keys() == PLANNED.keys()
     for name, text in planned.items():
-        sizes = plans()[memory.words_of(memory.EIGHT_BILLION, PLANNED[name])]
+        sizes = plans()[memory.arguments_of(memory.EIGHT_BILLION, PLANNED[name])]
         assert int(re.match(r"(\d+) GiB", text)[1]) == round(sum(sizes.values()) / 2**30), name
 
 

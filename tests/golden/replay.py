@@ -57,6 +57,11 @@ def lans(case: Case) -> dict[str, Any]:
 def t5x_adafactor(case: Case) -> dict[str, Any]:
     hyper = dict(case.hyper)
     lr = hyper.pop("learning_rate")
+    hyper.pop("param_logical_axes", None)
+    if hyper.pop(
+        "logical_factor_rules", None
+    ):  # lowmem does not have T5X's names of axes: the recorded roles, by parameter
+        hyper["factor_map"] = [(f"^{name}$", roles) for name, roles in case.entry["resolved_factor_map"].items()]
     rate = 1.0 if isinstance(lr, str) else lr  # each step has its own
     return {**hyper, "rule": "adafactor", "lr": rate, "variant": case.entry["variant"] or "op_by_op"}
 

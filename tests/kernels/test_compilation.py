@@ -48,13 +48,13 @@ def compiled(function, constants, warps, arch):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from lowmem.kernels.kernels import OPTIONS
+    from lowmem.kernels.kernels import COMPILER_OPTIONS
 
     names = function.arg_names
     fixed = dict(zip(names[len(names) - len(constants) :], constants, strict=True))
     signature = {name: "constexpr" if name in fixed else POINTERS.get(name, "*fp32") for name in names}
     source = ASTSource(function, signature, {(names.index(name),): value for name, value in fixed.items()})
-    return compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": warps, **OPTIONS})
+    return compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": warps, **COMPILER_OPTIONS})
 
 
 def spilled(ptx, arch, folder):

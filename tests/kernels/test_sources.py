@@ -7,7 +7,7 @@ from support.updated import Parameter
 from lowmem.errors import UnsupportedError
 from lowmem.kernels import Kernels, Member
 from lowmem.kernels.tables import Tables
-from lowmem.rules.factored import moments, moved
+from lowmem.rules.factored import moments, new_values
 from lowmem.tiles.layout import Layout, View
 from lowmem.tiles.sweep import Reading
 from lowmem.tiles.traced import trace_update
@@ -37,7 +37,7 @@ def write(change):
         sums, number = sweep.reduce(moments), sweep.scalar.lr
         row = change(sums.row["square"], sums.col["square"])
         sweep.store(states["exp_avg_sq_row"], row)
-        sweep.apply(moved, row={"r": row}, col={"c": sums.col["square"]}, scalar={"keep": number, "step": number})
+        sweep.apply(new_values, row={"r": row}, col={"c": sums.col["square"]}, scalar={"keep": number, "step": number})
 
     traced = trace_update(Parameter("adalomo", (8, 16)).kind(Reading()), update)
     return Kernels(traced, line=False, aligned=False)
@@ -64,7 +64,7 @@ def test_a_line_of_more_columns_than_int32_counts():
     tables = Tables(source.source, [member])
     found = {kind: [row[n] for row in tables.rectangles] for (kind, _), n in source.source.rectangles.keys.items()}
     assert found["cols"] == [1 << 30] * 5 + [3]
-    assert found["offset"] == [n << 30 for n in range(6)]
+    assert found["element"] == [n << 30 for n in range(6)]
     assert found["high"] == [0, 0, 1, 1, 1, 1]
     assert found["low"] == [0, 1 << 30, -(1 << 31), -(1 << 30), 0, 1 << 30]
 

@@ -190,7 +190,7 @@ def test_stored_probabilities_give_the_same_gradients(options, dtype, tolerance,
     labels, scales = labels.clamp(min=0), torch.rand(TOKENS) + 0.5
     for memory, stored in ((1 << 20, True), (SMALL, False)):
         exact, mine = leaves([hidden.to(dtype), weight.to(dtype)], torch.float64), leaves((hidden, weight), dtype)
-        losses, *_ = token_losses(*mine, None, labels, Head(memory=memory, **options), keeps=True)
+        losses, *_ = token_losses(*mine, None, labels, Head(memory=memory, **options), caches_probabilities=True)
         assert (losses.grad_fn.saved_tensors[-1] is not None) is stored
         (losses * scales).sum().backward()
         for token, scale in enumerate(scales):
@@ -204,9 +204,9 @@ def test_stored_probabilities_give_the_same_gradients(options, dtype, tolerance,
 def test_the_gradient_of_a_log_sum_does_not_take_stored_probabilities(inputs):
     hidden, weight, _, labels = inputs
     grads = []
-    for keeps in (False, True):
+    for caches in (False, True):
         mine = leaves((hidden, weight), torch.float32)
-        losses, log_sums, _ = token_losses(*mine, None, labels.clamp(min=0), Head(), keeps=keeps)
+        losses, log_sums, _ = token_losses(*mine, None, labels.clamp(min=0), Head(), caches_probabilities=caches)
         (losses.sum() + log_sums.square().sum()).backward()
         grads.append([tensor.grad for tensor in mine])
     torch.testing.assert_close(*grads)

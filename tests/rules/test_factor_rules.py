@@ -25,10 +25,6 @@ def rule(*roles):
     return {"factor_map": [("w", roles)]}
 
 
-def logical(*axes, rules="standard"):
-    return {"logical_factor_rules": rules, "param_logical_axes": {"block/w": axes}}
-
-
 @pytest.mark.parametrize(
     ("shape", "options", "want"),
     [
@@ -62,13 +58,6 @@ def logical(*axes, rules="standard"):
         # the first expression that is found anywhere in the name
         ((4, 2, 3), {"factor_map": [("^w", None), ("ck/", ["ROW", "COLUMN", "COLUMN"]), ("w", None)]}, {"v_row": (4,)}),
         ((4, 2, 3), {"factor_map": {"ck/w$": None, "w": ["ROW", "COLUMN", "COLUMN"]}}, {"v": (4, 2, 3)}),
-        # axes by their names
-        ((3, 4, 6), logical("layers", "embed", "mlp"), {"v_row": (3, 4), "v_col": (3, 6)}),
-        ((4, 2, 3), logical("embed", "heads", "kv"), {"v_row": (4,), "v_col": (2, 3)}),
-        ((3, 2, 4), logical("layers", "heads", "kv"), {"v": (3, 2, 4)}),  # half a rule factors nothing
-        ((3, 4), logical("layers", "embed"), {"v": (3, 4)}),
-        ((2, 3, 4), logical(*"xyz", rules={"x": "Row", "y": "Batch", "z": "col"}), {"v_row": (3, 2), "v_col": (3, 4)}),
-        ((3, 4, 6), {**logical("layers", "embed", "mlp"), "factor_map": [("w", None)]}, {"v_row": (3, 4)}),
     ],
 )
 def test_dimensions_that_are_factored(give_gradients, shape, options, want):
@@ -85,10 +74,8 @@ def test_dimensions_that_are_factored(give_gradients, shape, options, want):
         ((6, 4), rule("ROW", "COLUMN"), r"\['ROW', 'COLUMN'\]"),
         ((6, 4), rule("NONE", "COLUMN"), r"\['NONE', 'COLUMN'\]"),
         ((6,), rule("ROW"), r"\['ROW'\]"),
-        ((6, 4), logical("embed", "mlp"), r"\['ROW', 'COLUMN'\]"),
         # factored all the same, as it is large enough
         ((6, 4), rule("NONE", "NONE"), r"\['NONE', 'NONE'\]"),
-        ((6, 4), logical("heads", "kv"), r"\['NONE', 'NONE'\]"),
     ],
 )
 def test_an_ignored_rule_warns(give_gradients, shape, options, roles):
@@ -106,11 +93,9 @@ WHERE = r"'block/w' of shape \[2, 3, 4\]"
     [
         (rule("ROW", "COLUMN"), rf"{WHERE}.*\['ROW', 'COLUMN'\] has 2 roles for 3 dimensions"),
         (rule(), rf"{WHERE}.*\[\] has 0 roles for 3 dimensions"),
-        (logical("embed", "mlp"), rf"{WHERE}.*\['ROW', 'COLUMN'\] has 2 roles for 3 dimensions"),
         ({"factor_map": [("bias", None)]}, rf"{WHERE}: factor_map has no rule for it; end the map with \('\.\*', "),
         ({"factor_map": []}, rf"{WHERE}: factor_map has no rule for it"),
         ({"factor_map": [("w", None)], "factored": False}, "factor_map=.*None where factored=False"),
-        ({**logical("layers", "embed", "mlp"), "factored": False}, "logical_factor_rules=.*factored=False"),
         ({"factor_map": [("(", None)]}, r"factor_map: '\(' is not a regular expression"),
         ({"factor_map": [(3, None)]}, "factor_map: 3 is not a regular expression"),
         ({"factor_map": [("w", None, None)]}, r"factor_map=.*\(regular expression, value\)"),
@@ -121,26 +106,6 @@ WHERE = r"'block/w' of shape \[2, 3, 4\]"
         ({"multiply_by_parameter_scale": [("bias", True)]}, rf"{WHERE}: multiply_by_parameter_scale has no rule"),
         ({"multiply_by_parameter_scale": [("w", 1.0)]}, "multiply_by_parameter_scale=1.0.*True or False"),
         ({"multiply_by_parameter_scale": [("[", True)]}, r"multiply_by_parameter_scale: '\[' is not a regular"),
-        (logical("embed", "mlp", "relpos_buckets"), rf"{WHERE}: incomplete .*\['ROW', 'COLUMN', 'NONE'\].*embed"),
-        (logical("embed", "mpl", "layers"), rf"{WHERE}: .* has no axis 'mpl'\. Did you mean 'mlp'\?"),
-        (logical("a", "b", "c", rules={"a": "ROW", "b": "ROW"}), rf"{WHERE}: .* has no axis 'c'"),
-        (logical("a", rules={"a": "ROWS"}), r"logical_factor_rules=\['ROWS'\]"),
-        (logical("embed", rules="fast"), "logical_factor_rules='fast'.*'standard', or axis name → role"),
-        ({"logical_factor_rules": "standard"}, "logical_factor_rules and param_logical_axes.*set both"),
-        ({"param_logical_axes": {"block/w": ("embed",)}}, "logical_factor_rules and param_logical_axes.*set both"),
-        ({"logical_factor_rules": "standard", "param_logical_axes": ["embed"]}, "param_logical_axes=.*→ axis names"),
-        (
-            {"logical_factor_rules": "standard", "param_logical_axes": {"block/w": "embed"}},
-            r"param_logical_axes\['block/w'\]='embed'.*a list of axis names",
-        ),
-        (
-            {"logical_factor_rules": "standard", "param_logical_axes": {"block/w": [["embed"]]}},
-            r"param_logical_axes\['block/w'\]=.*a list of axis names",
-        ),
-        (
-            {"logical_factor_rules": "standard", "param_logical_axes": {"block/v": ("embed",)}},
-            rf"{WHERE}: param_logical_axes has no axes for it\. Did you mean 'block/v'\?",
-        ),
     ],
 )
 def test_invalid_options_raise(options, message):
@@ -152,9 +117,3 @@ def test_invalid_options_raise(options, message):
 def test_four_dimensions_need_a_rule(options):
     with pytest.raises(ConfigError, match=r"'block/w' of shape \[2, 3, 4, 5\]: rule HEURISTIC.*in factor_map"):
         make_optimizer((2, 3, 4, 5), **options)
-
-
-def test_axes_of_an_unknown_parameter_raise():
-    axes = {"block/w": ("embed", "mlp", "layers"), "block/y": ("embed",)}
-    with pytest.raises(ConfigError, match="no parameter is called 'block/y'"):
-        make_optimizer((2, 3, 4), logical_factor_rules="standard", param_logical_axes=axes)

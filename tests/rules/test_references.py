@@ -116,10 +116,7 @@ OPTIONS = {
 # Options of no transcription: which dimensions are factored is drawn below, clipping_scale is not supported here, and
 # show_dominant_parameters changes only the log. States in 16 bits: test_moments.py.
 ELSEWHERE = {
-    "adafactor": {
-        *("factored", "min_dim_size_to_factor", "factor_map", "logical_factor_rules", "param_logical_axes"),
-        "dtype_momentum",
-    },
+    "adafactor": {"factored", "min_dim_size_to_factor", "factor_map", "dtype_momentum"},
     "scaled_adam": {"clipping_scale", "show_dominant_parameters"},
 }
 SHAPES = st.lists(st.integers(1, 9), max_size=4).map(tuple)
@@ -153,7 +150,7 @@ def resolved(shape, rule, by_size):
 def factoring(draw, shape):
     """Options of adafactor that choose the factored dimensions, options of the reference, and a warning."""
     ndim, by_size = len(shape), {"min_dim_size_to_factor": draw(st.integers(0, 4))}
-    way = draw(one_of("never", "unfactored", "rule", "rule", "logical", *(["heuristic", "named"] if ndim < 4 else [])))
+    way = draw(one_of("never", "unfactored", "rule", "rule", *(["heuristic", "named"] if ndim < 4 else [])))
     if way == "never":
         return {**by_size, "factored": False}, {"factored": False}, None
     if way == "unfactored":
@@ -163,15 +160,7 @@ def factoring(draw, shape):
     if way == "named":
         return {**by_size, "factor_map": {"v": None, "^w$": "HEURISTIC"}}, by_size, None
     rule = tuple(draw(st.lists(st.sampled_from(ROLES), min_size=ndim, max_size=ndim)))
-    if way == "rule":
-        return {**by_size, "factor_map": [("v", None), ("w", rule), (".*", None)]}, *resolved(shape, rule, by_size)
-    if {"ROW", "COLUMN"} <= set(rule):  # no other may be NONE
-        rule = tuple("BATCH" if role == "NONE" else role for role in rule)
-    axes = ["a", "b", "c", "d"][:ndim]
-    logical = {"logical_factor_rules": dict(zip(axes, rule, strict=True)), "param_logical_axes": {"w": axes}}
-    if not {"ROW", "COLUMN"} <= set(rule):  # one alone factors nothing
-        rule = tuple("BATCH" if role == "BATCH" else "NONE" for role in rule)
-    return {**by_size, **logical}, *resolved(shape, rule, by_size)
+    return {**by_size, "factor_map": [("v", None), ("w", rule), (".*", None)]}, *resolved(shape, rule, by_size)
 
 
 @st.composite
@@ -183,7 +172,7 @@ def cases(draw, rule, dtype):
         ours, theirs, warning = draw(factoring(shape))
         options.update(ours)
         theirs = {**options, **theirs}
-        for name in ("factor_map", "logical_factor_rules", "param_logical_axes", "global_norm_clip_threshold"):
+        for name in ("factor_map", "global_norm_clip_threshold"):
             theirs.pop(name, None)
         if isinstance(options.get("multiply_by_parameter_scale"), list):
             theirs["multiply_by_parameter_scale"] = options["multiply_by_parameter_scale"][0] == ("w", True)

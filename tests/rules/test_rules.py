@@ -222,7 +222,7 @@ ALLOWED = {
     "lion": {"lr": NOT_NEGATIVE, "betas": (RATE, [(1.0, 0.9), (0.9, 1.0)]), "weight_decay": NOT_NEGATIVE},
 }  # fmt: skip
 # Their valid values depend on names and shapes: tests/rules/test_factor_rules.py.
-ELSEWHERE = {"adafactor": {"factor_map", "logical_factor_rules", "param_logical_axes"}}
+ELSEWHERE = {"adafactor": {"factor_map"}}
 
 
 def out_of_range(allowed):

@@ -76,7 +76,7 @@ def test_a_failed_run_is_left_out(monkeypatch, small, tmp_path, capsys):
 
 
 def test_the_best_rate_is_the_least_of_those_that_tie():
-    run, losses = grid.like("search", "adamw"), {1e-3: 2.0, 3.2e-3: 1.004, 1e-2: 1.0, 3.2e-2: 1.5}
+    run, losses = grid.run_of("search", "adamw"), {1e-3: 2.0, 3.2e-3: 1.004, 1e-2: 1.0, 3.2e-2: 1.5}
     done = grid.Done([{**run, "lr": lr, "loss": loss} for lr, loss in losses.items()])
     assert done.best({**run, "seed": 2}) == {**run, "seed": 2, "lr": 3.2e-3}
 
@@ -89,7 +89,7 @@ def test_chats_are_trained(monkeypatch):
     monkeypatch.setattr(packages, "chat_tokenizer", lambda: tokenizer)
     monkeypatch.setattr(packages, "chat_model", lambda: llama(1, 64, 64, 400, "float32", checkpointing=False))
     monkeypatch.setitem(tasks.TASKS, "chats", chat.Chat(updates=1, batch=2))
-    run = tasks.train(grid.like("chats", "adalomo", lr=1e-2))
+    run = tasks.train(grid.run_of("chats", "adalomo", lr=1e-2))
     assert run["exact"] == 0.0 and run["step"] > 0
     assert run["curve"][-1][1] < run["curve"][0][1]
 
