@@ -266,7 +266,8 @@ def draw_fits(report: Any) -> Any:
                 axes.text(column + 0.5, row, f"{gib(sizes):.1f}", ha="center", va="center", fontsize=10)
         axes.set_yticks(range(len(SHARDED)), [MODELS[model] for model in SHARDED])
         axes.set_xticks([column + 0.5 for column in range(len(RANKS))], RANKS)
-        axes.set(xlim=(0, len(RANKS)), ylim=(len(SHARDED) - 0.5, -0.5), xlabel="number of GPUs (FSDP2 for more than one)")
+        axes.set(xlim=(0, len(RANKS)), ylim=(len(SHARDED) - 0.5, -0.5))
+        axes.set_xlabel("number of GPUs (FSDP2 for more than one)")
         axes.set_title(f"{rule}, bfloat16 weights{'' if rule == 'AdaLomo' else ' and states'}", fontsize=10)
     for size, (_, color) in CARDS.items():
         each_axes[-1].bar(0, 0, color=color, label=f"{size} GB card")
