@@ -108,8 +108,8 @@ MARKERS = {
 
 
 def draw(report: Any) -> Any:
-    """Draws the first seed of each task: its held-out loss by learning rate, and its best loss by bytes, as a difference to
-    AdamW with float32 weights. The bytes are those of a weight and its states.
+    """Draws the first seed of each task: its held-out loss by learning rate, and its best loss by the bytes of a weight
+    and its states, as a difference to AdamW with float32 weights.
     """
     done = Done(report["runs"])
     tasks = [task for task in ONE_TASK if task in set(done.rows.task)]
