@@ -70,8 +70,11 @@ STATES = dict.fromkeys(("llama-3.1-8b", "qwen3-4b", "llama-3.2-1b"), tuple(OF_ST
 SHARDED = ("llama-3.1-8b", "qwen3-14b", "qwen3-32b", "llama-3.1-70b")
 RANKS = (1, 2, 4, 8)
 RULES = {"AdaLomo": "adalomo", "AdamW": "adamw"}
-# Size of a card in GB → free memory in GiB, and the color of plans that fit
-CARDS = {16: (15.5, "#cfe8d5"), 24: (23.5, "#a9d3e8"), 48: (47.4, "#f3d9a4"), 80: (79.1, "#efb49b")}
+# Size of a card in GB → free memory in GiB, and the color of plans that fit. Cards report less memory than their name
+# says (an RTX 5090 of 32 GB 31.8 GiB), and the driver takes some of it.
+CARDS = {
+    16: (15.5, "#cfe8d5"), 24: (23.5, "#a9d3e8"), 32: (31.3, "#c9c3e6"), 48: (47.4, "#f3d9a4"), 80: (79.1, "#efb49b"),
+}  # fmt: skip
 TOO_LARGE = "#e6e6e6"
 
 # Long sequences
@@ -153,7 +156,7 @@ def bars(plans: Plans) -> dict[str, dict[str, int]]:
 
 def title(name: str) -> str:
     """Returns the label of a bar, which includes the source of its figures."""
-    return f"{name} (computed)" if name in ORDINARY else f"lowmem {name.partition(',')[0]} (planned)"
+    return f"PyTorch, {name.partition(', ')[2]} (computed)" if name in ORDINARY else "lowmem (planned)"
 
 
 def card(sizes: dict[str, int]) -> int | None:
@@ -223,9 +226,9 @@ def _by_length(plans: Plans) -> list[Row]:
 def draw_bars(report: Any) -> Any:
     """Draws a bar of bytes by kind for each method of `GROUPS`. Computed figures are hatched."""
     sizes = bars(report["plans"])
-    figure, axes = panels("Fine-tuning all weights of Llama-3.1-8B: memory of a GPU", (9, 4.2), 1)
+    figure, axes = panels("GPU memory for fine-tuning all weights of Llama-3.1-8B", (9, 4.2), 1)
     height = 0.0
-    heights: dict[str, float] = {}
+    rows: list[tuple[float, str]] = []
     for group, names in GROUPS.items():
         axes.text(1, height + 0.62, group, fontsize=9.5, fontweight="bold", va="center", bbox=BEHIND)
         for name in names:
@@ -235,14 +238,14 @@ def draw_bars(report: Any) -> Any:
                 axes.barh(height, sizes[name][kind] / GIB, left=left, color=color, height=0.62, **style)
                 left += sizes[name][kind] / GIB
             axes.text(left + 1, height, f"{left:.0f} GiB", fontsize=9.5, va="center", bbox=BEHIND)
-            heights[title(name)] = height
+            rows.append((height, title(name)))
             height -= 0.85
         height -= 0.75
     for size in (24, 80):
         axes.axvline(size, color="#777777", linewidth=1, linestyle="--", zorder=0)
-        axes.text(size, 1.05, f"{size} GiB card", fontsize=8.5, color="#555555", ha="center")
-    axes.set_yticks(list(heights.values()), list(heights))
-    limits = {"xlim": (0, max(map(gib, sizes.values())) * 1.1), "ylim": (min(heights.values()) - 0.5, 1.0)}
+        axes.text(size, 1.05, f"{size} GB card", fontsize=8.5, color="#555555", ha="center")
+    axes.set_yticks(*zip(*rows, strict=True))
+    limits = {"xlim": (0, max(map(gib, sizes.values())) * 1.15), "ylim": (rows[-1][0] - 0.5, 1.0)}
     axes.set(**limits, xlabel="GiB on the GPU")
     for kind, color in COLORS.items():
         axes.bar(0, 0, color=color, label="reserve for CUDA" if kind == "reserve" else kind)
@@ -252,7 +255,7 @@ def draw_bars(report: Any) -> Any:
 
 def draw_fits(report: Any) -> Any:
     """Draws a panel for each rule: GiB by model and number of GPUs, in the color of the smallest card."""
-    name = "Full fine-tuning: GiB per GPU, and the smallest card that has them"
+    name = "Planned GiB per GPU for training all weights, and the smallest card with enough memory"
     figure, each_axes = panels(name, (9, 3.4), len(RULES), sharey=True)
     for axes, (rule, method) in zip(each_axes, RULES.items(), strict=True):
         for row, model in enumerate(SHARDED):
@@ -260,29 +263,30 @@ def draw_fits(report: Any) -> Any:
                 sizes = report["plans"][arguments_of(model, method, ranks)]
                 color = CARDS[size][1] if (size := card(sizes)) else TOO_LARGE
                 axes.barh(row, 1, left=column, height=1, color=color, edgecolor="white", linewidth=2)
-                axes.text(column + 0.5, row, f"{gib(sizes):.0f}", ha="center", va="center", fontsize=10)
+                axes.text(column + 0.5, row, f"{gib(sizes):.1f}", ha="center", va="center", fontsize=10)
         axes.set_yticks(range(len(SHARDED)), [MODELS[model] for model in SHARDED])
         axes.set_xticks([column + 0.5 for column in range(len(RANKS))], RANKS)
-        axes.set(xlim=(0, len(RANKS)), ylim=(len(SHARDED) - 0.5, -0.5), xlabel="GPUs")
+        axes.set(xlim=(0, len(RANKS)), ylim=(len(SHARDED) - 0.5, -0.5))
+        axes.set_xlabel("number of GPUs (FSDP2 for more than one)")
         axes.set_title(f"{rule}, bfloat16 weights{'' if rule == 'AdaLomo' else ' and states'}", fontsize=10)
     for size, (_, color) in CARDS.items():
         each_axes[-1].bar(0, 0, color=color, label=f"{size} GB card")
-    each_axes[-1].bar(0, 0, color=TOO_LARGE, label="none of them")
+    each_axes[-1].bar(0, 0, color=TOO_LARGE, label="larger")
     each_axes[-1].legend(loc="center left", bbox_to_anchor=(1.02, 0.5), fontsize=9, frameon=False)
     return figure
 
 
 def draw_lengths(report: Any) -> Any:
     """Draws a curve for each setting: GiB by number of tokens."""
-    figure, axes = panels("Llama-3.1-8B: memory of a GPU by length of the sequence (planned)", (7, 3.6), 1)
+    figure, axes = panels("GPU memory of Llama-3.1-8B by sequence length (planned)", (7, 3.6), 1)
     for option, arguments in OPTIONS.items():
         sizes = [gib(report["plans"][arguments_of(EIGHT_BILLION, tokens=n, options=arguments)]) for n in TOKENS]
         axes.plot(TOKENS, sizes, marker="o", markersize=4, label=option)
     for size in (24, 80):
         axes.axhline(size, color="#777777", linewidth=1, linestyle="--", zorder=0)
-        axes.text(65_536, size - 1, f"{size} GiB card", fontsize=8.5, color="#555555", va="top")
+        axes.text(65_536, size - 1, f"{size} GB card", fontsize=8.5, color="#555555", va="top")
     axes.set_xticks(TOKENS, [f"{n // 1024}k" for n in TOKENS])
-    axes.set(xlabel="tokens", ylabel="GiB", ylim=(0, 100))
+    axes.set(xlabel="tokens in the sequence", ylabel="GiB on the GPU", ylim=(0, 100))
     axes.legend(loc="center left", bbox_to_anchor=(1.02, 0.5), fontsize=9, frameon=False)
     return figure
 

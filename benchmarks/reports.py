@@ -39,7 +39,7 @@ def make_parser(
     Args:
         doc: the command's docstring. Its first line is the description.
         counts: name → default and description.
-        only: what `--only` selects. Without it, there is no such option.
+        only: a word for the things that `--only` selects, such as "method"; None omits this option.
     """
 
     def count(text: str) -> int:

@@ -13,7 +13,8 @@ from mkdocs.structure.files import File
 ROOT = Path(__file__).parents[1]
 FILES = {  # file of the repository -> its place in the site
     "README.md": "index.md",
-    **{name: name for name in ("CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "benchmarks/README.md")},
+    **{name: name for name in ("CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "benchmarks/README.md",
+                               "studies/ablations.md")},
     **{f"benchmarks/results/{path.name}": f"benchmarks/results/{path.name}"
        for path in (ROOT / "benchmarks" / "results").glob("*.png")},
 }  # fmt: skip

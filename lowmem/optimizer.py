@@ -133,7 +133,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         finally:
             self.defaults = defaults
         group = self.param_groups[-1]
-        group.setdefault("param_names", [])  # torch omits it if there are no parameters
+        group.setdefault("param_names", [])  # torch omits it for an empty group
         added = AddedGroup(group, rule, {**group}, len(group["params"]))
         parameters.groups.append(added)
         records: dict[Tensor, ParamRecord] = {}

@@ -66,10 +66,12 @@ def tables(runs: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         versions = (run["versions"][package] for package in PACKAGES)
         yield row(f"`{run['stack']}`", run["python"], *versions, *counts)
     yield "\nTests that failed:\n"
-    yield row("test", "stack", "error")
+    yield row("error", "stack", "tests")
     yield row("---", "---", "---")
     for name, run in zip(names, runs, strict=True):
-        yield from (row(f"`{test}`", name, f"`{error}`") for test, error in run["failed"].items())
+        for error in dict.fromkeys(run["failed"].values()):
+            tests = (f"`{test}`" for test, other in run["failed"].items() if other == error)
+            yield row(f"`{error}`", name, ", ".join(tests))
 
 
 def write(page: Path, runs: Sequence[Mapping[str, Any]]) -> None:

@@ -109,25 +109,30 @@ MARKERS = {
 
 
 def draw(report: Any) -> Any:
-    """Draws the held-out loss by learning rate, one curve per method, and by the bytes of a weight and its states."""
+    """Draws the first seed of each task: its held-out loss by learning rate, and its best loss by the bytes of a weight
+    and its states, as a difference to AdamW with float32 weights.
+    """
     done = Done(report["runs"])
-    tasks = [task for task in ("search", "chats", "docstrings") if task in set(done.rows.task)]
-    figure, rows = panels("Held-out loss after fine-tuning", (4 * len(tasks), 8), len(tasks), 2, squeeze=False)
+    tasks = [task for task in ONE_TASK if task in set(done.rows.task)]
+    title = "Held-out loss after fine-tuning, in nats, first seed"
+    figure, rows = panels(title, (4 * len(tasks) + 2, 7), len(tasks), 2, squeeze=False)
     for task, (above, below) in zip(tasks, rows.T, strict=True):
         for name, color in COLORS.items():
             losses, best = done.losses(run_of(task, name)), done.best(run_of(task, name))
             above.plot(losses.index, losses, color=color, marker="o", ms=3, label=name)
             for form, marker in MARKERS.items() if best else ():
                 size = format_of(form).bytes_per_element(METHODS[name].states)
-                there = done.along("seed", {**best, "format": form}).loss[:1]
-                below.scatter([size] * len(there), there, color=color, marker=marker)
-        above.set(xscale="log", xlabel="learning rate, float32 weights", title=task)
-        below.set(xlabel="bytes of a weight and its states", ylim=above.get_ylim())
+                there = done.along("seed", {**best, "format": form}).loss
+                above_adamw = (there - _seeds(done, run_of(task, "adamw")).loss).dropna()[:1]
+                below.scatter([size] * len(above_adamw), above_adamw, color=color, marker=marker)
+        above.set(xscale="log", xlabel="learning rate", title=task)
+        below.axhline(0, color="#777777", linewidth=1, linestyle="--", zorder=0)
+        below.set(xlabel="bytes of a weight and its states", xlim=(0, 13))
     for form, marker in MARKERS.items():
         rows[1, -1].scatter([], [], color="#444444", marker=marker, label=form)
-    for axes, text in zip(rows, ("held-out loss", "held-out loss at the best learning rate"), strict=True):
+    for axes, text in zip(rows, ("loss with float32 weights", "best loss above AdamW's in float32"), strict=True):
         axes[0].set_ylabel(text)
-        axes[-1].legend(fontsize=8, frameon=False, loc="upper right")
+        axes[-1].legend(fontsize=9, frameon=False, loc="center left", bbox_to_anchor=(1.02, 0.5))
     return figure
 
 

@@ -218,7 +218,7 @@ def check_services(args: TrainingArguments) -> None:
         if huggingface_hub.constants.HF_HUB_OFFLINE:
             raise ConfigError("push_to_hub=True, but the environment variable HF_HUB_OFFLINE is set. Unset one of them")
         if (args.hub_token or huggingface_hub.get_token()) is None:
-            raise ConfigError("push_to_hub=True, but there is no token. Run: hf auth login. Or set HF_TOKEN")
+            raise ConfigError("push_to_hub=True needs a token for the Hub. Run: hf auth login. Or set HF_TOKEN")
 
 
 def offloading(args: TrainingArguments) -> str | None:

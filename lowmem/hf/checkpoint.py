@@ -137,7 +137,7 @@ def check_model(folder: Path) -> None:
 def check_resumable(folder: Path) -> None:
     """Raises `CheckpointError` if `folder` does not contain optimizer states, or a checksum does not match."""
     if not folder.is_dir():
-        raise CheckpointError(f"Can't find a valid checkpoint at {folder}: there is no such directory")
+        raise CheckpointError(f"Can't find a valid checkpoint at {folder}: no such directory")
     if not (folder / OPTIMIZER_FILE).exists():
         raise CheckpointError(
             f"{folder} does not contain {OPTIMIZER_FILE}. It contains only weights, so training cannot resume from it"
@@ -305,7 +305,7 @@ def timeline(run_dir: Path) -> list[Candidate]:
 def earlier_steps(folder: Path | None, run_dir: Path) -> list[int]:
     """Returns the steps of the checkpoints in `run_dir` that a run resumed from `folder` continues from."""
     if folder is None or run_dir.resolve() not in folder.resolve().parents or not _DIRECTORY.fullmatch(folder.name):
-        return []  # a checkpoint from elsewhere, or one that was renamed
+        return []  # the checkpoint is in another directory, or was renamed
     _, step, _, steps = _candidate(folder)
     steps = [each.step for each in candidates(run_dir)] if steps is None else steps
     return [*(each for each in steps if each < step), step]

@@ -68,7 +68,7 @@ def embedding(model: Any, side: Literal["input", "output"]) -> Any:
     get = getattr(model, f"get_{side}_embeddings", None)
     try:
         return None if get is None else get()
-    except NotImplementedError:  # from transformers 5.23 (modeling_utils.py), if the model has no embedding
+    except NotImplementedError:  # models without an embedding, since transformers 5.23 (modeling_utils.py)
         return None
 
 
@@ -173,7 +173,7 @@ def _forward(model: Any, slot: list[HeadSlot], metrics: tuple[str, ...], smoothi
             rows = (logits[mask], targets[mask]) if compact else (logits, targets.clamp(min=0))
             losses, values = _losses(*rows, metrics, smoothing)
         values = {
-            # the loss has a gradient even if there are no labels
+            # stays connected to the logits without labels, so that backward works
             name: value.new_zeros(mask.shape).masked_scatter(mask, value) if compact else value.masked_fill(~mask, 0)
             for name, value in {"log_probs": -losses, **values}.items()
         }

@@ -29,7 +29,8 @@ REASONS = {
 }
 
 
-def row(package):
+def entry(package):
+    """Returns a row of the table, and a line of the list of unsupported classes, which may be empty."""
     verdicts = {name.removesuffix("()"): verdict for name, verdict in judged(package, share=0).items()}
     found = [name for name, (verdict, _) in verdicts.items() if verdict == EQUAL]
     sharded = [cls.__name__ for cls, (verdict, _) in judged_early(package).items() if verdict == EQUAL]
@@ -43,12 +44,13 @@ def row(package):
     why = "; ".join(f"{words}: {', '.join(names)}" for words, names in sorted(refused.items()))
     version = metadata.version(DISTRIBUTIONS.get(package, package.partition(".")[0]))
     flat = len(set(found) & set(sharded))
-    return f"| `{package}` {version} | {len(found)} of {len(verdicts)} | {flat} | {why or '-'} |"
+    return f"| `{package}` {version} | {len(found)} of {len(verdicts)} | {flat} |", why and f"- `{package}`: {why}"
 
 
 if __name__ == "__main__":
-    heading = "| classes of | same weights | also sharded | not supported |"
-    table = [heading, "| --- | --- | --- | --- |", *map(row, PACKAGES)]
+    rows, unsupported = zip(*map(entry, PACKAGES), strict=True)
+    table = ["| classes of | same weights | also sharded |", "| --- | --- | --- |", *rows]
+    table += ["", "Unsupported classes, by reason:", "", *filter(None, unsupported)]
     begin, end = "<!-- judges -->\n", "<!-- /judges -->"
     text = PAGE.read_text()
     before, after = text.split(begin)[0], text.split(end)[1]
