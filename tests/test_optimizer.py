@@ -51,6 +51,8 @@ def test_a_group_that_cannot_be_added_changes_nothing(give_gradients):
         with pytest.raises((lowmem.LowmemError, ValueError)):
             opt.add_param_group(fault)
         assert len(opt.param_groups) == 1
+    two.sum().backward()  # no hook is left on it
+    assert two.grad.eq(2.0).all()
     opt.zero_grad()
     two.grad = None
     opt.add_param_group({"params": [("two", two)]})

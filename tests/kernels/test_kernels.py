@@ -121,6 +121,15 @@ def test_aligned_tensors_and_tensors_that_are_not():
     assert [each.member().is_aligned for each in units] == [False, True]
 
 
+def test_each_slice_has_its_own_noise():
+    parameters = made("adalomo", BF16, "stochastic", shapes=[(2, 10, 30)])
+    weight, grad = parameters[0].tensors["param", 0], parameters[0].gradient(1)
+    weight[1], grad[1] = weight[0], grad[0]
+    ((_, batch),) = batches_of(parameters, Reading())
+    run(batch, parameters, [grad], 1, Reading())
+    assert weight[0].ne(weight[1]).any()
+
+
 @pytest.mark.parametrize("rule", ["adalomo", "lion"])
 def test_a_gradient_that_is_not_finite_leaves_its_parameter_unchanged(rule):
     shapes = [(3, 20, 40), (3, 7, 9)]

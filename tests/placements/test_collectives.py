@@ -11,6 +11,7 @@ import torch.distributed as dist
 from support.shards import by_layer, zero3
 
 import lowmem
+from lowmem.placements.ranks import Ranks
 
 LAYERS = 4
 MATRICES = 7 * LAYERS + 2  # of 2¹⁵ elements and more
@@ -62,6 +63,15 @@ def counted(rank, kind, settings, micro_batches):
                 patch.setattr(param, "all_gather", counting(param.all_gather, "gather"))
         step()
     return dict(calls)
+
+
+def largest(rank):
+    ranks, values = Ranks(dist.group.WORLD, torch.device("cpu")), torch.tensor([1.0 + rank, -rank])
+    return ranks.all_reduce([values], largest=True)[0].tolist()
+
+
+def test_maxima_over_ranks(two):
+    assert two.run(largest) == [[2.0, 0.0]] * 2
 
 
 STACK = 1  # of norms

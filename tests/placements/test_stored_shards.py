@@ -175,8 +175,9 @@ def edited(rank, place, rounding):
                 if rank == 0:
                     net.two.weight.detach().mul_(-0.7)
         else:
-            with torch.no_grad():
-                net.two.weight.mul_(-0.7)
+            weight = net.two.weight
+            with torch.no_grad():  # also as a shard
+                (weight if n else getattr(weight, "_local_tensor", weight)).mul_(-0.7)
     return full_weights(net), states(opt)
 
 

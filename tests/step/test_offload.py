@@ -226,11 +226,12 @@ def test_a_failed_backward_leaves_no_gradients(kind, store):
 def test_discarded_micro_batches(kind, store):
     """A user who continues with the weights as they are begins the step anew."""
     (param,), opt = watched(shapes=[(3,)])
-    with opt.accumulate():
-        opt.backward(param.sum())
-    opt.accept_torn_step()
-    opt.backward(2 * param.sum())
-    assert (opt.state[param]["seen"] == 2).all()
+    for discard in (opt.accept_torn_step, opt.zero_grad):
+        with opt.accumulate():
+            opt.backward(param.sum())
+        discard()
+        opt.backward(2 * param.sum())
+        assert (opt.state[param]["seen"] == 2).all()
 
 
 @KINDS
@@ -396,6 +397,8 @@ def test_a_failing_allocation_moves_all_gradients_to_the_host(monkeypatch):
     assert all(map(store._is_offloaded, records))
     for record, grad in store.drain(records):
         assert grad.eq(int(record.name[1:]) + 1.0).all()
+    store.keep(records[0], torch.ones(100, device="cuda"))  # and all later ones
+    assert store._is_offloaded(records[0])
 
 
 @on_gpu

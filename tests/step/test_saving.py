@@ -77,6 +77,20 @@ def test_loading_the_initial_state_is_exact(rounding):
     assert_same(*results)
 
 
+def test_an_optimizer_that_has_stepped_continues_another():
+    """With its seed, its loss scale, and the residuals of its weights, which were loaded before."""
+    scale = lowmem.DynamicScale(init_scale=8.0, growth_interval=2)
+    options = {"rounding": "compensated8", "loss_scale": scale, "policy": "deferred"}
+    one, other = make_optimizer(steps=3, seed=1, **options), make_optimizer(steps=1, seed=2, **options)
+    with torch.no_grad():
+        torch._foreach_copy_(params_of(other), params_of(one))
+    other.load_state_dict(one.state_dict())
+    for opt in (one, other):
+        train(opt)
+        assert opt.loss_scale == 32.0
+    assert_same(everything(one), everything(other))
+
+
 @pytest.mark.parametrize("rounding", ["stochastic", "compensated"])
 def test_torch_state_dict_shows_states_before_the_first_update(rounding):
     def new():
