@@ -263,7 +263,7 @@ def unpack(form: Any, tensors: dict[str, Any] | None = None, package: str = "") 
         case {"dict": pairs}:
             return items(pairs)
         case {"class": [module, name], "parts": parts, "rest": rest}:
-            cls = getattr(sys.modules.get(module), name, None)  # the optimizer has already imported the module
+            cls: Any = getattr(sys.modules.get(module), name, None)  # the optimizer has already imported the module
             unflatten = getattr(cls, "__tensor_unflatten__", None)
             if unflatten is None or not issubclass(cls, Tensor):
                 raise CheckpointError(f"the saved state has an object of {module}.{name}, which is not a tensor class")
