@@ -263,12 +263,11 @@ def unpack(form: Any, tensors: dict[str, Any] | None = None, package: str = "") 
         case {"dict": pairs}:
             return items(pairs)
         case {"class": [module, name], "parts": parts, "rest": rest}:
-            cls = getattr(sys.modules.get(module), name, None)  # the optimizer has already imported the module
-            if not (isinstance(cls, type) and issubclass(cls, Tensor)):
-                raise CheckpointError(
-                    f"the saved state has an object of {module}.{name}, which is not a class of tensors"
-                )
-            return cls.__tensor_unflatten__(items(parts), *unpack(rest, tensors, package))  # type: ignore[attr-defined]
+            cls: Any = getattr(sys.modules.get(module), name, None)  # the optimizer has already imported the module
+            unflatten = getattr(cls, "__tensor_unflatten__", None)
+            if unflatten is None or not issubclass(cls, Tensor):
+                raise CheckpointError(f"the saved state has an object of {module}.{name}, which is not a tensor class")
+            return unflatten(items(parts), *unpack(rest, tensors, package))
         case {"object": [module, name], "vars": pairs} if _package(module) == package:
             value = object.__new__(getattr(sys.modules[module], name))
             vars(value).update(items(pairs))
