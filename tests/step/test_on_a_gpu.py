@@ -10,6 +10,7 @@ from contextlib import contextmanager, nullcontext
 import pytest
 import torch
 from support.nets import records_of
+from support.products import in_turn
 
 import lowmem
 from lowmem.step.offload import GradientStore
@@ -85,12 +86,14 @@ def on_another_stream():
     torch.cuda.current_stream().wait_stream(side)
 
 
-@pytest.mark.parametrize("default", [None, "cuda"], ids=["", "default device"])
-@pytest.mark.parametrize("stream", [nullcontext, on_another_stream])
-@pytest.mark.parametrize("options", SETTINGS.values(), ids=SETTINGS)
-def test_as_on_a_cpu(options, stream, default):
+@pytest.mark.parametrize(
+    ("settings", "stream", "default"),
+    [case for stream in (nullcontext, on_another_stream) for case in in_turn(SETTINGS, [stream], [None, "cuda"])],
+)
+def test_as_on_a_cpu(settings, stream, default):
     """Memory of the host is allocated on the host, whatever the default device is. Memory that a step replaces is not
     freed while the stream of the loop reads it."""
+    options = SETTINGS[settings]
     with nullcontext() if default is None else torch.device(default):
         actual = trained("cuda", stream=stream, **options)
     assert_trained_alike(actual, trained("cpu", **options))

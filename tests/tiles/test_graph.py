@@ -77,7 +77,7 @@ def compiler(folder, refuses):
 def test_with_a_broken_compiler_auto_warns_and_true_raises(tmp_path, broken):
     """With "auto" updates are not compiled, and one warning says why; with True the constructor raises."""
     environment = compiler(tmp_path, refuses="*" if broken == "always" else "*.cpp*")
-    warning, _, refusal = run(TRAINED + BROKEN, "adalomo", **environment).partition("compile=True")
+    warning, _, refusal = run(TRAINED + BROKEN, "lomo", **environment).partition("compile=True")
     assert warning.count("WARNING") == 1 and "WARNING updates are not compiled until step 10" in warning
     assert "but compiling for 'cpu' fails" in refusal
     reason = "No working C++ compiler" if broken == "always" else "it is refused"
@@ -100,8 +100,7 @@ def parameters():
     return [torch.nn.Parameter(torch.randn(shape, generator=source)) for shape in ((8,), (256, 96), (300, 128))]
 
 
-@pytest.mark.parametrize("gpu", [False, True])
-@pytest.mark.parametrize("compile", [True, "auto"])
+@pytest.mark.parametrize(("compile", "gpu"), [(True, False), (True, True), ("auto", False)])
 def test_an_error_of_inductor(fresh, monkeypatch, caplog, compile, gpu):
     """The step that it happens in is completed; with compile=True the next one raises before anything moves. Then it is
     tried again."""
@@ -188,8 +187,8 @@ assert opt.compiled
 """
 
 FORKS = """
-for _ in range(5):
-    time.sleep(0.1)
+for _ in range(2):
+    time.sleep(0.2)
     child = os.fork()
     if not child:
         signal.alarm(300)  # one that hangs does not stay
