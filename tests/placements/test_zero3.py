@@ -21,11 +21,10 @@ ZERO3_OPTIONS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("configuration", "settings"),
-    in_turn(ZERO3_OPTIONS, [{"rule": "adalomo"}, {"rule": "adamw", "clip_norm": 0.5}]),
-    ids=str,
-)
+SETTINGS = [{"rule": "adalomo"}, {"rule": "adamw", "clip_norm": 0.5}]
+
+
+@pytest.mark.parametrize(("configuration", "settings"), in_turn(ZERO3_OPTIONS, SETTINGS), ids=str)
 def test_zero3_configurations(two, configuration, settings):
     options = ZERO3_OPTIONS[configuration]
     assert_as_one_device(two.run(shared, "zero3", settings, 1, options), "zero3", settings)

@@ -151,14 +151,8 @@ def test_states_are_stored_as_by_tiles(as_traced, rule, state_storage, rounding,
     that are cut without groups would not consist of complete ones."""
     monkeypatch.setitem(storage.TABLE, "weight_in_groups", lambda dtype, signed: storage.Moment(signed, 64, False))
     shapes = [LONG if rounding == "compensated8" else (5, 32, 64), (1009, 192), (3001, 64)]
-    arguments = {
-        "steps": 2,
-        "shapes": shapes,
-        "state_storage": state_storage,
-        "rounding": rounding,
-        "dtype": torch.bfloat16,
-    }
-    assert_as_by_tiles(rule, bits=True, **arguments)
+    arguments = {"state_storage": state_storage, "rounding": rounding, "dtype": torch.bfloat16}
+    assert_as_by_tiles(rule, shapes, bits=True, steps=2, **arguments)
 
 
 def stepped(t):
