@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.nets import Layers
-from support.ranks import RankError
 
 import lowmem
 from lowmem.errors import StepError
@@ -112,13 +111,3 @@ def twice_fired(rank):
 
 def test_a_gradient_in_two_parts_raises(two):
     two.run(twice_fired)
-
-
-def fails(rank):
-    assert rank == 0, "on purpose"
-
-
-def test_the_harness_tells_which_rank_failed(two):
-    with pytest.raises(RankError, match=r"(?s)rank 1.*on purpose"):
-        two.run(fails)
-    assert two.run(alone_among_others)

@@ -343,37 +343,6 @@ def test_scaled_adam_a_skipped_step_leaves_no_trace(at, bad, policy):
     assert all(map(torch.equal, runs[0][0], runs[1][0]))
 
 
-def test_scaled_adam_clipping_enabled_before_a_skipped_step():
-    params, opt = scaled_adam(values(0), policy="deferred")
-    for step in range(PERIOD + 2):
-        give(opt, params, gradients(step))
-    opt.param_groups[0]["clipping_scale"] = 0.8
-    give(opt, params, [values(0)[0] * math.inf, *gradients(0)[1:]])
-    state = group_state(opt)
-    assert not state or (state["model_norms"] == 0).all()
-
-
-@pytest.mark.parametrize("policy", ["two_pass", "deferred"])
-@pytest.mark.parametrize("saved_after", [1, PERIOD - 1, PERIOD, PERIOD + 4])
-@pytest.mark.parametrize("clip_update", [True, False])
-def test_scaled_adam_resumed(clip_update, saved_after, policy):
-    options = {"clipping_scale": 0.8, "clip_update": clip_update, "policy": policy}
-    params, opt = scaled_adam(values(0), **options)
-    for step in range(24):
-        give(opt, params, gradients(step))
-        if step == saved_after:
-            state = copy.deepcopy(opt.named_state_dict())
-            reached = [param.detach().clone() for param in params]
-    others, resumed = scaled_adam(reached, **options)
-    resumed.load_named_state_dict(state)
-    assert equal(group_state(resumed), state["state"]["_group0"])
-    for step in range(saved_after + 1, 24):
-        give(resumed, others, gradients(step))
-    assert all(map(torch.equal, others, params))
-    assert equal(group_state(resumed), group_state(opt))
-    assert resumed.last_step.statistics == opt.last_step.statistics
-
-
 DAMAGED = {
     "another period": ("_group0", {"model_norms": torch.zeros(PERIOD + 1)}, r"group 0 has .*model_norms"),
     "something more": ("_group0", {"more": torch.zeros(())}, "group 0 has .*more"),
