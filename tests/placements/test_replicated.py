@@ -82,18 +82,6 @@ def test_averages_do_not_overflow(two, dtype):
         torch.testing.assert_close(results, torch.full((4,), 45000.0), rtol=2**-8, atol=0.0)
 
 
-def alone_among_others(rank):
-    net = torch.nn.Linear(3, 3)
-    opt = lowmem.FusedOptimizer(net.named_parameters(), rule="lomo", lr=0.1, placement="local")
-    opt.backward(net(torch.full((1, 3), float(rank + 1))).sum())
-    return opt.last_step.grad_norm.item()
-
-
-def test_ranks_may_train_alone(two):
-    one, other = two.run(alone_among_others)
-    assert one != other
-
-
 def test_replicated_needs_a_group():
     with pytest.raises(lowmem.LowmemError, match="init_process_group"):
         lowmem.FusedOptimizer([torch.nn.Parameter(torch.ones(2))], placement="replicated")
