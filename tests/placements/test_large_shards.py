@@ -1,12 +1,13 @@
 """Parameters that are not stacked, whose shards wait for one another: on several ranks as on one device."""
 
 import math
+from itertools import product
 
 import pytest
 import torch
 import torch.distributed as dist
 from support.nets import Chain, Memory, full_weights
-from support.products import in_turn, pairwise
+from support.products import in_turn
 from support.shards import SHARDS
 
 import lowmem
@@ -64,11 +65,14 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize(("kind", "settings", "spoil"), pairwise(SHARDS, SETTINGS, [1.0, math.inf, 1e25]))
-def test_large_parameters_as_on_one_device(ranks_of, kind, settings, spoil):
+CASES = in_turn(product(SHARDS, SETTINGS), [1.0, math.inf, 1e25])
+
+
+@pytest.mark.parametrize(("case", "spoil"), CASES, ids=str)
+def test_large_parameters_as_on_one_device(ranks_of, case, spoil):
     """On one rank, a gradient is multiplied by `spoil`: not finite, or its square overflows float32."""
     # a larger rate saturates tanh, whose gradient is then a difference that depends on the order of sums
-    settings = {"lr": 1e-3, **SETTINGS[settings]}
+    kind, settings = case[0], {"lr": 1e-3, **SETTINGS[case[1]]}
     assert all(param.numel() > SMALL for name, param in make_large().named_parameters() if "bias" not in name)
     alone, norms, skipped = train(make_large(), lambda x: x, settings, spoil)
     third_party = settings["rule"] == "torch.optim.AdamW"  # which takes a gradient that is not finite
