@@ -100,7 +100,7 @@ def above_what_stays(rank, kind, depth, rule):
 
     step()
     peaks = []
-    for _ in range(3):  # a thread of gloo may hold one shard more for a moment: in the least peak it does not
+    for _ in range(2):  # a thread of gloo may hold one shard more for a moment: in the least peak it does not
         with Memory(net, opt, *(getattr(param, "ds_tensor", param) for param in net.parameters())) as memory:
             step()
         peaks.append(memory.above)

@@ -66,7 +66,7 @@ def test_every_policy(ranks_of, count, kind, policy):
     as_one_device(ranks_of(count), kind, EVERY_POLICY[policy])
 
 
-@pytest.mark.parametrize(("count", "kind", "settings"), pairwise(COUNTS, KINDS, ACCUMULATED))
+@pytest.mark.parametrize(("count", "kind", "settings"), in_turn(COUNTS, KINDS, ACCUMULATED))
 def test_accumulation(ranks_of, count, kind, settings):
     """A row a micro-batch, all of equal size: the mean over ranks and micro-batches is the mean of the whole batch."""
     as_one_device(ranks_of(count), kind, ACCUMULATED[settings], micro_batches=ROWS // count)

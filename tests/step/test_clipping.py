@@ -11,6 +11,7 @@ import pytest
 import torch
 from support.devices import seeded
 from support.nets import give_gradients, plain_step
+from support.products import pairwise
 
 import lowmem
 from lowmem.errors import CheckpointError, StepError, UnsupportedError
@@ -235,8 +236,10 @@ def equal(one, other):
     return one.keys() == other.keys() and all(torch.equal(one[k].nan_to_num(-1), other[k].nan_to_num(-1)) for k in one)
 
 
-@pytest.mark.parametrize(("policy", "batching"), [("two_pass", True), ("deferred", True), ("deferred", False)])
-@pytest.mark.parametrize(("clipping_scale", "period"), [(2.0, PERIOD), (0.6, PERIOD), (0.9, 8)])
+@pytest.mark.parametrize(
+    ("clipping_scale", "period", "policy", "batching"),
+    [(2.0, PERIOD, "deferred", True), (0.6, PERIOD, "two_pass", True), (0.9, 8, "deferred", False)],
+)
 def test_scaled_adam_clips_whole_gradients(clipping_scale, period, policy, batching):
     """As `clip_update` documents it: clipping equals smaller gradients. Statistics are of the norms of a period, whose
     quartiles are where different roundings would not all put them."""
@@ -324,9 +327,9 @@ def test_scaled_adam_clipping_enabled_during_backward_raises():
     assert all(map(torch.equal, params, before))
 
 
-@pytest.mark.parametrize("policy", ["two_pass", "deferred"])
-@pytest.mark.parametrize("bad", [math.inf, math.nan])
-@pytest.mark.parametrize("at", [0, 2, PERIOD, PERIOD + 3])
+@pytest.mark.parametrize(
+    ("at", "bad", "policy"), pairwise([0, 2, PERIOD, PERIOD + 3], [math.inf, math.nan], ["two_pass", "deferred"])
+)
 def test_scaled_adam_a_skipped_step_leaves_no_trace(at, bad, policy):
     """Neither in the state of the group nor later: in the first step, within the first period, where a threshold is
     due, and after it."""

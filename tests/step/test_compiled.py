@@ -203,7 +203,7 @@ def test_shapes_steps_and_hyperparameters_share_code(graphs, rule):
     assert (len(compiled._TRACED), len(graphs)) == (kinds, parts)
 
 
-@pytest.mark.parametrize("shape", [(3000,), (3, 96, 30), (3000, 64), (1009, 200)])
+@pytest.mark.parametrize("shape", [(3000,), (3, 96, 30), (1009, 200)])
 def test_gradients_of_any_dtype_read_in_any_way(as_traced, shape):
     for dtype, options in itertools.product((torch.float32, torch.bfloat16), ({}, {"clip_value": 1.0})):
         param = torch.nn.Parameter(torch.zeros(shape))
