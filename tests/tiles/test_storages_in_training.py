@@ -104,28 +104,6 @@ def powers_of_two(value):
     return torch.where(scale > 0, (rows / scale).round() * scale, 0.0).reshape(value.shape).float()
 
 
-def scaled(value):
-    """Groups of 32, and the largest of each, rounded up to bfloat16."""
-    rows = value.double().reshape(-1, 32)
-    largest = rows.abs().amax(-1, keepdim=True)
-    spacing = 2.0 ** (torch.floor(torch.log2(largest.clamp(min=1e-30))) - 7)
-    scale = torch.ceil(largest / spacing) * spacing
-    return torch.where(scale > 0, rows / scale, 0.0), scale
-
-
-def companded(value):
-    """127 codes of each sign for 2x / (1 + |x|)."""
-    x, scale = scaled(value)
-    code = (127 * 2 * x / (1 + x.abs())).round() / 127
-    return (code / (2 - code.abs()) * scale).reshape(value.shape).float()
-
-
-def rooted(value):
-    """256 codes for the square root, from 1/256 of the largest on."""
-    x, scale = scaled(value)
-    return (((x.sqrt() * 256).round().clamp(1, 256) / 256) ** 2 * scale).reshape(value.shape).float()
-
-
 def unchanged(value):
     return value
 
@@ -142,7 +120,6 @@ def adamw(weight, grads, store_mean=unchanged, store_square=unchanged, store_wei
 
 STORED = {
     "own states": ({"state_storage": "int8_by_64"}, (powers_of_two, powers_of_two)),
-    "8-bit states": ({"state_storage": "8bit_nearest"}, (companded, rooted)),
     "own weight": ({"rounding": "int8_by_64"}, (unchanged, unchanged, powers_of_two)),
 }
 
