@@ -1,4 +1,4 @@
-"""Parts of the suite run on a GPU made of host memory and in Triton's interpreter (`scripts/test.sh` runs all of it so)."""
+"""Parts of the suite on a GPU made of host memory, and in Triton's interpreter; `scripts/test.sh` runs the rest."""
 
 import os
 import subprocess
