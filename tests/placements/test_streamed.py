@@ -110,15 +110,10 @@ def test_reentrant_checkpointing(make, batches):
     both(make, batches, steps)
 
 
-@pytest.mark.parametrize(("rule", "rounding"), in_turn(["adalomo", "adamw"], sorted(roundings())))
-def test_roundings(make, batches, rule, rounding):
-    both(make, batches, rule=rule, rounding=rounding, model={"dtype": torch.bfloat16})
-
-
-@pytest.mark.parametrize("state_storage", sorted(state_storages()))
-def test_states(make, batches, state_storage):
+@pytest.mark.parametrize(("rounding", "state_storage"), in_turn(sorted(roundings()), sorted(state_storages())))
+def test_storages(make, batches, rounding, state_storage):
     model = {"dtype": torch.bfloat16, **IN_GROUPS}
-    both(make, batches, rule="adamw", state_storage=state_storage, model=model)
+    both(make, batches, rule="adamw", rounding=rounding, state_storage=state_storage, model=model)
 
 
 RULES = [("adalomo", "int12"), ("adamw", "int10"), ("scaled_adam", None), (torch.optim.RMSprop, None)]
