@@ -465,8 +465,9 @@ def test_compiled_code_of_several_tensors(rule, options):
             off = (ours[name].short() - codes.short()).abs()
             assert off.max() <= 2 and (off > 0).float().mean() < 0.01, name
     (param,), opt = got
+    grad = torch.randn(param.shape).bfloat16()
     with torch.no_grad(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        opt._updates.put(opt._records[param], torch.randn(param.shape).bfloat16(), None)
+        opt._updates.put(opt._records[param], grad, None)
     events = sorted(profiled.profiler.kineto_results.events(), key=lambda event: event.start_ns())
     sizes = [event.nbytes() for event in events if event.name() == "[memory]"]
     assert max(itertools.accumulate(sizes)) < param.nbytes / 4
