@@ -342,21 +342,6 @@ def test_a_step_with_fake_tensors(device):
     assert opt.last_step.step == 1
 
 
-@pytest.mark.skipif(not FULL, reason="imports PEFT for seconds")
-def test_adapters(token_batches):
-    import peft
-
-    model = build("Llama", GROUPS)
-    config = peft.LoraConfig(r=2, target_modules=["gate_proj", "down_proj"], init_lora_weights=False)
-    model = peft.get_peft_model(model, config)
-    (batch,) = token_batches(1)
-    _, grads = step(model, batch)
-    assert len(tile_mlps(model, 7)) == 2
-    tiled = step(model, batch)[1]
-    assert any("lora" in name for name in grads)
-    assert_close(tiled, grads)
-
-
 def test_backwards_leave_no_tensors_behind():
     """Hooks of the leaves of a backward are not to keep them."""
     net = Net(MLP()).requires_grad_()

@@ -83,7 +83,7 @@ def test_every_rule_updates_all_quantized_weights_and_the_loss_falls(llama, toke
     model = llama("int10")
     batch = token_batches(1)[0]
     before = model(**batch).loss.item()
-    opt = train(model, [batch] * 12, **options)
+    opt = train(model, [batch] * 8, **options)
     assert model(**batch).loss.item() < before
     assert changed_weights(model, llama("int10")) == 2 + 2 * 7
     assert 0 < opt.last_step.changed_share <= 1

@@ -70,28 +70,6 @@ def test_the_sum_of_both_gradients(options, dtype):
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(*(net.parameters() for net in nets), strict=True))
 
 
-CHOICES = {
-    "immediate": {},
-    "two passes": {"policy": "two_pass", "clip_norm": 0.5},
-    "deferred": {"policy": "deferred", "clip_norm": 0.5},
-    "AdamW": {"rule": torch.optim.AdamW, "foreach": False},
-}
-
-
-@pytest.mark.parametrize("choice", CHOICES)
-def test_training_has_the_same_bits(choice):
-    nets = [make(shares) for shares in (True, False)]
-    for net in nets:
-        opt = lowmem.FusedOptimizer(net.named_parameters(), lr=1e-2, compile=False, **CHOICES[choice])
-        for step in range(4):
-            if choice == "deferred" and step % 2 == 0:
-                with opt.accumulate():
-                    opt.backward(net(ids_of(step)))
-            else:
-                opt.backward(net(ids_of(step)))
-    assert all(map(torch.equal, *(net.parameters() for net in nets)))
-
-
 def test_one_gradient_exists(monkeypatch):
     """The one that the head has made; the embedding allocates nothing of its size, and autograd copies nothing."""
     net, waiting, found = make(), tied.waiting, []

@@ -92,14 +92,6 @@ def test_replicated_broadcasts_the_weights_of_rank_0(two):
         assert all(map(torch.equal, weights, expected))
 
 
-def equal_params(rank):
-    return lowmem.FusedOptimizer(layers(2).named_parameters(), rule="lomo", lr=0.1).placement
-
-
-def test_equal_parameters_are_replicated(two):
-    assert two.run(equal_params) == ["replicated", "replicated"]
-
-
 def steps_that_notice(rank, at):
     """Steps in which ranks notice that they have different elements at this index."""
     param = torch.nn.Parameter(torch.zeros(4096))  # a step compares every fourth element

@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.nets import Layers
-from support.ranks import RankError
 
 import lowmem
 from lowmem.errors import StepError
@@ -83,18 +82,6 @@ def test_averages_do_not_overflow(two, dtype):
         torch.testing.assert_close(results, torch.full((4,), 45000.0), rtol=2**-8, atol=0.0)
 
 
-def alone_among_others(rank):
-    net = torch.nn.Linear(3, 3)
-    opt = lowmem.FusedOptimizer(net.named_parameters(), rule="lomo", lr=0.1, placement="local")
-    opt.backward(net(torch.full((1, 3), float(rank + 1))).sum())
-    return opt.last_step.grad_norm.item()
-
-
-def test_ranks_may_train_alone(two):
-    one, other = two.run(alone_among_others)
-    assert one != other
-
-
 def test_replicated_needs_a_group():
     with pytest.raises(lowmem.LowmemError, match="init_process_group"):
         lowmem.FusedOptimizer([torch.nn.Parameter(torch.ones(2))], placement="replicated")
@@ -112,13 +99,3 @@ def twice_fired(rank):
 
 def test_a_gradient_in_two_parts_raises(two):
     two.run(twice_fired)
-
-
-def fails(rank):
-    assert rank == 0, "on purpose"
-
-
-def test_the_harness_tells_which_rank_failed(two):
-    with pytest.raises(RankError, match=r"(?s)rank 1.*on purpose"):
-        two.run(fails)
-    assert two.run(alone_among_others)

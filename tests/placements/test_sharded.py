@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.nets import ROWS, Net, data, full_weights
-from support.products import pairwise
+from support.products import in_turn, pairwise
 from support.shards import (
     ACCUMULATED,
     POLICIES,
@@ -53,7 +53,7 @@ def as_one_device(ranks, kind, settings, micro_batches=1):
         assert_alike(results, kind, replicated_alone(pickle.dumps(settings)))
 
 
-@pytest.mark.parametrize(("count", "kind", "rule"), pairwise(COUNTS, KINDS, RULES))
+@pytest.mark.parametrize(("count", "kind", "rule"), pairwise(COUNTS, SHARDS, RULES))
 def test_every_rule(ranks_of, count, kind, rule):
     as_one_device(ranks_of(count), kind, settings_of(rule))
 
@@ -66,7 +66,7 @@ def test_every_policy(ranks_of, count, kind, policy):
     as_one_device(ranks_of(count), kind, EVERY_POLICY[policy])
 
 
-@pytest.mark.parametrize(("count", "kind", "settings"), pairwise(COUNTS, KINDS, ACCUMULATED))
+@pytest.mark.parametrize(("count", "kind", "settings"), in_turn(COUNTS, KINDS, ACCUMULATED))
 def test_accumulation(ranks_of, count, kind, settings):
     """A row a micro-batch, all of equal size: the mean over ranks and micro-batches is the mean of the whole batch."""
     as_one_device(ranks_of(count), kind, ACCUMULATED[settings], micro_batches=ROWS // count)
@@ -124,7 +124,7 @@ CONTINUED = {
 
 
 @pytest.mark.parametrize(
-    ("count", "kinds", "settings"), pairwise(COUNTS, ["zero3-fsdp2", "fsdp2-zero3", "zero3-zero3"], CONTINUED)
+    ("count", "kinds", "settings"), in_turn(COUNTS, ["zero3-fsdp2", "fsdp2-zero3", "zero3-zero3"], CONTINUED)
 )
 def test_saved_states_are_full_and_load_elsewhere(ranks_of, count, kinds, settings):
     """State of one placement continues in another, and on one device, as if nothing had happened."""

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.nets import Chain, Memory
+from support.products import in_turn
 from support.shards import SHARDS
 
 import lowmem
@@ -77,8 +78,9 @@ def peaks(rank, kind, settings, folder):
     return floor - weights, above, weights, most, others
 
 
-@pytest.mark.parametrize("settings", [{"rule": "lomo"}, {"rule": "adalomo"}, {"rule": "adamw"}], ids=str)
-@pytest.mark.parametrize("kind", SHARDS)
+@pytest.mark.parametrize(
+    ("kind", "settings"), in_turn(SHARDS, [{"rule": "lomo"}, {"rule": "adalomo"}, {"rule": "adamw"}]), ids=str
+)
 def test_memory_is_shards_gathered_parameters_and_one_gradient(two, kind, settings, tmp_path):
     """Above a step that drops its gradients in the hook: a piece of one, and a tile's temporaries on a CPU; the pieces
     of a batch, which take no more than a gradient; and under ZeRO-3 the gradient that is in flight.

@@ -62,10 +62,10 @@ def test_loops(two, kind, case):
 
 
 @pytest.mark.parametrize("kind", ["zero3", "by layer"])
-def test_three_ranks(ranks, kind):
+def test_three_ranks(ranks_of, kind):
     model = {"model": "mixtral", "tie_word_embeddings": True}
     settings = {"rule": "adalomo", "eps": (1e-30, 1e-3), "clip_norm": 0.5, "policy": "deferred"}
-    assert_as_one_device(*both(ranks, kind, model, settings))
+    assert_as_one_device(*both(ranks_of(3), kind, model, settings))
 
 
 @pytest.mark.parametrize("loop", ["usual", "in parts"])

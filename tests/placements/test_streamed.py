@@ -8,7 +8,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from support.products import FULL
+from support.products import FULL, in_turn, pairwise
 from torch import nn
 
 import lowmem
@@ -85,20 +85,20 @@ def both(make, batches, steps=train, model=None, **options):
     return stream(trained)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("policy", ["immediate", "two_pass", "deferred"])
-@pytest.mark.parametrize("rule", ["adalomo", "adamw", "lomo"])
-def test_same_bits_as_local_training(make, batches, rule, policy, dtype):
-    streaming = both(make, batches, rule=rule, policy=policy, model={"dtype": dtype})
+@pytest.mark.parametrize(
+    ("rule", "policy", "dtype", "checkpointing"),
+    pairwise(
+        ["adalomo", "adamw", "lomo"], ["immediate", "two_pass", "deferred"],
+        [torch.float32, torch.bfloat16], [True, False],
+    ),
+    ids=str,
+)  # fmt: skip
+def test_same_bits_as_local_training(make, batches, rule, policy, dtype, checkpointing):
+    model = {"dtype": dtype, "checkpointing": checkpointing}
+    streaming = both(make, batches, rule=rule, policy=policy, model=model)
     assert streaming.peak == 2 * streaming.units[0].nbytes
     tensors = 3 if rule == "adamw" else 1
     assert streaming.written == len(batches) * LAYERS * tensors * streaming.units[0].nbytes
-
-
-@pytest.mark.parametrize("policy", ["immediate", "two_pass", "deferred"])
-def test_without_checkpointing(make, batches, policy):
-    streaming = both(make, batches, policy=policy, model={"checkpointing": False})
-    assert streaming.peak == 2 * streaming.units[0].nbytes
 
 
 def test_reentrant_checkpointing(make, batches):
@@ -110,16 +110,10 @@ def test_reentrant_checkpointing(make, batches):
     both(make, batches, steps)
 
 
-@pytest.mark.parametrize("rounding", sorted(roundings()))
-@pytest.mark.parametrize("rule", ["adalomo", "adamw"])
-def test_roundings(make, batches, rule, rounding):
-    both(make, batches, rule=rule, rounding=rounding, model={"dtype": torch.bfloat16})
-
-
-@pytest.mark.parametrize("state_storage", sorted(state_storages()))
-def test_states(make, batches, state_storage):
+@pytest.mark.parametrize(("rounding", "state_storage"), in_turn(sorted(roundings()), sorted(state_storages())))
+def test_storages(make, batches, rounding, state_storage):
     model = {"dtype": torch.bfloat16, **IN_GROUPS}
-    both(make, batches, rule="adamw", state_storage=state_storage, model=model)
+    both(make, batches, rule="adamw", rounding=rounding, state_storage=state_storage, model=model)
 
 
 RULES = [("adalomo", "int12"), ("adamw", "int10"), ("scaled_adam", None), (torch.optim.RMSprop, None)]
@@ -128,7 +122,7 @@ IN_GROUPS = {"hidden_size": 192, "intermediate_size": 256, "num_hidden_layers": 
 
 
 @pytest.mark.parametrize(("rule", "weight_format"), RULES, ids=str)
-def test_every_rule_for_twenty_steps(make, batches, rule, weight_format, tmp_path):
+def test_every_rule(make, batches, rule, weight_format, tmp_path):
     """With homes in files, an evaluation in between, and resumed: with the bits of local training."""
 
     def build(streams):
@@ -138,14 +132,14 @@ def test_every_rule_for_twenty_steps(make, batches, rule, weight_format, tmp_pat
         return placed(model, streams, home=tmp_path)
 
     def steps(model, opt, batches):
-        losses = train(model, opt, batches * 2)
+        losses = train(model, opt, batches)
         with torch.no_grad():
             losses.append(model(**batches[0]).loss.item())
         saved = copy.deepcopy(opt.state_dict())
         opt.remove()
         resumed = optimizer(model, opt.placement == "streamed", rule)
         resumed.load_state_dict(saved)
-        return losses + train(model, resumed, batches * 3)
+        return losses + train(model, resumed, batches * 2)
 
     both(build, batches, steps, rule=rule)
 
@@ -176,8 +170,7 @@ def test_tied_weights(make, batches):
     both(make, batches, model={"tie_word_embeddings": True})
 
 
-@pytest.mark.parametrize("home", ["host", "files"])
-@pytest.mark.parametrize("weight_format", [None, "int12"])
+@pytest.mark.parametrize(("weight_format", "home"), [(None, "files"), ("int12", "host")])
 def test_transposed_weights(make, batches, weight_format, home, tmp_path):
     def transposed(streams):
         model = make(False, **IN_GROUPS)
@@ -511,7 +504,7 @@ def test_refusals(make, tmp_path):
     assert all(type(param) is nn.Parameter for param in model.parameters())
 
 
-@pytest.mark.parametrize("layers", [0, 1, 2, 4])
+@pytest.mark.parametrize("layers", [0, 2, 4])
 def test_layers_stay_within_device_memory(make, batches, layers):
     local = make(False, num_hidden_layers=6)
     unit = find_units(local)[0].nbytes
@@ -551,8 +544,3 @@ def test_a_second_optimizer_takes_over(make, batches):
         return losses + train(model, second, batches[2:])
 
     both(make, batches, steps)
-
-
-def test_random_weights_of_updates(make, batches):
-    """Stochastic rounding draws the same noise, wherever a weight lives."""
-    both(make, batches, rule="lomo", rounding="stochastic", seed=3, model={"dtype": torch.bfloat16})

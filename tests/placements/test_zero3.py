@@ -5,6 +5,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from support.nets import assert_same, full_weights, plain_step
+from support.products import in_turn
 from support.shards import SHARDS, assert_as_one_device, deepspeed_on, make_wide, shared
 
 import lowmem
@@ -20,9 +21,12 @@ ZERO3_OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("options", ZERO3_OPTIONS.values(), ids=ZERO3_OPTIONS)
-@pytest.mark.parametrize("settings", [{"rule": "adalomo"}, {"rule": "adamw", "clip_norm": 0.5}], ids=str)
-def test_zero3_configurations(two, options, settings):
+SETTINGS = [{"rule": "adalomo"}, {"rule": "adamw", "clip_norm": 0.5}]
+
+
+@pytest.mark.parametrize(("configuration", "settings"), in_turn(ZERO3_OPTIONS, SETTINGS), ids=str)
+def test_zero3_configurations(two, configuration, settings):
+    options = ZERO3_OPTIONS[configuration]
     assert_as_one_device(two.run(shared, "zero3", settings, 1, options), "zero3", settings)
 
 

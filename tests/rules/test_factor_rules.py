@@ -32,35 +32,22 @@ def rule(*roles):
         ((4, 6), {}, {"v": (4, 6)}),
         ((4, 6), {"min_dim_size_to_factor": 4}, {"v_row": (4,), "v_col": (6,)}),
         ((6, 4), {"min_dim_size_to_factor": 4}, {"v_row": (4,), "v_col": (6,)}),
-        ((4, 6), {"min_dim_size_to_factor": 5}, {"v": (4, 6)}),
         ((128, 127), {}, {"v": (128, 127)}),
         ((128, 129), {}, {"v_row": (128,), "v_col": (129,)}),
-        ((6,), {"min_dim_size_to_factor": 0}, {"v": (6,)}),
-        ((), {"min_dim_size_to_factor": 0}, {"v": ()}),
         # experts: the first dimension is not asked for its size
         ((2, 6, 4), {"min_dim_size_to_factor": 4}, {"v_row": (2, 4), "v_col": (2, 6)}),
         ((9, 3, 4), {"min_dim_size_to_factor": 4}, {"v": (9, 3, 4)}),
-        # nothing, on request
-        ((4, 6), {"min_dim_size_to_factor": 1, "factored": False}, {"v": (4, 6)}),
-        ((2, 3, 4, 5), {"factored": False}, {"v": (2, 3, 4, 5)}),
-        ((2, 3, 4, 5), {"factor_map": [(".*", None)]}, {"v": (2, 3, 4, 5)}),
-        ((4, 6), {"factor_map": [(".*", "HEURISTIC")], "min_dim_size_to_factor": 1}, {"v_row": (4,), "v_col": (6,)}),
         # roles, whatever the sizes: BATCH, NONE, then ROW or COLUMN
-        ((4, 2, 3), rule("ROW", "COLUMN", "COLUMN"), {"v_row": (4,), "v_col": (2, 3)}),
         ((4, 2, 3), rule("col", "Row", "column"), {"v_row": (2,), "v_col": (4, 3)}),
         ((2, 3, 4, 5), rule("COLUMN", "NONE", "ROW", "BATCH"), {"v_row": (5, 3, 4), "v_col": (5, 3, 2)}),
         ((2, 3, 4, 5), rule("unfactorized", "none", "batch", "NONE"), {"v": (2, 3, 4, 5)}),
-        ((4, 6), rule("BATCH", "ROW"), {"v_row": (4, 6), "v_col": (4,)}),
-        ((4, 6), rule("BATCH", "BATCH"), {"v": (4, 6)}),
-        # what the heuristic says all the same
-        ((4, 6), rule("NONE", "NONE"), {"v": (4, 6)}),
-        ((4, 6), {**rule("ROW", "COLUMN"), "min_dim_size_to_factor": 4}, {"v_row": (4,), "v_col": (6,)}),
         # the first expression that is found anywhere in the name
         ((4, 2, 3), {"factor_map": [("^w", None), ("ck/", ["ROW", "COLUMN", "COLUMN"]), ("w", None)]}, {"v_row": (4,)}),
         ((4, 2, 3), {"factor_map": {"ck/w$": None, "w": ["ROW", "COLUMN", "COLUMN"]}}, {"v": (4, 2, 3)}),
     ],
 )
 def test_dimensions_that_are_factored(give_gradients, shape, options, want):
+    """Rules of one parameter are drawn in test_references.py."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         shapes = state_shapes(give_gradients, shape, **options)

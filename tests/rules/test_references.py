@@ -307,7 +307,7 @@ def test_several_tiles_follow_the_reference(give_gradients, rule, shape, options
     ],
 )
 @given(st.data())
-@settings(max_examples=40)
+@settings(max_examples=100 if FULL else 25)
 def test_16_bit_weights_are_the_rounded_reference(give_gradients, rule, dtype, data):
     """Float32 arithmetic before the rounding may tip a value that lies between two neighbours, hence the one ulp; where
     weight and step all but cancel, its own rounding is many ulps of the little that is left."""

@@ -4,7 +4,6 @@ import functools
 
 import pytest
 import torch
-from support.attack import DYNAMIC, Settings, compare
 from support.devices import seeded
 from support.nets import TwoLayers, plain_step, same, weights
 
@@ -28,22 +27,6 @@ def split(net):
 def batches():
     source = seeded(1)
     return [torch.randn(4, 9, generator=source) for _ in range(6)]
-
-
-CLIPPED, ACCUMULATED, SCALED = {"clip_norm": 0.05}, {"accumulation": 2}, {"loss_scale": DYNAMIC}
-LOOPS = [
-    {},
-    {"policy": "two_pass", **CLIPPED},
-    {"policy": "deferred", **CLIPPED},
-    {"policy": "two_pass", **CLIPPED, **SCALED},
-    {"policy": "deferred", **CLIPPED, **SCALED, "events": ((1, "overflow"),)},
-    {**CLIPPED, **ACCUMULATED},
-]
-
-
-@pytest.mark.parametrize("loop", LOOPS, ids=str)
-def test_two_rules_are_clipped_accumulated_and_scaled_as_in_plain_pytorch(loop):
-    compare(Settings(rule="adamw", group="rule", decay=0.1, steps=4, **loop))
 
 
 def test_a_third_party_optimizer_next_to_a_rule():

@@ -11,11 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import attack
 from support.attack import DYNAMIC, HYPER, Settings
-from support.compiled import compiles
 from support.products import FULL
-
-from lowmem.step import clipping, policies
-from lowmem.tiles import quantized
 
 # The choices of each setting that has more than two; the first is the simplest, and one that occurs twice is twice as
 # likely.
@@ -31,7 +27,7 @@ CHOICES = {
     "lora": (False, False, False, False, True),
     "autocast": (None, None, None, None, None, "forward", "step"),
     "decay": (0.0, 0.1),
-    "group": (None, None, None, "lr", "rule"),
+    "group": (None, None, None, "lr", "rule", "rule"),
     "late": (False, False, True),
     "policy": ("auto", "auto", "immediate", "two_pass", "deferred"),
     "clip_norm": (None, None, 0.5),
@@ -39,8 +35,8 @@ CHOICES = {
     "loss_scale": (None, None, None, 1024.0, DYNAMIC),
     "store": ("auto", "host", "device"),
     "accumulation_dtype": ("float32", "gradient"),
-    "rounding": ("nearest", "stochastic", "compensated"),
-    "state_storage": ("float32", "float32", "bfloat16", "8bit"),
+    "rounding": ("nearest", "stochastic", "compensated", "compensated8"),
+    "state_storage": ("float32", "float32", "bfloat16", "8bit", "8bit_64", "8bit_nearest"),
     "steps": (2, 3, 4, 5),
     "accumulation": (1, 1, 1, 2, 3),
     "call": ("loss", "loss", "loss", "callable", "plain", "inputs", "by hand"),
@@ -79,7 +75,7 @@ FITTING = (
     (lambda s: s.policy == "immediate" and s.loss_scale and not s.ours, {"policy": "deferred"}),
     (lambda s: s.policy != "deferred", {"store": "auto", "accumulation_dtype": "float32"}),
     # the next code is far from one
-    (lambda s: s.state_storage == "8bit" and not s.exact, {"state_storage": "bfloat16"}),
+    (lambda s: s.state_storage.startswith("8bit") and not s.exact, {"state_storage": "bfloat16"}),
 )
 
 
@@ -95,8 +91,8 @@ def loops(draw, rule):
     if s.policy not in ("immediate", "two_pass"):
         events.append("dropped")
         events += ["overflow"] if s.loss_scale is DYNAMIC else []
-    converts = s.ours and s.rule != "adafactor_t2t" and s.rounding != "compensated" and not s.codes
-    if converts and s.state_storage != "8bit":
+    converts = s.ours and s.rule != "adafactor_t2t" and not s.rounding.startswith("compensated") and not s.codes
+    if converts and not s.state_storage.startswith("8bit"):
         events += ["bfloat16", "float32"]
     happened = st.tuples(st.integers(0, s.steps - 1), st.sampled_from(events))
     return replace(s, events=tuple(sorted(draw(st.lists(happened, max_size=3)))))
@@ -111,58 +107,3 @@ def test_loops_train_as_in_plain_pytorch(rule):
         attack.compare(s)
 
     check()
-
-
-PLAIN = Settings(hidden=48, rounding="stochastic", batching=False, guard=True, as_list=True, bias=True)
-
-
-@compiles
-@pytest.mark.parametrize("event", ["save", "betas in place", "decay", "bfloat16"])
-def test_compiled_loops_train_as_in_plain_pytorch(event):
-    """With another optimizer, hyperparameters that are edited, and another dtype."""
-    attack.compare(replace(PLAIN, compile=True, events=((1, event),)))
-
-
-def clip_by_a_per_mille_more(monkeypatch):
-    original = clipping.Clipping.decide
-
-    def decide(self, measured, *, prepared):
-        decision = original(self, measured, prepared=prepared)
-        decision.clip_coef.mul_(0.999)
-        return decision
-
-    monkeypatch.setattr(clipping.Clipping, "decide", decide)
-
-
-def forget_a_micro_batch(monkeypatch):
-    monkeypatch.setattr(policies, "add", lambda total, grad: None)
-
-
-def read_codes_a_per_mille_larger(monkeypatch):
-    original = quantized.QuantizedWeight.dequantize
-    monkeypatch.setattr(quantized.QuantizedWeight, "dequantize", lambda self: original(self) * 1.001)
-
-
-@pytest.mark.parametrize(
-    ("plant", "reaches"),
-    [
-        (read_codes_a_per_mille_larger, {"codes": "int8", "hidden": 96}),
-        (clip_by_a_per_mille_more, {"clip_norm": 0.5, "rule": "lomo"}),
-        (forget_a_micro_batch, {"accumulation": 2}),
-    ],
-)
-def test_a_planted_defect_is_found(plant, reaches, monkeypatch):
-    loop = replace(PLAIN, **reaches)
-    attack.compare(loop)
-    plant(monkeypatch)
-    with pytest.raises(AssertionError, match=r"differ|grad_norm"):
-        attack.compare(loop)
-
-
-def test_guard_values_surround_every_parameter():
-    net = torch.nn.Linear(3, 5)
-    before = [param.detach().clone() for param in net.parameters()]
-    around = attack.guard(net)
-    assert all(map(torch.equal, before, net.parameters()))
-    torch.as_strided(net.bias.detach(), (6,), (1,)).zero_()  # one too many
-    assert sum(bool((part != attack.GUARD).any()) for part in around) == 1

@@ -11,6 +11,7 @@ import pytest
 import torch
 from support.devices import seeded
 from support.nets import give_gradients, plain_step
+from support.products import pairwise
 
 import lowmem
 from lowmem.errors import CheckpointError, StepError, UnsupportedError
@@ -235,8 +236,10 @@ def equal(one, other):
     return one.keys() == other.keys() and all(torch.equal(one[k].nan_to_num(-1), other[k].nan_to_num(-1)) for k in one)
 
 
-@pytest.mark.parametrize(("policy", "batching"), [("two_pass", True), ("deferred", True), ("deferred", False)])
-@pytest.mark.parametrize(("clipping_scale", "period"), [(2.0, PERIOD), (0.6, PERIOD), (0.9, 8)])
+@pytest.mark.parametrize(
+    ("clipping_scale", "period", "policy", "batching"),
+    [(2.0, PERIOD, "deferred", True), (0.6, PERIOD, "two_pass", True), (0.9, 8, "deferred", False)],
+)
 def test_scaled_adam_clips_whole_gradients(clipping_scale, period, policy, batching):
     """As `clip_update` documents it: clipping equals smaller gradients. Statistics are of the norms of a period, whose
     quartiles are where different roundings would not all put them."""
@@ -324,9 +327,9 @@ def test_scaled_adam_clipping_enabled_during_backward_raises():
     assert all(map(torch.equal, params, before))
 
 
-@pytest.mark.parametrize("policy", ["two_pass", "deferred"])
-@pytest.mark.parametrize("bad", [math.inf, math.nan])
-@pytest.mark.parametrize("at", [0, 2, PERIOD, PERIOD + 3])
+@pytest.mark.parametrize(
+    ("at", "bad", "policy"), pairwise([0, 2, PERIOD, PERIOD + 3], [math.inf, math.nan], ["two_pass", "deferred"])
+)
 def test_scaled_adam_a_skipped_step_leaves_no_trace(at, bad, policy):
     """Neither in the state of the group nor later: in the first step, within the first period, where a threshold is
     due, and after it."""
@@ -341,37 +344,6 @@ def test_scaled_adam_a_skipped_step_leaves_no_trace(at, bad, policy):
             give(opt, params, gradients(step))
     assert equal(group_state(runs[0][1]), group_state(runs[1][1]))
     assert all(map(torch.equal, runs[0][0], runs[1][0]))
-
-
-def test_scaled_adam_clipping_enabled_before_a_skipped_step():
-    params, opt = scaled_adam(values(0), policy="deferred")
-    for step in range(PERIOD + 2):
-        give(opt, params, gradients(step))
-    opt.param_groups[0]["clipping_scale"] = 0.8
-    give(opt, params, [values(0)[0] * math.inf, *gradients(0)[1:]])
-    state = group_state(opt)
-    assert not state or (state["model_norms"] == 0).all()
-
-
-@pytest.mark.parametrize("policy", ["two_pass", "deferred"])
-@pytest.mark.parametrize("saved_after", [1, PERIOD - 1, PERIOD, PERIOD + 4])
-@pytest.mark.parametrize("clip_update", [True, False])
-def test_scaled_adam_resumed(clip_update, saved_after, policy):
-    options = {"clipping_scale": 0.8, "clip_update": clip_update, "policy": policy}
-    params, opt = scaled_adam(values(0), **options)
-    for step in range(24):
-        give(opt, params, gradients(step))
-        if step == saved_after:
-            state = copy.deepcopy(opt.named_state_dict())
-            reached = [param.detach().clone() for param in params]
-    others, resumed = scaled_adam(reached, **options)
-    resumed.load_named_state_dict(state)
-    assert equal(group_state(resumed), state["state"]["_group0"])
-    for step in range(saved_after + 1, 24):
-        give(resumed, others, gradients(step))
-    assert all(map(torch.equal, others, params))
-    assert equal(group_state(resumed), group_state(opt))
-    assert resumed.last_step.statistics == opt.last_step.statistics
 
 
 DAMAGED = {

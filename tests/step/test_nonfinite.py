@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.devices import seeded
-from support.nets import TwoLayers, assert_same, full_weights, same, weights
+from support.nets import TwoLayers, assert_same, full_weights, same, states, weights
+from support.products import in_turn
 from support.shards import KINDS
 
 import lowmem
@@ -84,8 +85,8 @@ def test_a_non_finite_step_changes_no_state_and_is_not_counted(policy, rule, cap
     assert same(before, weights(net))
     after = opt.named_state_dict()
     assert after["step"] == (1 if whole else 3)
-    for name, states in saved.items():
-        tensors = {key: state for key, state in states.items() if isinstance(state, torch.Tensor)}
+    for name, kept in saved.items():
+        tensors = {key: state for key, state in kept.items() if isinstance(state, torch.Tensor)}
         assert same(tensors.values(), [after["state"][name][key] for key in tensors])
     opt.backward(net(batch(3)))
     assert (opt.nonfinite_steps, opt.nonfinite_gradients) == (2, 8)
@@ -207,6 +208,42 @@ def test_a_resumed_run_stops_in_the_same_step(policy):
     del saved["nonfinite"]["streak"]
     resumed.load_named_state_dict(saved)
     train(other, resumed, [3, 4])
+
+
+# -- finite gradients whose squares overflow float32 (a norm above 1.8e19) ---------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rule", "policy"), in_turn(["adalomo", "adafactor", "adafactor_t2t", "scaled_adam", "lans", "adamw"], POLICIES)
+)
+def test_a_large_gradient_is_skipped(rule, policy, give_gradients, caplog):
+    """Its parameter under "immediate", else the whole step."""
+    params = [torch.nn.Parameter(torch.randn(shape)) for shape in [(7,), (40, 30), (200, 100)]]
+    opt = lowmem.FusedOptimizer(params, rule, lr=1e-2, policy=policy, compile=False)
+    for scale in (1.0, 1e20, 1.0):
+        grads = [torch.randn(param.shape) for param in params]
+        grads[1] *= scale
+        before, kept = [param.detach().clone() for param in params], states(opt)
+        give_gradients(opt, *zip(params, grads, strict=True))
+        skipped = [n for n in range(3) if scale > 1 and (n == 1 or policy != "immediate")]
+        assert [n for n in range(3) if torch.equal(params[n], before[n])] == skipped
+        names = tuple(f"param{n}/" for n in skipped)
+        assert_same(*({key: of[key] for key in kept if key.startswith(names)} for of in (states(opt), kept)))
+        assert opt.last_step.nonfinite == (["param1"] if skipped else [])
+    (warning,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert "the gradient of 'param1' is not finite" in warning
+
+
+@pytest.mark.parametrize("policy", POLICIES[1:])
+def test_a_step_whose_norm_over_all_gradients_is_too_large_is_skipped(give_gradients, policy, caplog):
+    params = [torch.nn.Parameter(torch.zeros(4)) for _ in range(4)]
+    opt = lowmem.FusedOptimizer(params, "lomo", policy=policy, clip_norm=1.0)
+    for size in (8e18, 0.0):
+        give_gradients(opt, *((param, torch.full((4,), size)) for param in params))
+        assert opt.last_step.skipped == (size > 0) and opt.last_step.nonfinite == []
+        assert opt.last_step.norms.isfinite().all() and opt.last_step.grad_norm.isinf() == (size > 0)
+        assert not any(param.any() for param in params)
+    assert "the norm over all gradients is not finite" in caplog.text
 
 
 # -- ranks -------------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from contextlib import contextmanager, nullcontext
 import pytest
 import torch
 from support.nets import records_of
+from support.products import pairwise
 
 import lowmem
 from lowmem.step.offload import GradientStore
@@ -85,22 +86,18 @@ def on_another_stream():
     torch.cuda.current_stream().wait_stream(side)
 
 
-@pytest.mark.parametrize("default", [None, "cuda"], ids=["", "default device"])
-@pytest.mark.parametrize("stream", [nullcontext, on_another_stream])
-@pytest.mark.parametrize("options", SETTINGS.values(), ids=SETTINGS)
-def test_as_on_a_cpu(options, stream, default):
+@pytest.mark.parametrize(
+    ("settings", "stream", "default", "created_on"),
+    pairwise(SETTINGS, [nullcontext, on_another_stream], [None, "cuda"], ["cuda", "cpu"]),
+)
+def test_as_on_a_cpu(settings, stream, default, created_on):
     """Memory of the host is allocated on the host, whatever the default device is. Memory that a step replaces is not
-    freed while the stream of the loop reads it."""
+    freed while the stream of the loop reads it. If the model is moved after its optimizer was created, as by
+    Accelerate, norms, counters and the loss scale follow."""
+    options = {"clip_value": 1.0, **SETTINGS[settings]}
     with nullcontext() if default is None else torch.device(default):
-        actual = trained("cuda", stream=stream, **options)
+        actual = trained("cuda", stream=stream, created_on=created_on, **options)
     assert_trained_alike(actual, trained("cpu", **options))
-
-
-@pytest.mark.parametrize("options", SETTINGS.values(), ids=SETTINGS)
-def test_a_model_that_is_moved_after_its_optimizer_was_created(options):
-    """As by Accelerate: norms, counters and the loss scale follow."""
-    options = {"clip_value": 1.0, **options}
-    assert_trained_alike(trained("cuda", created_on="cpu", **options), trained("cpu", **options))
 
 
 def test_deleting_an_optimizer_during_its_last_copy():

@@ -116,13 +116,6 @@ def test_auto_follows_later_requests(net, caplog):
     assert make(Net(), "auto", store="host", clip_norm=1.0).policy == "deferred"
 
 
-@pytest.mark.parametrize("policy", ["immediate", "two_pass"])
-def test_accumulation_without_a_store_raises(net, policy):
-    opt = make(net, policy)
-    with pytest.raises(UnsupportedError, match=f"'{policy}' cannot accumulate.*'deferred'"), opt.accumulate():
-        pytest.fail("it raises before anything runs")
-
-
 # -- losses and gradients that cannot make a step ----------------------------------------------------------------------
 
 
@@ -302,14 +295,14 @@ def test_an_identical_replay_does_not_raise(dtype):
     shift = torch.nn.Parameter(torch.zeros((), dtype=dtype))
     params = [*wide.parameters(), *narrow.parameters(), shift]
     opt = lowmem.FusedOptimizer(params, "lomo", lr=1e-6, policy="two_pass", clip_norm=1.0)
-    for step in range(200):
+    for step in range(60):
         x = torch.randn(8, 6, dtype=dtype) * 10.0 ** (step % 5 - 3)
         logits = narrow(x) + shift
         loss = torch.nn.functional.cross_entropy(logits.float(), torch.zeros(8, dtype=torch.long))
         if step % 20 == 0:
             loss = loss + wide(torch.full((2, 600), 0.3331, dtype=dtype)).sum().float()
         opt.backward(loss)
-    assert opt.named_state_dict()["step"] == 200
+    assert opt.named_state_dict()["step"] == 60
 
 
 class InTurn(torch.autograd.Function):

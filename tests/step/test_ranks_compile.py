@@ -51,10 +51,10 @@ def trained(rank, failure, steps):
         return opt.compiled, opt.placement, weights
 
 
-@pytest.mark.parametrize("failure", ["a full disk", "no compiler"])
-def test_replicas_are_updated_alike(two, failure):
+@pytest.mark.parametrize(("failure", "steps"), [("a full disk", 11), ("no compiler", 2)])
+def test_replicas_are_updated_alike(two, failure, steps):
     """The first step of a full disk is the first one that compiles; the tenth tries again."""
-    (one, placement, weights), (other, _, others) = two.run(trained, failure, 11)
+    (one, placement, weights), (other, _, others) = two.run(trained, failure, steps)
     assert placement == "replicated" and one == other == (failure != "no compiler")
     for ours, theirs in zip(weights, others, strict=True):
         assert all(map(torch.equal, ours, theirs))

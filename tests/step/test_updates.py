@@ -215,18 +215,6 @@ def test_the_default_rounding_is_set_by_the_rule_or_stochastic(dtype, rule, opti
     assert torch.equal(default, nearest) == (rounding == "nearest" or dtype == torch.float32)
 
 
-def test_default_rounding_is_per_group_and_saved_as_requested():
-    params = {name: torch.nn.Parameter(torch.ones(64, dtype=torch.bfloat16)) for name in "ab"}
-    groups = [{"params": [("a", params["a"])]}, {"params": [("b", params["b"])], "rounding": "nearest"}]
-    opt = lowmem.FusedOptimizer(groups, rule="lomo", lr=1e-3, seed=3)
-    opt.backward(sum(param.sum() for param in params.values()))
-    assert params["a"].unique().numel() == 2 and (params["b"] == 1.0).all()
-    saved = opt.state_dict()
-    assert [group["rounding"] for group in saved["param_groups"]] == ["auto", "nearest"]
-    opt.load_state_dict(saved)
-    assert [group["rounding"] for group in opt.param_groups] == ["auto", "nearest"]
-
-
 @pytest.mark.parametrize(
     ("dtype", "rule", "options", "said"),
     [

@@ -18,7 +18,7 @@ import lowmem
 from lowmem import placements
 from lowmem.layers.mlp import tile_mlps
 
-STEPS = 7  # DeepSpeed prefetches from the third on
+STEPS = 6  # DeepSpeed prefetches from the third on
 ROWS = 12  # a step, over all ranks
 SIZES = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
          "num_key_value_heads": 2, "use_cache": False}  # fmt: skip

@@ -77,7 +77,7 @@ def compiler(folder, refuses):
 def test_with_a_broken_compiler_auto_warns_and_true_raises(tmp_path, broken):
     """With "auto" updates are not compiled, and one warning says why; with True the constructor raises."""
     environment = compiler(tmp_path, refuses="*" if broken == "always" else "*.cpp*")
-    warning, _, refusal = run(TRAINED + BROKEN, "adalomo", **environment).partition("compile=True")
+    warning, _, refusal = run(TRAINED + BROKEN, "lomo", **environment).partition("compile=True")
     assert warning.count("WARNING") == 1 and "WARNING updates are not compiled until step 10" in warning
     assert "but compiling for 'cpu' fails" in refusal
     reason = "No working C++ compiler" if broken == "always" else "it is refused"
@@ -100,8 +100,7 @@ def parameters():
     return [torch.nn.Parameter(torch.randn(shape, generator=source)) for shape in ((8,), (256, 96), (300, 128))]
 
 
-@pytest.mark.parametrize("gpu", [False, True])
-@pytest.mark.parametrize("compile", [True, "auto"])
+@pytest.mark.parametrize(("compile", "gpu"), [(True, False), (True, True), ("auto", False)])
 def test_an_error_of_inductor(fresh, monkeypatch, caplog, compile, gpu):
     """The step that it happens in is completed; with compile=True the next one raises before anything moves. Then it is
     tried again."""
@@ -148,8 +147,7 @@ def test_another_optimizer_compiles_again(fresh, monkeypatch):
         assert opt.compiled == works
 
 
-@pytest.mark.parametrize("working", [1, 2])
-def test_an_error_in_one_of_several_parts(fresh, monkeypatch, working):
+def test_an_error_in_one_of_several_parts(fresh, monkeypatch):
     """Code of several tiles is in parts, which are all compiled before the first one writes anything."""
     graph.try_compiler("cpu")
     params, others = ([torch.nn.Parameter(torch.full((1009, 200), 2.0))] for _ in range(2))
@@ -159,14 +157,14 @@ def test_an_error_in_one_of_several_parts(fresh, monkeypatch, working):
 
     def broken(*args):
         calls.append(args)
-        if len(calls) > working:
+        if len(calls) > 2:
             raise NotImplementedError
         return graph.compiled(*args)
 
     monkeypatch.setattr(stages, "compiled", broken)
     opt.backward(gradients(params, 1))
     eager.backward(gradients(others, 1))
-    assert len(calls) == working + 1 and opt._updates.compilation.failure
+    assert len(calls) == 3 and opt._updates.compilation.failure
     assert all(map(torch.equal, params, others))
 
 
@@ -177,31 +175,6 @@ def test_no_thread_is_started():
     started = [thread for thread in threading.enumerate() if thread not in before]
     # Inductor makes a progress bar that it does not show, and tqdm a thread for its first one
     assert opt.compiled and all(type(thread).__name__ == "TMonitor" for thread in started)
-
-
-LARGE = """
-import os, signal, time
-import torch, lowmem
-lowmem.step.compiled.COMPILE_FROM = 0
-opt = lowmem.FusedOptimizer([torch.nn.Parameter(torch.randn(256, 96))], rule="lion", lr=1e-2)
-assert opt.compiled
-"""
-
-FORKS = """
-for _ in range(5):
-    time.sleep(0.1)
-    child = os.fork()
-    if not child:
-        signal.alarm(300)  # one that hangs does not stay
-        import torch._inductor.compile_fx
-        os._exit(0)
-    assert os.waitpid(child, 0)[1] == 0
-"""
-
-
-def test_a_process_forked_next_to_an_optimizer_can_import_the_compiler():
-    """As a worker of a DataLoader does. The script itself ends at once, and silently."""
-    assert run(LARGE + FORKS) == ""
 
 
 def stepped(optimizer, steps=2):
@@ -256,7 +229,7 @@ def test_cuda_graphs_are_not_used(fresh):
     """Whatever the environment asks of other code: they would copy each gradient."""
     skipped = counters["inductor"]["cudagraph_skips"]
     with config.patch({"triton.cudagraphs": True, "force_disable_caches": True}):
-        opt = lowmem.FusedOptimizer(parameters(), rule="lomo", lr=1e-2, compile=True, batching=False)
+        opt = lowmem.FusedOptimizer(parameters()[1:2], rule="lomo", lr=1e-2, compile=True, batching=False)
         opt.backward(gradients(opt.param_groups[0]["params"], 1))
     assert counters["inductor"]["cudagraph_skips"] == skipped  # counted where they are requested and there is no GPU
 

@@ -93,7 +93,7 @@ SHAPES = [(), (1,), (300,), (7, 40), (1, 9), (9, 1), (3, 8, 10)]
 def test_updates_do_not_depend_on_the_tile(rule, shape, rounding_name):
     """Elementwise rules agree bit for bit. The sums of the others are in another order."""
     whole, whole_states = update(rule, shape, rounding_name=rounding_name, tile=1 << 20)
-    for tile in (1, 7, 50):
+    for tile in (3, 50):
         parts, states = update(rule, shape, rounding_name=rounding_name, tile=tile)
         if rule in ELEMENTWISE:
             assert torch.equal(parts, whole)
