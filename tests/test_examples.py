@@ -121,7 +121,11 @@ def test_zero3(folder, tmp_path, monkeypatch):
 # -- the notebook ------------------------------------------------------------------------------------------------------
 
 
-FEWER = {"make_docstrings.py": ["--limit", "200"], "sft": ["--max_steps", "2", "--num_processes", "1", "--use_cpu"]}
+FEWER = {
+    "make_docstrings.py": ["--limit", "200"],
+    "make_model.py": ["--vocab-size", "512", "--hidden-size", "32", "--layers", "1"],
+    "sft": ["--max_steps", "2", "--num_processes", "1", "--use_cpu"],
+}
 
 
 def test_quickstart(tmp_path, monkeypatch):

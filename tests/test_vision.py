@@ -93,7 +93,11 @@ def test_pairs_with_images_are_shown(write):
 MEMORY = {"max_length": 128, "dtype": "bfloat16", "bf16": False}
 
 
-@pytest.mark.parametrize(("command", "rows"), [("sft", None), ("sft", runs.FILES["texts.jsonl"]), ("dpo", None)])
+@pytest.mark.parametrize(
+    ("kind", "command", "rows"),
+    [("llava", "sft", None), ("gemma3", "sft", runs.FILES["texts.jsonl"]), ("idefics3", "dpo", None)],
+    indirect=["kind"],
+)
 def test_a_plan_is_the_memory_of_real_steps(write, command, rows):
     """Of the model with its tower, on the largest images of the data."""
     recipe = parse(command, ["--config", str(write(command, rows, **MEMORY))], device="cpu")

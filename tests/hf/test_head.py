@@ -214,8 +214,13 @@ TRAINERS = {
     "KTO, tied": ("KTO", {"tied": True}),
 }
 if not FULL:
-    for case in ("SFT, accumulated", "DPO, gemma2", "KTO, tied"):
+    for case in (
+        "SFT, accumulated", "SFT, every second layer", "SFT, granite", "DPO, smoothed", "DPO, gemma2", "DPO, LoRA",
+        "KTO, tied",
+    ):  # fmt: skip
         del TRAINERS[case]
+    for case in ("qwen2", "qwen3", "mistral", "gemma3_text", "qwen3_moe", "opt"):  # with the head of others
+        del KINDS[case]
 
 
 class Rows(TorchDispatchMode):

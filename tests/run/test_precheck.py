@@ -20,6 +20,17 @@ def config(tmp_path, monkeypatch):
     return runs.write(tmp_path, "sft", model_name_or_path=str(tmp_path / "model"), max_length=32)
 
 
+@pytest.fixture
+def planned_here(monkeypatch):
+    """Plans in this process, which need not import anything."""
+
+    def run(words, **_):
+        ended = runs.lowmem(*words[3:])
+        return SimpleNamespace(returncode=ended.status, stdout=ended.out, stderr=ended.err)
+
+    monkeypatch.setattr(precheck, "subprocess", SimpleNamespace(run=run))
+
+
 def test_a_run_that_does_not_fit_is_refused(config, tmp_path, monkeypatch):
     """It shows the plan of what would fit, and leaves no files."""
     monkeypatch.setattr(data, "load", lambda recipe: pytest.fail("the data was loaded"))
@@ -37,6 +48,7 @@ def test_a_run_is_forced(config, monkeypatch):
     assert ended.status == 2 and "loading the model" in ended.out and "does not fit" not in ended.err
 
 
+@pytest.mark.usefixtures("planned_here")
 def test_a_run_that_fits_says_what_it_needs(config, monkeypatch):
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=2**40))
     ended = runs.lowmem("sft", "--config", config)
@@ -71,6 +83,7 @@ def test_the_limit_of_a_control_group_counts(case, tmp_path, monkeypatch):
     assert precheck.free_on_host() == (2 << 30 if names else 128 << 30)
 
 
+@pytest.mark.usefixtures("planned_here")
 @pytest.mark.parametrize("weights", [0, 2**20])
 def test_a_small_model_and_a_command_without_a_plan_are_trained(config, tmp_path, monkeypatch, weights):
     """Without weights the plan of an unsupported argument is tried, and the reason printed."""

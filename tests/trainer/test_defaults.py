@@ -162,20 +162,6 @@ def test_arguments_are_not_changed_for_the_next_trainer(tiny_llama, tmp_path):
         assert (trainer.args.learning_rate, args.learning_rate) == (lr, DEFAULT)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_relative_rates_are_computed_from_the_weights(dtype):
-    """AdamW's over the root mean square of all matrices, times 0.9 to 1.3."""
-    matrices = torch.full((30, 50), 0.02), torch.full((5, 100), -0.04)
-    rule, weights = lowmem.rules.resolve("adalomo"), [*matrices, torch.ones(700)]
-    size = ((1500 * 0.02**2 + 500 * 0.04**2) / 2000) ** 0.5
-    text = rule.rates([weight.to(dtype) for weight in weights], adamw=1e-5)
-    assert text.endswith(
-        f"AdamW's 1e-05 corresponds to about {0.9e-5 / size:.2g} to {1.3e-5 / size:.2g} for weights "
-        f"with rms {size:.2g}, as here"
-    )
-    assert "rms" not in rule.rates([torch.empty(0)]) and "rms" not in lowmem.rules.resolve("lion").rates(weights)
-
-
 # -- classes -----------------------------------------------------------------------------------------------------------
 
 
