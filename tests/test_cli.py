@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, 
 
 from benchmarks import families
 from lowmem import cli, rules
-from lowmem.run import build, plan, reductions, report
+from lowmem.run import build, reductions, report
 
 pytestmark = pytest.mark.usefixtures("sketched_pictures")
 
@@ -294,9 +294,6 @@ def test_out_of_memory_errors_show_the_plan(tmp_path, run_dir, monkeypatch):
     )
     assert " --per_device_train_batch_size 1, --max_length 8. `lowmem plan` shows by how much" in ended.err
     assert f"lowmem sft --config {run_dir}/config.yaml --resume_from_checkpoint last" in ended.err
-    monkeypatch.setitem(plan._NEITHER, "kto", "no reason")
-    ended = lowmem("kto", "--config", write(tmp_path, "kto", output_dir=str(tmp_path / "kto")))
-    assert "Arguments that reduce the memory" in ended.err and "lowmem plan" not in ended.err  # which has no KTO here
     monkeypatch.setattr(reductions, "reductions", failing(KeyError("a defect")))
     ended = lowmem("sft", "--config", write(tmp_path, output_dir=str(tmp_path / "again")))
     assert "error: out of memory: Tried to allocate 20.00 MiB. Then continue with" in ended.err

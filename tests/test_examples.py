@@ -210,8 +210,7 @@ def lightning_loop():
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("kind", ["Manual", "Automatic"])
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize(("kind", "precision"), [("Manual", "32-true"), ("Automatic", "bf16-mixed")])
 def test_lightning_loop(lightning_loop, kind, precision):
     cls = getattr(lightning_loop, kind)
     got, trainer = fit(lightning_loop, cls, precision=precision)

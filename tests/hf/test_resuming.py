@@ -9,6 +9,7 @@ import torch
 from datasets import Dataset
 from fuzz.resuming import Indexed, Run, Stream, continued
 from support import trainers
+from support.products import in_turn
 from support.trainers import fused
 from transformers import TrainingArguments
 
@@ -108,8 +109,9 @@ def test_ignore_data_skip_is_respected(make, tmp_path):
     assert (chosen.state.epoch, again.state.epoch) == pytest.approx((0.2, 0.3))
 
 
-@pytest.mark.parametrize("name", ["GRPO", "RLOO"])
-@pytest.mark.parametrize("options", [{"num_iterations": 2}, {"steps_per_generation": 2}], ids=str)
+@pytest.mark.parametrize(
+    ("name", "options"), in_turn(["GRPO", "RLOO"], [{"num_iterations": 2}, {"steps_per_generation": 2}])
+)
 def test_resuming_between_steps_that_share_completions_raises(name, options, tmp_path):
     """The completions are in no checkpoint, and would be drawn again."""
     trainers.require(name)

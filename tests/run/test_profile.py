@@ -71,9 +71,3 @@ def test_invalid_input_leaves_no_files(arguments, tmp_path, command, options, me
     ended = runs.lowmem("profile", command, *arguments, *options, "--out", tmp_path / "folder")
     assert ended.status == 2 and f"error: {message}" in ended.err
     assert not (tmp_path / "folder").exists()
-
-
-def test_a_folder_that_cannot_be_written(arguments, tmp_path):
-    (tmp_path / "file").write_text("")
-    ended = runs.lowmem("profile", "sft", *arguments, "--out", tmp_path / "file")
-    assert ended.status == 2 and "cannot be written: file exists" in ended.err

@@ -9,6 +9,7 @@ import pytest
 import torch
 import trl
 from accelerate.utils.memory import release_memory
+from support.products import in_turn
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import HPSearchBackend
 
@@ -34,8 +35,9 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("fused", [None, FusedConfig(), FusedConfig(policy="deferred", seed=3)])
-@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+@pytest.mark.parametrize(
+    ("settings", "fused"), in_turn(SETTINGS.values(), [FusedConfig(policy="deferred", seed=3), FusedConfig(), None])
+)
 def test_without_fused_training_equals_the_plain_trainer_bit_for_bit(make, settings, fused):
     plain = trained_weights(make(Trainer, optim="adamw_torch", **settings))
     ours = make(fused=fused, optim="adamw_torch_fused", **settings)

@@ -101,12 +101,9 @@ def both(make, fused=(), train=lambda trainer: trainer.train(), **arguments):
 # -- the same bits -----------------------------------------------------------------------------------------------------
 
 CASES = {
-    "immediate": ({}, {}),
     "clipped in two passes": ({"policy": "two_pass"}, {"max_grad_norm": 0.1}),
     "accumulated": ({"policy": "deferred"}, {"max_grad_norm": 0.1, "gradient_accumulation_steps": 2}),
-    "AdamW in bfloat16": ({"rule": "adamw"}, {"dtype": "bfloat16", "learning_rate": 1e-3}),
     "autocast": ({}, {"bf16": True, "use_cpu": not torch.cuda.is_available()}),
-    "tiled MLPs": ({}, {"keywords": {"layers": LayersConfig(mlp_tile=8)}}),
     "dropout in a model of another dtype": ({}, {"dtype": "bfloat16", "packing": True, "max_length": 16}),
 }  # fmt: skip
 
@@ -160,11 +157,6 @@ def test_layers_that_fit_stay_on_the_device(sft, device_memory, streams):
     assert len(placements.streaming_of(streamed.model).units) == streams
     with pytest.raises(ConfigError, match="device_memory is 1,048,576 bytes, but two layers"):
         sft({**STREAMED, "device_memory": "1MiB"})
-
-
-def test_quantized_weights(sft):
-    layers = {"keywords": {"layers": LayersConfig()}}
-    both(sft, {"weight_format": "int12"}, dtype="bfloat16", **layers)
 
 
 def test_model_in_memory_and_model_init(make, tiny_llama):

@@ -307,9 +307,8 @@ def with_a_loss_beside(trainer):
     return trainer
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("max_grad_norm", [0.0, 0.05])
-def test_a_backward_inside_compute_loss_belongs_to_the_same_step(make, max_grad_norm, accumulation):
+@pytest.mark.parametrize(("accumulation", "max_grad_norm"), [(1, 0.05), (2, 0.0)])
+def test_a_backward_inside_compute_loss_belongs_to_the_same_step(make, accumulation, max_grad_norm):
     options = {"max_grad_norm": max_grad_norm, "gradient_accumulation_steps": accumulation, "max_steps": 3}
     plain, fused = both(lambda mixin: with_a_loss_beside(make(None if mixin else Trainer, **options)))
     assert fused.optimizer.policy == "deferred"
