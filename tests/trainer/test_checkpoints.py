@@ -258,8 +258,6 @@ LOGGED = ("step", "loss", "grad_norm", "clip_coef", "loss_scale")
 ACCUMULATED = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4}
 RESUMED = {  # options of the optimizer, arguments of the trainer, the steps after which the run is resumed
     "each step": ({}, {}, range(1, 8) if FULL else (1, 4, 5, 6)),
-    "each step, accumulated": ({}, ACCUMULATED, range(1, 8) if FULL else (4, 5)),
-    "clipped": ({}, {"max_grad_norm": 0.7}, [3]),
     "scaled": (
         {"loss_scale": DynamicScale(init_scale=64.0, growth_interval=2)}, {"max_grad_norm": 0.7, **ACCUMULATED}, [3],
     ),
