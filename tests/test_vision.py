@@ -6,13 +6,14 @@ import shlex
 import pytest
 import torch
 from support import runs, vision
+from support.products import FULL
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForImageTextToText
 
 from lowmem.run import fake, plan
 from lowmem.run.recipe import parse
 
 
-@pytest.fixture(scope="module", params=vision.IMAGES)
+@pytest.fixture(scope="module", params=vision.IMAGES if FULL else ["llava", "idefics3"])
 def kind(request):
     return request.param
 

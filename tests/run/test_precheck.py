@@ -20,17 +20,6 @@ def config(tmp_path, monkeypatch):
     return runs.write(tmp_path, "sft", model_name_or_path=str(tmp_path / "model"), max_length=32)
 
 
-@pytest.fixture
-def planned_here(monkeypatch):
-    """Plans in this process, which need not import anything."""
-
-    def run(words, **_):
-        ended = runs.lowmem(*words[3:])
-        return SimpleNamespace(returncode=ended.status, stdout=ended.out, stderr=ended.err)
-
-    monkeypatch.setattr(precheck, "subprocess", SimpleNamespace(run=run))
-
-
 def test_a_run_that_does_not_fit_is_refused(config, tmp_path, monkeypatch):
     """It shows the plan of what would fit, and leaves no files."""
     monkeypatch.setattr(data, "load", lambda recipe: pytest.fail("the data was loaded"))

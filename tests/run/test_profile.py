@@ -22,6 +22,7 @@ def arguments(tmp_path):
     return ["--model_name_or_path", str(tmp_path / "model"), *USUAL]
 
 
+@pytest.mark.usefixtures("planned_here")
 def test_the_measured_peak_is_the_planned_one(arguments, tmp_path):
     folder = tmp_path / "folder"
     ended = runs.lowmem("profile", "sft", *arguments, "--steps", 3, "--eval_strategy", "steps", "--out", folder)
