@@ -83,10 +83,6 @@ def test_a_default_learning_rate_raises_before_the_data_is_tokenized(make):
 
 
 def test_the_default_comes_from_the_arguments_class(tiny_llama, tmp_path):
-    class Arguments(TrainingArguments):
-        pass
-
-    Arguments.__dataclass_fields__ = {**TrainingArguments.__dataclass_fields__}
     rate = trl.DPOConfig.learning_rate
     assert rate != DEFAULT
     fused = FusedConfig(rule="adalomo")
