@@ -89,7 +89,7 @@ REFUSED = {
 
 @pytest.mark.parametrize(("run", "changes", "message"), REFUSED.values(), ids=REFUSED)
 def test_resuming_with_different_rows_raises(run, changes, message, tmp_path):
-    run = replace(run, max_steps=2)
+    run = replace(run, max_steps=4)
     with pytest.raises((CheckpointError, DataError)) as error:
         continued(run, replace(run, **changes), 1, "steps", tmp_path)
     if "group_by_length" in TrainingArguments.__dataclass_fields__:  # transformers 4
