@@ -1,4 +1,4 @@
-"""Passes random arguments and changes of runs to the package, and reports inputs that are neither accepted nor rejected by name.
+"""Runs random arguments and changes of runs, and reports inputs that are neither accepted nor rejected by name.
 
     python -m benchmarks.fuzz [--inputs 10000] [--seed 0] [--out DIR] [--only resuming,starts]
 

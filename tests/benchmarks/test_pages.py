@@ -71,14 +71,14 @@ def test_the_memory_of_rules_equals_the_plan():
         assert int(re.match(r"(\d+) GiB", text)[1]) == round(sum(sizes.values()) / 2**30), name
 
 
-def distances(method):
-    """To AdamW in the tasks, by the last column of three tables of the studies."""
-    tables = [{row[0]: row[-1] for row in cells(Source("studies").tables()[task])} for task in TASKS]
-    return [of_methods.get(method, "").replace("-", "−") for of_methods in tables]
-
-
 def test_the_distances_of_rules_to_adamw_are_measured():
     """Those in the table of README.md, without their deviations, and those in the page on choosing."""
+    tables = Source("studies").tables()
+    last = [{row[0]: row[-1].replace("-", "−") for row in cells(tables[task])} for task in TASKS]
+
+    def distances(method):
+        return [of_methods.get(method, "") for of_methods in last]
+
     shown = {row[0]: row[3] for row in cells((ROOT / "README.md").read_text()) if row[0] in PLANNED}
     methods = {"`adalomo`": "adalomo", "`lion`": "lion", "`lomo` with `max_grad_norm: 1`": "lomo"}
     methods |= {"`adafactor`, `beta1: 0.9`, `state_storage: 8bit`": "adafactor, momentum"}
