@@ -1,6 +1,6 @@
-"""Passes damaged and invalid inputs to the package, and reports inputs that are neither accepted nor rejected by name.
+"""Runs random arguments and changes of runs, and reports inputs that are neither accepted nor rejected by name.
 
-    python -m benchmarks.fuzz [--inputs 10000] [--seed 0] [--out DIR] [--only checkpoints,starts]
+    python -m benchmarks.fuzz [--inputs 10000] [--seed 0] [--out DIR] [--only resuming,starts]
 
 Each module of `tests/fuzz` is a surface. Its function `run(seed, folder)` creates one input in an empty folder, passes
 it to the public code, and returns "accepted" or the name of the error that rejects it. Any exception that it raises is

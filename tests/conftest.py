@@ -8,6 +8,7 @@ import sys
 import tempfile
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from zlib import crc32
 
 # Read when packages are imported, here and in the processes that tests start. Tests run side by side, and their tensors
@@ -234,6 +235,21 @@ def run_dir(tmp_path):
 @pytest.fixture
 def sketched_pictures(monkeypatch):
     monkeypatch.setattr(Figure, "savefig", processes.sketch)
+
+
+@pytest.fixture
+def planned_here(monkeypatch):
+    """Plans in this process, which need not import anything."""
+
+    from support import runs
+
+    from lowmem.run import precheck
+
+    def run(words, **_):
+        ended = runs.lowmem(*words[3:])
+        return SimpleNamespace(returncode=ended.status, stdout=ended.out, stderr=ended.err)
+
+    monkeypatch.setattr(precheck, "subprocess", SimpleNamespace(run=run))
 
 
 @pytest.fixture(scope="session")

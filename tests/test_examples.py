@@ -121,7 +121,11 @@ def test_zero3(folder, tmp_path, monkeypatch):
 # -- the notebook ------------------------------------------------------------------------------------------------------
 
 
-FEWER = {"make_docstrings.py": ["--limit", "200"], "sft": ["--max_steps", "2", "--num_processes", "1", "--use_cpu"]}
+FEWER = {
+    "make_docstrings.py": ["--limit", "200"],
+    "make_model.py": ["--vocab-size", "512", "--hidden-size", "32", "--layers", "1"],
+    "sft": ["--max_steps", "2", "--num_processes", "1", "--use_cpu"],
+}
 
 
 def test_quickstart(tmp_path, monkeypatch):
@@ -206,8 +210,7 @@ def lightning_loop():
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("kind", ["Manual", "Automatic"])
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize(("kind", "precision"), [("Manual", "32-true"), ("Automatic", "bf16-mixed")])
 def test_lightning_loop(lightning_loop, kind, precision):
     cls = getattr(lightning_loop, kind)
     got, trainer = fit(lightning_loop, cls, precision=precision)

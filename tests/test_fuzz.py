@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks import fuzz
 
-INPUTS = {"checkpoints": 40, "resuming": 6, "starts": 4}
+INPUTS = {"resuming": 6, "starts": 4}
 
 
 @pytest.mark.parametrize("surface", fuzz.SURFACES.values(), ids=list(fuzz.SURFACES))

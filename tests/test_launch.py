@@ -121,18 +121,6 @@ def test_a_rank_exits_before_gloo_threads_meet_the_interpreter_shutdown(ranks, w
     assert "registered " in done.stdout and ("interpreter shut down " in done.stdout) == (ranks == 1)
 
 
-def test_a_run_resumes_with_the_same_number_of_processes_or_fewer(folder, one_process, tmp_path):
-    """Bit for bit with as many, with the same losses in one."""
-    run_dir = tmp_path / "run"
-    run(folder, run_dir, ranks=2)
-    shutil.copytree(run_dir / "checkpoint-6", tmp_path / "whole")
-    for ranks in (2, 0):
-        shutil.rmtree(run_dir / "checkpoint-6")
-        run(folder, run_dir, "--resume_from_checkpoint", "last", ranks=ranks)
-        assert_same_weights(run_dir, tmp_path / "whole", **({"rtol": 0, "atol": 0} if ranks else {}))
-        assert_same_metrics(run_dir, one_process)
-
-
 @pytest.mark.parametrize("shards", SHARDED.values(), ids=SHARDED)
 def test_a_model_sharded_over_processes(folder, tmp_path, shards):
     """The same losses, norms, scores and files as one process."""
@@ -204,12 +192,12 @@ def test_the_configurations_of_an_8b_model_train_a_small_one(folder, tmp_path, m
 
 
 def test_a_run_resumes_in_any_placement(folder, tmp_path):
-    """ZeRO-3 over two, one device, FSDP2 over three, ZeRO-3 again: the losses of one device all the way; and resumed
-    as it was saved, bit for bit.
+    """ZeRO-3 over two, one device, FSDP2 over three, two replicas, ZeRO-3: the losses of one device all the way; and
+    resumed as it was saved, bit for bit.
     """
     constant = ("--lr_scheduler_type", "constant", "--save_steps", "1")  # all within an epoch of 64 rows
     resume = ("--resume_from_checkpoint", "last")
-    legs = [(1, 2, 6, "zero3"), (2, 0, 12, None), (4, 3, 4, "fsdp2"), (5, 2, 6, "zero3")]
+    legs = [(1, 2, 6, "zero3"), (2, 0, 12, None), (3, 3, 4, "fsdp2"), (4, 2, 6, None), (5, 2, 6, "zero3")]
     for last, ranks, batch, shards in legs:
         settings = [*constant, "--max_steps", str(last), *SHARDED.get(shards, ()), *(resume if last > 1 else ())]
         run(folder, tmp_path / "run", *settings, ranks=ranks, batch=batch)
@@ -272,16 +260,9 @@ def test_a_rank_that_fails_is_named(folder, tmp_path, monkeypatch):
     assert "a bad cable" in (tmp_path / "run" / "traceback-1.txt").read_text()
 
 
-ENDINGS = {
-    "one is killed, fsdp2": ("fsdp2", signal.SIGKILL),
-    "all are asked to stop": (None, signal.SIGTERM),
-    "one is asked to stop, zero3": ("zero3", signal.SIGINT),
-}
-
-
-@pytest.mark.parametrize(("shards", "number"), ENDINGS.values(), ids=ENDINGS)
-def test_a_run_that_ends_early(folder, tmp_path, shards, number):
-    """A killed rank ends all with an error, and none hangs; asked to stop, they agree on a step and save it."""
+@pytest.mark.parametrize(("shards", "number"), [(None, signal.SIGTERM), ("zero3", signal.SIGINT)])
+def test_ranks_that_are_asked_to_stop(folder, tmp_path, shards, number):
+    """Also if only one is asked: they agree on a step and save it."""
     settings = ("--output_dir", str(tmp_path / "run"), "--max_steps", "100000", "--save_steps", "100000")
     started = launched(folder, *settings, *SHARDED.get(shards, ()), ranks=2)
     started.wait_for("  loss  ")
@@ -289,9 +270,6 @@ def test_a_run_that_ends_early(folder, tmp_path, shards, number):
         os.kill(process.pid, number)
     output = started.finish().stdout
     saved = [path.name for path in (tmp_path / "run").glob("checkpoint-*")]
-    if number == signal.SIGKILL:
-        assert saved == [] and "stopped at step" not in output and started.statuses[0] > 0
-        return
     assert started.statuses == [128 + number] * 2
     step = int(output.partition("stopped at step ")[2].partition(";")[0])
     assert saved == [f"checkpoint-{step}"]
@@ -320,7 +298,7 @@ while not Path("ended").exists():
 """
 
 
-def job(name, folder, here, *arguments):
+def job(name, folder, here):
     """Starts a job script in the folder `here`, where there is all that it needs."""
     for tool, text in {"srun": SRUN, "scontrol": "#!/usr/bin/env bash\necho localhost\n"}.items():
         (here / tool).write_text(text)
@@ -330,15 +308,13 @@ def job(name, folder, here, *arguments):
     path = f"{here}{os.pathsep}{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     slurm = {"SLURM_JOB_NODELIST": "localhost", "SLURM_JOB_ID": "1", "SLURM_SUBMIT_DIR": str(here)}
     environment = {**ENVIRONMENT, **slurm, "PATH": path, "PROCESSES": "2", "PORT": str(free_port())}
-    command = [str(JOBS / f"{name}.sh"), str(folder / "config.yaml"), "--output_dir", str(here / "run"), *arguments]
+    command = [str(JOBS / f"{name}.sh"), str(folder / "config.yaml"), "--output_dir", str(here / "run")]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen(command, cwd=here, env=environment, **pipes)
 
 
-@pytest.mark.parametrize(
-    ("name", "shards"), [("torchrun", "fsdp2"), ("accelerate", None), ("slurm", None), ("deepspeed", "zero3")]
-)
-def test_job_scripts(folder, one_process, tmp_path, name, shards):
+@pytest.mark.parametrize("name", ["torchrun", "accelerate", "slurm", "deepspeed"])
+def test_job_scripts(folder, one_process, tmp_path, name):
     """Each starts one run of two processes, with the losses and weights of a single process.
 
     The launchers are the real ones. The processes that they start are forked here, with their words and environment:
@@ -347,7 +323,7 @@ def test_job_scripts(folder, one_process, tmp_path, name, shards):
     (tmp_path / "lowmem").mkdir()
     (tmp_path / "lowmem" / "__init__.py").touch()
     (tmp_path / "lowmem" / "__main__.py").write_text(RECORDER)
-    with job(name, folder, tmp_path, *SHARDED.get(shards, ())) as script:
+    with job(name, folder, tmp_path) as script:
         while len(records := list(tmp_path.glob("start-*.json"))) < 2:
             assert script.poll() is None, script.stderr.read()
             time.sleep(0.05)
@@ -356,8 +332,7 @@ def test_job_scripts(folder, one_process, tmp_path, name, shards):
         _, err = script.communicate(timeout=PATIENCE)
     assert script.returncode == 0, err
     assert_one_run(done, tmp_path / "run", one_process)
-    held = "a shard of the parameters" if shards else "all parameters"
-    assert f"each of 2 processes has {held}" in done.stdout
+    assert "each of 2 processes has all parameters" in done.stdout
 
 
 def test_job_scripts_check_their_resources():

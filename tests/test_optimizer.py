@@ -116,14 +116,12 @@ def test_hyperparameters_stand_next_to_options():
         ({"placement": "moon"}, ConfigError, "placement 'moon' is unknown"),
         ({"clip_value": 0}, ConfigError, "clip_value=0"),
         ({"clip_norm": 1.0, "policy": "immediate"}, UnsupportedError, "clip_norm=1.0.*clip_value"),
-        ({"clip_norm": 0.0}, ConfigError, "clip_norm=0.0.*a number > 0, or None"),
         ({"clip_norm": 1.0, "norm_type": 2.0}, ConfigError, "'adalomo' has no hyperparameter 'norm_type'"),
         ({"policy": "two-pass"}, ConfigError, "policy 'two-pass' is unknown. Did you mean 'two_pass'"),
         ({"store": "hots"}, ConfigError, "Did you mean 'host'"),
         ({"store": "host", "policy": "two_pass"}, ConfigError, "store .* only to policy 'deferred', not to 'two_pass'"),
         ({"accumulation_dtype": "float64"}, ConfigError, "Choose from float32, gradient"),
         ({"clip_norm": "1"}, ConfigError, "clip_norm='1'.*a number > 0"),
-        ({"max_nonfinite_steps": True}, ConfigError, "max_nonfinite_steps=True"),
         ({"max_nonfinite_steps": 0}, ConfigError, "max_nonfinite_steps=0 .* a whole number >= 1, or None"),
         ({"seed": 1.5}, ConfigError, r"seed=1\.5"),
         ({"compile": 0}, ConfigError, "compile=0.*True, False or 'auto'"),
@@ -227,9 +225,3 @@ def test_compilation_is_decided_by_full_parameters(monkeypatch):
 def test_reading_an_attribute_does_not_prepare_an_optimizer_for_accelerate():
     opt = lowmem.FusedOptimizer([torch.nn.Parameter(torch.zeros(2))], rule="lomo")
     assert not any([opt._is_accelerate_prepared, opt._hooks.prepared])
-
-
-def test_a_measurement_that_is_missing_is_an_error():
-    opt = lowmem.FusedOptimizer([torch.nn.Parameter(torch.zeros(2))], rule="lomo")
-    with pytest.raises(AttributeError):
-        opt._clipping.review([*opt._records.values()])

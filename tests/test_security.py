@@ -3,8 +3,6 @@
 Each attack would leave a marker. `SECURITY.md` says what is promised.
 """
 
-import ast
-import functools
 import json
 import os
 import pickle
@@ -32,39 +30,6 @@ from lowmem.run.recipe import parse
 
 PACKAGE = Path(lowmem.__file__).parent
 COMMANDS = ["sft", "inspect", "plan", "generate"]
-
-
-# --- The code ---------------------------------------------------------------------------------------------------------
-
-
-@functools.cache
-def calls():
-    """Every call in the package: its file, what is called, and its keyword arguments."""
-    nodes = ((path, node) for path in sorted(PACKAGE.rglob("*.py")) for node in ast.walk(ast.parse(path.read_text())))
-    return [
-        (str(path.relative_to(PACKAGE)), ast.unparse(node.func), {w.arg: ast.unparse(w.value) for w in node.keywords})
-        for path, node in nodes
-        if isinstance(node, ast.Call)
-    ]
-
-
-def test_the_package_never_executes_data():
-    """The rules S of ruff, which pyproject.toml selects, find `eval`, pickles and shells."""
-    for file, name, options in calls():
-        if name == "torch.load":
-            assert options.get("weights_only") == "True", f"{file}: torch.load without weights_only=True"
-        if re.fullmatch(r"Auto\w+\.from_pretrained", name):  # transformers asks on the terminal if it is omitted
-            trusted = options.get("trust_remote_code", options.get(None))
-            assert trusted in ("False", "trusted", "recipe.loading_options"), f"{file} may trust code"
-
-
-def test_only_names_given_by_the_user_are_imported():
-    """The class of a rule, and reward functions. TRL has one module per command."""
-    assert {file for file, name, _ in calls() if name.endswith(("import_module", "resolve_name"))} == {
-        "rules/foreign.py",
-        "run/build.py",
-        "run/parser.py",
-    }
 
 
 # --- What comes with a model ------------------------------------------------------------------------------------------
@@ -191,11 +156,8 @@ def test_invalid_generation_settings_raise(home, settings, capsys):
 
 TEMPLATES = {
     "globals": "{{ cycler.__init__.__globals__.os.mkdir('marker') }}",
-    "subclasses": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
     "files": "{{ open('run.yaml').read() }}",
-    "include": "{% include 'run.yaml' %}",
     "a huge range": "{% for i in range(10**9) %}x{% endfor %}",
-    "a huge text": "{{ 'a' * 10**15 }}",
     "no end": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
     "no Jinja": "{% for",
 }

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Expected a tensor")
 
 @pytest.fixture
 def model(tiny_llama):
-    def make(checkpointing=True, vocab_size=VOCABULARY, layers=2):
+    def make(checkpointing=True, vocab_size=VOCABULARY, layers=1):
         sizes = {"hidden_size": 256, "intermediate_size": 1536, "num_hidden_layers": layers}
         return tiny_llama(checkpointing=checkpointing, vocab_size=vocab_size, **sizes)
 
@@ -77,7 +77,7 @@ def test_fused_needs_one_gradient(options, checkpointing, model, batch):
 def test_ordinary_training_needs_all_gradients(cls, checkpointing, model, batch):
     """The measure can tell: the same model without fusion has every gradient at once."""
     net = model(checkpointing)
-    assert peak_above_weights_and_states(net, *ordinary(net, cls), batch) >= sum(sizes(net)) >= 40 * MIB
+    assert peak_above_weights_and_states(net, *ordinary(net, cls), batch) >= sum(sizes(net)) >= 36 * MIB
 
 
 @pytest.mark.parametrize("options", [{"rule": "adalomo"}, {"rule": torch.optim.SGD, "foreach": False}])

@@ -6,13 +6,14 @@ import shlex
 import pytest
 import torch
 from support import runs, vision
+from support.products import FULL
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForImageTextToText
 
 from lowmem.run import fake, plan
 from lowmem.run.recipe import parse
 
 
-@pytest.fixture(scope="module", params=vision.IMAGES)
+@pytest.fixture(scope="module", params=vision.IMAGES if FULL else ["llava", "idefics3"])
 def kind(request):
     return request.param
 
@@ -93,7 +94,11 @@ def test_pairs_with_images_are_shown(write):
 MEMORY = {"max_length": 128, "dtype": "bfloat16", "bf16": False}
 
 
-@pytest.mark.parametrize(("command", "rows"), [("sft", None), ("sft", runs.FILES["texts.jsonl"]), ("dpo", None)])
+@pytest.mark.parametrize(
+    ("kind", "command", "rows"),
+    [("llava", "sft", None), ("gemma3", "sft", runs.FILES["texts.jsonl"]), ("idefics3", "dpo", None)],
+    indirect=["kind"],
+)
 def test_a_plan_is_the_memory_of_real_steps(write, command, rows):
     """Of the model with its tower, on the largest images of the data."""
     recipe = parse(command, ["--config", str(write(command, rows, **MEMORY))], device="cpu")

@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 import torch
 from support import runs
+from transformers import LlamaConfig
 
 from benchmarks import defaults, host, measurement, memory, methods, step, update
 from benchmarks.measurement import SIZES, Workload
@@ -77,8 +78,11 @@ def test_results_of_a_step(run):
 
 def test_a_plan_is_the_one_of_the_command_line(monkeypatch, tmp_path):
     """Of a small model, on two ranks; and all plans that the tables show are made."""
-    monkeypatch.chdir(ROOT)
-    words = memory.arguments_of("llama-3.2-1b", "adalomo", ranks=2)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "configs").mkdir()
+    (tmp_path / memory.CONFIG).write_text((ROOT / memory.CONFIG).read_text())
+    LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=2).save_pretrained("configs/models/small")
+    words = memory.arguments_of("small", "adalomo", ranks=2)
     sizes = memory.planned(words)
     config = ["--config", memory.CONFIG, "--eval_strategy", "no", *shlex.split(words)]
     assert runs.lowmem("plan", "sft", *config, "--json", tmp_path / "plan.json").status == 0

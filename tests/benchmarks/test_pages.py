@@ -72,25 +72,24 @@ def test_the_memory_of_rules_equals_the_plan():
 
 
 def test_the_distances_of_rules_to_adamw_are_measured():
-    """The table of README.md, by the last column of three tables of the studies."""
+    """Those in the table of README.md, without their deviations, and those in the page on choosing."""
     tables = Source("studies").tables()
+    last = [{row[0]: row[-1].replace("-", "−") for row in cells(tables[task])} for task in TASKS]
+
+    def distances(method):
+        return [of_methods.get(method, "") for of_methods in last]
+
     shown = {row[0]: row[3] for row in cells((ROOT / "README.md").read_text()) if row[0] in PLANNED}
     methods = {"`adalomo`": "adalomo", "`lion`": "lion", "`lomo` with `max_grad_norm: 1`": "lomo"}
     methods |= {"`adafactor`, `beta1: 0.9`, `state_storage: 8bit`": "adafactor, momentum"}
     for name, method in methods.items():
-        of_tasks = [{row[0]: row[-1] for row in cells(tables[task])} for task in TASKS]
-        measured = [of_methods.get(method, "–").split(" ")[0] for of_methods in of_tasks]
-        assert shown[name] == ", ".join(measured).replace("-", "−"), name
-
-
-def test_choosing_has_the_measured_distances():
-    """But for LoRA, which is among the recorded ablations."""
-    tables = [{row[0]: row[-1] for row in cells(Source("studies").tables()[task])} for task in TASKS]
+        assert shown[name] == ", ".join(text.split(" ")[0] or "–" for text in distances(method)), name
+    # but for LoRA, which is among the recorded ablations
     shown = {row[0]: row[1:] for row in cells((ROOT / "docs" / "how-to" / "choosing.md").read_text())}
     methods = {"AdaLomo": "adalomo", "Adafactor with momentum": "adafactor, momentum", "LANS": "lans"}
     methods |= {"ScaledAdam": "scaled_adam", "LOMO with `clip_norm=1`": "lomo", "Lion": "lion"}
     for name, method in methods.items():
-        assert shown[name] == [of_methods.get(method, "").replace("-", "−") for of_methods in tables], name
+        assert shown[name] == distances(method), name
 
 
 def test_the_first_screen_has_the_figures_of_the_bars():

@@ -1,20 +1,27 @@
-"""Plans against real ranks: a sample of what `benchmarks.plans` measures."""
+"""Plans against real ranks: a sample of what `benchmarks.plans` measures. One device is in tests/run/test_plan.py."""
 
 import pytest
-from support.products import FULL
+from support.ranks import Ranks
+from support.trainers import joined, require_sharding
 
 from benchmarks import plans
+from lowmem.run.plan import plan
 
-# Placement → models, each with one of the rules, in turn. A step on one device is in tests/run/test_plan.py.
-SAMPLE = {"FSDP2, 2": ["Llama, DPO"]}
+CASE = "FSDP2, 2", ["Llama, DPO"], ["adamw, bfloat16"]
 
 
-@pytest.mark.parametrize("placement", plans.PLACEMENTS if FULL else SAMPLE)
-def test_a_plan_is_the_peak_of_real_ranks(placement):
-    """Within 1 %: what differs are numbers of a few bytes, and the rows that a router sends to each expert."""
-    rule = list(plans.RULES)[list(plans.PLACEMENTS).index(placement) % len(plans.RULES)]
-    every = set(plans.MODELS) - {"Llama, reward"}  # which takes 1.1 % more under ZeRO-3
-    models = sorted(every) if FULL else SAMPLE[placement]
-    for model, by_rule in plans.compare(placement, models, plans.RULES if FULL else [rule]).items():
-        for rule, peak in by_rule.items():
-            assert peak["planned"] == pytest.approx(peak["measured"], rel=0.01), (model, rule)
+def measured(rank, folder):
+    with joined(rank):
+        return plans.measure(*CASE, folder / str(rank))
+
+
+def test_a_plan_is_the_peak_of_real_ranks(tmp_path):
+    """Within 1 %: numbers of a few bytes differ."""
+    require_sharding("fsdp2")
+    ranks = Ranks(2)
+    try:
+        peaks, _ = ranks.run(measured, tmp_path)
+    finally:
+        ranks.stop()
+    for model, rule, recipe in plans.recipes(*CASE, tmp_path, device="cpu"):
+        assert plan(recipe, 2).step.peak == pytest.approx(peaks[model][rule], rel=0.01)

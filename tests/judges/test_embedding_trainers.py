@@ -13,6 +13,7 @@ import torch
 import transformers as hf
 from datasets import Dataset
 from judged import judge, report
+from support.products import in_turn
 from support.trainers import SENTENCES, SIZES, bert, fused, special, tokenizer
 
 WAYS = {
@@ -174,8 +175,7 @@ def as_it_is(cls):
     return cls
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("build", TRAINERS, ids=lambda build: build.__name__)
+@pytest.mark.parametrize(("build", "way"), in_turn(TRAINERS, WAYS))
 def test_a_trainer_that_chooses_its_optimizer_trains_as_without_the_mixin(build, way, tmp_path):
     pytest.importorskip(TRAINERS[build])
     plain = trained(build, as_it_is, tmp_path / "plain", **WAYS[way])

@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers as hf
 from judged import judge, report
+from support.products import in_turn
 
 from lowmem.options import FusedConfig
 from lowmem.trainer import FusedTrainer
@@ -384,8 +385,7 @@ def compare(row, folder, clip, **keywords):
     return actual_losses == losses and all(map(torch.equal, actual, tensors))
 
 
-@pytest.mark.parametrize("clip", [0.0, 0.1], ids=["not clipped", "clipped"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "clip"), in_turn(KINDS, [0.0, 0.1]))
 def test_families_train_as_with_the_trainer(kind, clip, tmp_path):
     families, rule = KINDS[kind], FusedConfig(rule=torch.optim.AdamW, foreach=False)
     verdicts = {name: judge(lambda row=row: compare(row, tmp_path, clip, fused=rule)) for name, row in families.items()}

@@ -4,6 +4,7 @@ import pytest
 from accelerate import logging
 from datasets import Dataset
 from support import runs
+from support.products import in_turn
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from lowmem.errors import ConfigError, DataError
@@ -200,9 +201,9 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize(("command", "row"), WRONG.values(), ids=WRONG)
-@pytest.mark.parametrize("alone", [True, False])
-def test_the_row_that_cannot_be_tokenized_is_named(command, row, alone, arguments):
+@pytest.mark.parametrize(("case", "alone"), in_turn(WRONG, [True, False]))
+def test_the_row_that_cannot_be_tokenized_is_named(case, alone, arguments):
+    command, row = WRONG[case]
     column = next(iter(row))
     usual = [chat for file in runs.FILES.values() for chat in file if column in chat and chat.keys() >= row.keys()]
     rows = [row] if alone or not usual else [*usual[:11], row, usual[11]]
@@ -242,15 +243,6 @@ def test_files_with_different_keys_are_named_and_can_be_used(arguments, tmp_path
             data.load(arguments(datasets=[{"path": "json", "data_files": files} for files in entries]))
     train, _ = data.load(arguments(datasets=[{"path": "json", "data_files": [other, chats]}]))
     assert len(train) == 20 and train[0]["messages"][1]["tool_calls"] == [call]
-
-
-def test_data_sets_on_the_command_line(tmp_path):
-    path = runs.write(tmp_path, datasets=None)
-    words = f"[{{path: json, data_files: {runs.assets() / 'chats.jsonl'}}}]"
-    parsed = parse("sft", ["--config", str(path), "--datasets", words])
-    assert len(data.load(parsed)[0]) == 16 and "data_files: " in parsed.to_yaml()
-    with pytest.raises(ConfigError, match="unknown key 'file'"):
-        parse("sft", ["--config", str(path), "--datasets", "[{path: json, file: a}]"])
 
 
 def test_warnings_about_cached_rows_are_shown(arguments, caplog):
@@ -312,11 +304,13 @@ def inspected(tmp_path, command="sft", *words, **changes):
     return ended.out
 
 
-def test_inspect_marks_trained_tokens(tmp_path):
+def test_inspect_marks_trained_tokens(tmp_path, monkeypatch):
     shown = inspected(tmp_path, "sft", "--samples", 2, assistant_only_loss=True)
     assert "<|begin|><|user|>where 0<|assistant|>⟦the old cat sat<|end|>⟧\n" in shown
     assert shown.count(" tokens, trained on ") == 2 and "Trained on: the text in ⟦ ⟧. First rows: 16 rows" in shown
-    shown = inspected(tmp_path, "sft", "--samples", 1, "--device", "cpu")
+    monkeypatch.setattr(build, "FIRST_ROWS", 2)
+    shown = inspected(tmp_path, "sft", "--samples", 4, "--device", "cpu")
+    assert [f"row {n}: " in shown for n in range(1, 6)] == [True] * 4 + [False]
     assert "<|begin|>⟦<|user|>where 0<|assistant|>the old cat sat<|end|>⟧\n" in shown
 
 
@@ -328,16 +322,3 @@ def test_inspect_of_packed_rows_and_of_preferences(tmp_path):
     assert "⟦chosen_ids: the old cat sat<|end|>\n⟧" in shown and "rejected_ids: the new dog hid too" in shown
     for command in ("kto", "reward", "grpo", "rloo"):
         assert "the old cat sat" in inspected(tmp_path, command, "--samples", 1)
-
-
-def test_segments_of_a_row():
-    tokenizer = AutoTokenizer.from_pretrained(runs.assets() / "model")
-    ids = tokenizer("the old cat")["input_ids"]
-    parts = data.segments({"input_ids": ids, "labels": [-100, -100, *ids[2:]]}, tokenizer)
-    assert [(part.trained, part.tokens) for part in parts] == [(False, 2), (True, len(ids) - 2)]
-    assert "".join(part.text for part in parts) == tokenizer.decode(ids)
-
-
-def test_data_with_prompts_alone_is_counted():
-    counts = data._measured(Dataset.from_dict({"prompt_ids": [[1, 2], [3]]}))
-    assert (counts.highest, counts.longest) == (3, 2)

@@ -98,10 +98,6 @@ def test_an_invalid_output_directory_raises(tmp_path):
     with pytest.raises(ConfigError, match="has no run to resume"):
         use(tmp_path / "none", resume="last")
     assert not (tmp_path / "none").exists()
-    (tmp_path / "linked").mkdir()
-    (tmp_path / "linked" / "metrics.jsonl").symlink_to(tmp_path / "file")
-    with pytest.raises(ConfigError, match=r"metrics\.jsonl is a symbolic link"):
-        use(tmp_path / "linked")
 
 
 def test_the_launcher_of_several_processes_is_not_guessed(monkeypatch):

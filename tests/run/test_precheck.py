@@ -37,6 +37,7 @@ def test_a_run_is_forced(config, monkeypatch):
     assert ended.status == 2 and "loading the model" in ended.out and "does not fit" not in ended.err
 
 
+@pytest.mark.usefixtures("planned_here")
 def test_a_run_that_fits_says_what_it_needs(config, monkeypatch):
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=2**40))
     ended = runs.lowmem("sft", "--config", config)
@@ -71,6 +72,7 @@ def test_the_limit_of_a_control_group_counts(case, tmp_path, monkeypatch):
     assert precheck.free_on_host() == (2 << 30 if names else 128 << 30)
 
 
+@pytest.mark.usefixtures("planned_here")
 @pytest.mark.parametrize("weights", [0, 2**20])
 def test_a_small_model_and_a_command_without_a_plan_are_trained(config, tmp_path, monkeypatch, weights):
     """Without weights the plan of an unsupported argument is tried, and the reason printed."""

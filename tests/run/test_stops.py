@@ -1,6 +1,7 @@
 """Where runs stop, what they save then, and from where they continue."""
 
 import os
+import shlex
 import shutil
 import signal
 
@@ -30,7 +31,7 @@ def run(folder, *words, **changes):
     return lowmem("sft", "--config", write(folder, **{**EPOCHS, **changes}), *words)
 
 
-def stopping(monkeypatch, moment, step):
+def stopping(monkeypatch, moment, step, number=signal.SIGTERM):
     """Sends a signal to the next run at a moment of a step. Returns a list of the evaluations that end after it."""
     original, evaluations = build.trainer, []
 
@@ -44,7 +45,7 @@ def stopping(monkeypatch, moment, step):
     def send(self, args, state, control, **_):
         if state.global_step == step and not self.sent:
             self.sent = True
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), number)
 
     setattr(Stop, moment, send)
 
@@ -80,8 +81,20 @@ def test_a_stop_saves_at_once_and_evaluates_no_more(strategy, moment, step, comp
     assert not evaluations
     assert checkpoint.find_last(run_dir) == (run_dir / f"checkpoint-{at}", [])
     continued = run(tmp_path, "--resume_from_checkpoint", "auto", **settings)
-    assert continued.status == 0, continued.err
+    assert continued.status == 0 and "moved or copied" not in continued.err, continued.err
     assert (run_dir / "model.safetensors").read_bytes() == complete[strategy]
+
+
+def test_ctrl_c_stops_a_run_that_saves_models_only(tmp_path, run_dir, monkeypatch):
+    """The command that it prints starts another run with the model."""
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    stopping(monkeypatch, "on_step_end", 2, signal.SIGINT)
+    stopped = run(tmp_path, save_strategy="steps", save_only_model=True)
+    assert stopped.status == 128 + signal.SIGINT and "stopping after this step, with a checkpoint" in stopped.err
+    assert handlers == [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    command = stopped.out.partition("continue with: lowmem ")[2].splitlines()[0]
+    words = command.replace("checkpoint-N", "checkpoint-2").replace("ANOTHER", str(tmp_path / "another"))
+    assert lowmem(*shlex.split(words), "--max_steps", 1).status == 0
 
 
 def test_a_stop_trains_the_steps_that_share_completions(tmp_path, run_dir, monkeypatch):
@@ -106,19 +119,16 @@ def test_the_last_checkpoint_belongs_to_the_run_that_was_resumed(tmp_path, run_d
     assert [each.folder.name for each in checkpoint.candidates(run_dir)] == ["checkpoint-4", "checkpoint-3"]
 
 
-@pytest.mark.parametrize("file", ["model.safetensors", checkpoint.TIMELINE_FILE])
-def test_a_damaged_checkpoint_is_passed_over_for_the_one_before_it_in_its_run(file, tmp_path, run_dir):
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before_it_in_its_run(tmp_path, run_dir):
     save = {"save_strategy": "steps", "save_steps": 1}
     assert run(tmp_path, **save, max_steps=4).status == 0
     back = "--resume_from_checkpoint", run_dir / "checkpoint-1", "--output_dir", run_dir
     assert run(tmp_path, *back, **save, max_steps=2).status == 0
-    (run_dir / "checkpoint-2" / file).write_bytes(b"{")
-    folder, (reason,) = checkpoint.find_last(run_dir)
-    assert "checkpoint-2" in reason
-    if file == checkpoint.TIMELINE_FILE:  # nothing says what came before
-        assert folder == run_dir / "checkpoint-4"
-    else:
-        assert folder == run_dir / "checkpoint-1"
+    # without its timeline nothing says what came before
+    for file, before in (("model.safetensors", "checkpoint-1"), (checkpoint.TIMELINE_FILE, "checkpoint-4")):
+        (run_dir / "checkpoint-2" / file).write_bytes(b"{")
+        folder, (reason,) = checkpoint.find_last(run_dir)
+        assert "checkpoint-2" in reason and folder == run_dir / before
 
 
 def test_a_best_checkpoint_that_is_gone_does_not_end_a_run(tmp_path, run_dir, monkeypatch, caplog):

@@ -7,14 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
 from support.nets import assert_same
 from support.products import FULL
 from support.trainers import build, losses
 from torch.distributed import DistBackendError
-from transformers import Trainer, TrainerCallback
+from transformers import Mamba2Config, Mamba2ForCausalLM, Trainer, TrainerCallback
 
-from lowmem import DynamicScale, FusedConfig, files
+from lowmem import DynamicScale, FusedConfig
 from lowmem.errors import CheckpointError, LowmemError
 from lowmem.hf import checkpoint
 from lowmem.tiles.quantized import tensors_of
@@ -60,13 +59,6 @@ def test_weights_are_saved_one_at_a_time(make, tmp_path, monkeypatch):
     for folder in ("run/checkpoint-1", "saved"):
         for name in names(tmp_path / "theirs"):
             assert (tmp_path / folder / name).read_bytes() == (tmp_path / "theirs" / name).read_bytes()
-
-
-def test_a_file_is_flushed_before_it_has_its_name(tmp_path, monkeypatch):
-    flushed = []
-    monkeypatch.setattr(files, "flush", lambda path: flushed.append((path.name, (tmp_path / "a").exists())))
-    files.write_file(tmp_path / "a", b"text")
-    assert flushed == [(".a.tmp", False), (tmp_path.name, True)]
 
 
 def test_a_resumed_run_warns_of_models_that_checkpoints_do_not_contain(tmp_path, caplog):
@@ -140,21 +132,19 @@ def test_a_run_folder_deleted_during_training(make, when, tmp_path, monkeypatch)
             trainer.train()
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), DistBackendError("NCCL error")])
-def test_errors_unrelated_to_files_are_not_changed(make, error, tmp_path, monkeypatch):
-    """Such as one of the device or of another rank, for which free space on the disk does nothing."""
+def test_errors_unrelated_to_files_are_not_changed(make, tmp_path, monkeypatch):
+    """Such as one of another rank, for which free space on the disk does nothing."""
 
     def fail(*_, **__):
-        raise error
+        raise DistBackendError("NCCL error")
 
     monkeypatch.setattr(checkpoint, "write_safetensors", fail)
-    with pytest.raises(type(error)) as raised:
+    with pytest.raises(DistBackendError, match=r"^NCCL error$"):
         make(**SAVES).train()
-    assert raised.value is error
     assert names(tmp_path / "run") == []
 
 
-@pytest.mark.parametrize("path", ["/dev/full", "/missing/scheduler.pt", "/proc/scheduler.pt"])
+@pytest.mark.parametrize("path", ["/dev/full", "/missing/scheduler.pt"])
 def test_a_file_that_torch_cannot_write(make, path, monkeypatch):
     """`torch.save` raises RuntimeError for a full disk, too."""
     if path == "/dev/full":
@@ -251,10 +241,9 @@ def test_the_best_checkpoint_is_kept_for_any_spelling_of_its_path(make, absolute
     assert names(run) == ["checkpoint-1", "checkpoint-3"]
 
 
-@pytest.mark.parametrize("rounding", ["nearest", "compensated"])
-def test_equal_runs_have_equal_files(make, rounding, tmp_path):
+def test_equal_runs_have_equal_files(make, tmp_path):
     """Except for the arguments, which have the path of the run, and what was logged, which has times."""
-    fused = FusedConfig(rounding=rounding, rule="adamw")
+    fused = FusedConfig(rounding="compensated", rule="adamw")
     for run in ("one", "two"):
         make(**SAVES, max_steps=2, run=run, fused=fused).train()
     one, two = (tmp_path / run / "checkpoint-2" for run in ("one", "two"))
@@ -269,13 +258,9 @@ LOGGED = ("step", "loss", "grad_norm", "clip_coef", "loss_scale")
 ACCUMULATED = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4}
 RESUMED = {  # options of the optimizer, arguments of the trainer, the steps after which the run is resumed
     "each step": ({}, {}, range(1, 8) if FULL else (1, 4, 5, 6)),
-    "each step, accumulated": ({}, ACCUMULATED, range(1, 8) if FULL else (4, 5)),
-    "clipped": ({}, {"max_grad_norm": 0.7}, [3]),
     "scaled": (
         {"loss_scale": DynamicScale(init_scale=64.0, growth_interval=2)}, {"max_grad_norm": 0.7, **ACCUMULATED}, [3],
     ),
-    "8 bits": ({"rule": "adamw", "rounding": "compensated8", "state_storage": "8bit"}, {}, [3, 5]),
-    "weights of 10 bits": ({"rule": "adalomo", "weight_format": "int10"}, {}, [3]),
     "weights of 10 bits, clipped": ({"rule": "adalomo", "weight_format": "int10"}, {"max_grad_norm": 0.5}, [3]),
 }  # fmt: skip
 
@@ -308,37 +293,19 @@ def test_a_resumed_run_equals_the_uninterrupted_one(make, tiny_llama, options, a
             assert output.training_loss == pytest.approx(mean)  # of the steps since it was resumed
 
 
-MIXER = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 4}
-INFINITE = {  # the families whose configurations have an infinity, and their sizes
-    "Bamba": {**MIXER, "attn_layer_indices": [1]},
-    "FalconH1": {**MIXER, "mamba_d_ssm": 64},
-    "GraniteMoeHybrid": {**MIXER, "layer_types": ["mamba", "attention"], "num_local_experts": 0},
-    "Mamba2": {"num_heads": 4, "head_dim": 16, "state_size": 4, "n_groups": 1},
-    "NemotronH": {
-        "mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 4, "n_groups": 1, "head_dim": 8,
-        "layers_block_type": ["mamba", "attention"],
-    },
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("family", INFINITE if FULL else ["Mamba2", "NemotronH"])
-def test_a_model_with_an_infinity_in_its_configuration_is_resumed(family, make, tmp_path):
+def test_a_model_with_an_infinity_in_its_configuration_is_resumed(make, tmp_path):
     """transformers 5 writes it to config.json as `{"__float__": "Infinity"}`."""
-    sizes = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    if not hasattr(transformers, f"{family}Config"):
-        pytest.skip(f"transformers {transformers.__version__} does not have {family}")
 
     def trained(resume=None, **arguments):
         torch.manual_seed(0)
-        config = getattr(transformers, f"{family}Config")(**sizes | heads | INFINITE[family])
-        trainer = make(model=getattr(transformers, f"{family}ForCausalLM")(config), max_steps=2, **arguments)
+        sizes = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_heads": 4, "head_dim": 16}
+        model = Mamba2ForCausalLM(Mamba2Config(**sizes, state_size=4, n_groups=1))
+        trainer = make(model=model, max_steps=2, **arguments)
         trainer.train(resume_from_checkpoint=resume)
         return trainer.model.state_dict()
 
     whole = trained(**SAVES)
-    if "Infinity" not in (tmp_path / "run" / "checkpoint-1" / "config.json").read_text():
-        assert transformers.__version__.startswith("4.") and family != "Mamba2"  # which set no limit
+    assert "Infinity" in (tmp_path / "run" / "checkpoint-1" / "config.json").read_text()
     assert_same(trained(str(tmp_path / "run" / "checkpoint-1")), whole)
 
 

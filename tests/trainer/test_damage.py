@@ -9,6 +9,7 @@ import shutil
 import pytest
 import torch
 import xxhash
+from support.products import in_turn
 from support.trainers import build, joined
 
 from lowmem.errors import CheckpointError
@@ -205,8 +206,10 @@ class Bomb:
         return os.system, ("touch exploded",)
 
 
-@pytest.mark.parametrize("name", ["rng_state.pth", "scheduler.pt", "scaler.pt", "training_args.bin", "optimizer.pt"])
-@pytest.mark.parametrize("write", [pickle.dump, torch.save], ids=["pickle", "torch"])
+PICKLED = ["rng_state.pth", "scheduler.pt", "scaler.pt", "training_args.bin", "optimizer.pt"]
+
+
+@pytest.mark.parametrize(("name", "write"), in_turn(PICKLED, [pickle.dump, torch.save]))
 def test_nothing_is_unpickled(run, name, write, tmp_path, monkeypatch):
     """Not even a file that the checksums do not list."""
     monkeypatch.chdir(tmp_path)

@@ -10,7 +10,7 @@ import transformers
 import trl
 from support import trainers as builders
 from support.nets import same, weights
-from support.products import FULL
+from support.products import FULL, in_turn
 from support.trainers import assert_same_run, both, losses
 
 from lowmem.options import LayersConfig
@@ -42,8 +42,7 @@ def test_training_equals_the_plain_trainer_bit_for_bit(row, policy, tmp_path):
     assert_same_run(fused, ordinary, ("grad_norm",) if policy == "immediate" else ())  # summed over tiles
 
 
-@pytest.mark.parametrize("policy", ["immediate", "deferred"])
-@pytest.mark.parametrize("row", ["SFT, dft loss", "GRPO"])
+@pytest.mark.parametrize(("row", "policy"), in_turn(["SFT, dft loss", "GRPO"], ["immediate", "deferred"]))
 def test_training_with_computed_logits_equals_the_plain_trainer(row, policy, tmp_path):
     """The head's sums have another order: losses to 1e-5, weights less exactly, as AdamW divides by small numbers."""
 
@@ -69,6 +68,7 @@ def test_no_trainer_is_left_out():
 # -- what TRL's commands pass: the path of a model, adapters, streams, evaluation sets ---------------------------------
 
 COMMANDS = ("SFT", "DPO", "KTO", "Reward", "GRPO", "RLOO")
+WAYS_OF_COMMANDS = ("a path", "adapters", "a stream", "several evaluation sets")
 
 
 @cache
@@ -99,8 +99,7 @@ def arguments_for(row, way):
     return keywords
 
 
-@pytest.mark.parametrize("way", ["a path", "adapters", "a stream", "several evaluation sets"])
-@pytest.mark.parametrize("row", COMMANDS)
+@pytest.mark.parametrize(("row", "way"), in_turn(COMMANDS, WAYS_OF_COMMANDS))
 def test_trainers_of_trl_accept_what_its_commands_pass(row, way, tmp_path):
     options = {"model_init_kwargs": {"dtype": "float32"}, "max_steps": 2}
     if way == "several evaluation sets":

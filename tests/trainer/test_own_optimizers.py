@@ -7,6 +7,7 @@ import logging
 import pytest
 import torch
 from support import nets
+from support.products import in_turn
 from support.trainers import fused
 from transformers import Trainer, TrainerCallback
 
@@ -85,11 +86,10 @@ CLASSES = {
 }
 
 
-@pytest.mark.parametrize("norm", [0.0, 0.5])
-@pytest.mark.parametrize("cls", CLASSES.values(), ids=CLASSES)
-def test_an_optimizer_created_by_a_trainer_class_runs_fused(make, cls, norm):
+@pytest.mark.parametrize(("kind", "norm"), in_turn(CLASSES, [0.0, 0.5]))
+def test_an_optimizer_created_by_a_trainer_class_runs_fused(make, kind, norm):
     options = {"optim": "adamw_torch", "weight_decay": 0.1, "lr_scheduler_type": "linear", "max_grad_norm": norm}
-    ends_alike(make, cls, max_steps=4, **options)
+    ends_alike(make, CLASSES[kind], max_steps=4, **options)
 
 
 def test_an_optimizer_created_by_a_base_class_of_the_mixin_runs_fused(make):
