@@ -185,7 +185,7 @@ def parse(
     Args:
         argv: the words after the command.
         device: "gpu" or "cpu" for the recipe of a run on this device. The machine does not need to have it.
-        more: a function that adds the options of `plan` or `inspect` to the parser; their `--device` comes first.
+        more: a function that adds the options of `plan` or `inspect` to a group; their `--device` comes first.
     """
     file, rule, in_file = configured(argv)
     with _located("fused", {} if rule else in_file):
