@@ -43,7 +43,7 @@ def train(recipe: Recipe) -> int | None:
         stage("loading the model and tokenizing")
         trainer = build.trainer(recipe, train, evaluation)
         counts = data.check(trainer, train, evaluation)
-        with blaming_libraries("this model cannot be trained so"):
+        with blaming_libraries("this model cannot be trained"):
             trainer.create_optimizer()  # raises for unsupported models before anything is written
         topics = {**describe(trainer), "data": counts}
         print_topics(topics)
