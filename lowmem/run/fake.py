@@ -78,12 +78,17 @@ class FakeRun(NamedTuple):
 
     def step(self, count: int | None = None) -> StepMemory:
         """Records `count` steps, by default as many as a plan needs, and an evaluation if the run evaluates."""
-        trainer, evaluate = self.trainer, None if self.evaluated is None else self.evaluate
-        losses = [self.loss] * min(trainer.args.gradient_accumulation_steps, MICRO_BATCHES)
-        tensors = [*filter(torch.is_tensor, (self.batch | (self.evaluated or {})).values())]
-        options = self.others, evaluate, count or (2 if trainer.args.deepspeed else 1)
+        trainer, args = self.trainer, self.trainer.args
         with blaming_libraries("the memory of a step cannot be found"):
-            return step_memory(trainer.model.train(), trainer.create_optimizer, losses, tensors, *options)
+            return step_memory(
+                trainer.model.train(),
+                trainer.create_optimizer,
+                losses=[self.loss] * min(args.gradient_accumulation_steps, MICRO_BATCHES),
+                batch=[*filter(torch.is_tensor, (self.batch | (self.evaluated or {})).values())],
+                others=self.others,
+                evaluate=None if self.evaluated is None else self.evaluate,
+                steps=count or (2 if args.deepspeed else 1),
+            )
 
 
 @contextmanager
