@@ -163,9 +163,9 @@ def _trainer(
     later = patch.object(StreamedSharding, "shard", lambda *_, **__: None)  # later, when new tensors are fake
     with device if adapted else nullcontext(), later if fake is not None else nullcontext():  # for the adapters
         trainer = build.trainer(recipe.probe(folder, sharded=True, **changed), rows, None, model, **options)
-    for module in trainer.model.modules() if fake is not None and adapted else ():
+    for module in trainer.model.modules() if adapted else ():
         for name, param in module.named_parameters(recurse=False):
-            if not is_fake(param):
+            if fake is not None and not is_fake(param):
                 setattr(module, name, nn.Parameter(fake.from_tensor(param.detach()), param.requires_grad))
     if getattr(args, "precompute_ref_log_probs", False):
         trainer.precompute_ref_logps, trainer.ref_model, others = True, None, []
