@@ -34,7 +34,6 @@ from lowmem.run.memory import StepMemory, state_bytes
 from lowmem.run.secrets import redacted
 from lowmem.run.terminal import err, out, print_topics, progress_in_lines, rank, size, stage
 from lowmem.run.yaml_file import configured
-from lowmem.tiles import storage
 
 # Modules that import transformers, trl or datasets are imported in functions, so that `lowmem --help` is fast.
 if TYPE_CHECKING:
@@ -76,14 +75,14 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     except Exception as error:
         if traceback:
             raise
-        expected, message = isinstance(error, LowmemError), str(error)
-        if not expected and is_out_of_memory(error):
-            expected, message = True, f"out of memory: {reason(error)}"
-        elif not expected:
-            message = f"unexpected {type(error).__name__}: {error}. Add --traceback to see where"
+        if isinstance(error, LowmemError):
+            status, message = 2, str(error)
+        elif is_out_of_memory(error):
+            status, message = 2, f"out of memory: {reason(error)}"
+        else:
+            status, message = 3, f"unexpected {type(error).__name__}: {error}. Add --traceback to see where"
         place = f"error on rank {rank()}: " if rank() else "error: "
         Console(stderr=True).print(Text.assemble((place, "bold red"), redacted(message)), soft_wrap=True)
-        sys.exit(2 if expected else 3)
     sys.exit(status or 0)
 
 
@@ -96,15 +95,15 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,  # examples must not be wrapped
         allow_abbrev=False,
     )
-    parser.add_argument("--version", action="version", version=versions())
+    lines = "\n".join(f"{name} {number or 'is not installed'}" for name, number in versions().items())
+    parser.add_argument("--version", action="version", version=lines)
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)  # from DeepSpeed's launcher
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def command(name: str, run: Any, summary: str, example: str = "", **options: Any) -> argparse.ArgumentParser:
-        subparser = commands.add_parser(
-            name, help=summary, description=summary, epilog=f"example:\n  lowmem {name} {example}",
-            formatter_class=parser.formatter_class, allow_abbrev=False, **options,
-        )  # fmt: skip
+        options |= {"formatter_class": parser.formatter_class, "allow_abbrev": False}
+        shown = f"example:\n  lowmem {name} {example}"
+        subparser = commands.add_parser(name, help=summary, description=summary, epilog=shown, **options)
         subparser.set_defaults(run=run)
         return subparser
 
@@ -116,10 +115,8 @@ def _parser() -> argparse.ArgumentParser:
         ("inspect", inspect, "Show the first training rows, and the tokens that contribute to the loss."),
     ):
         sub = command(name, run, summary, "sft --config configs/llama3_8b_chat_24gb.yaml")
-        methods = sub.add_subparsers(
-            required=True, metavar="COMMAND",
-            help=f"one of {', '.join(COMMANDS)}; `lowmem {name} COMMAND --help` lists the options",
-        )  # fmt: skip
+        several = f"one of {', '.join(COMMANDS)}; `lowmem {name} COMMAND --help` lists the options"
+        methods = sub.add_subparsers(required=True, metavar="COMMAND", help=several)
         for method in COMMANDS:
             methods.add_parser(method, add_help=False, allow_abbrev=False).set_defaults(training=method)
     sub = command("generate", generate, "Answer a prompt with the model of a run.", 'runs/quickstart "a prompt"')
@@ -131,7 +128,7 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (the default)")
     sub.add_argument("--seed", type=int, default=0, metavar="N", help="seed of sampling (0)")
     sub.add_argument("--traceback", action="store_true", help="show the traceback of an error")
-    sub = command("rules", show_rules, "List rules and storages, or the options of one rule.", "adalomo")
+    sub = command("rules", show_rules, "List the rules, or the options of one rule.", "adalomo")
     sub.add_argument("rule", metavar="NAME", nargs="?", help="show the hyperparameters of this rule")
     sub.add_argument("--model", type=Path, metavar="DIR", help="suggest learning rates for weights in this directory")
     sub.add_argument("--traceback", action="store_true", help="show the traceback of an error")
@@ -176,8 +173,10 @@ def inspect(command: argparse.Namespace, rest: Sequence[str]) -> None:
         out.rule(f"row {number}: {sum(part.tokens for part in parts)} tokens, trained on {trained}", style="dim")
         text = Text()
         for part in parts:
-            text.append(f"{opening}{part.text}{closing}" if part.trained else part.text,
-                        style="bold green" if part.trained else "dim")  # fmt: skip
+            if part.trained:
+                text.append(f"{opening}{part.text}{closing}", style="bold green")
+            else:
+                text.append(part.text, style="dim")
         out.print(text, soft_wrap=True)
     out.rule(style="dim")
     counts = data.check(trainer, train)  # after the rows, which may show why it raises
@@ -189,15 +188,13 @@ def plan(command: argparse.Namespace, rest: Sequence[str]) -> int:
     recipe = _recipe(command, rest, _plan_options)
     from lowmem.run import plan as planning
 
-    options, ranks = recipe.options, _count("--ranks", recipe.options.ranks, 1)
+    options = recipe.options
+    ranks = _count("--ranks", options.ranks, 1)
     memory = None if options.memory is None else parse_bytes(options.memory, "--memory")
     stage("planning a run")
     planned = planning.plan(recipe, ranks, memory)
     print_topics(planned.summary)
-    out.print()
-    out.print(_step_table(planned.step))
-    out.print()
-    out.print(_phase_table(planned, ranks))
+    out.print("", _step_table(planned.step), "", _phase_table(planned, ranks), sep="\n")
     figures = {"device": recipe.device, "ranks": ranks, **planned.figures(), "memory": memory, "reductions": {}}
     fits = memory is None or planned.needed <= memory
     found: Recipe | None = recipe
@@ -252,26 +249,22 @@ def _count(name: str, value: int | None, default: int) -> int:
     return count
 
 
-def _train_options(parser: Any) -> None:
-    group = parser.add_argument_group("lowmem: memory")
+def _train_options(group: Any) -> None:
     group.add_argument("--force", action="store_true", help="do not check that the run fits in the free memory")
     group.add_argument("--num_processes", type=int, metavar="N", help="processes to start (one per visible GPU)")
 
 
-def _inspect_options(parser: Any) -> None:
-    group = parser.add_argument_group("lowmem inspect")
+def _inspect_options(group: Any) -> None:
     group.add_argument("--samples", type=int, metavar="N", help="number of rows to show (3)")
     group.add_argument("--device", choices=("gpu", "cpu"), help="the device to train on (gpu)")
 
 
-def _profile_options(parser: Any) -> None:
-    group = parser.add_argument_group("lowmem profile")
+def _profile_options(group: Any) -> None:
     group.add_argument("--steps", type=int, metavar="N", help="number of steps to take (2)")
     group.add_argument("--out", type=Path, metavar="DIR", help="the folder of the picture and its figures (profile)")
 
 
-def _plan_options(parser: Any) -> None:
-    group = parser.add_argument_group("lowmem plan")
+def _plan_options(group: Any) -> None:
     memory = "free memory of a device, such as 23GiB: whether the run fits, and what to change"
     group.add_argument("--memory", metavar="SIZE", help=memory)
     group.add_argument("--ranks", type=int, metavar="N", help="number of processes, each with one device (1)")
@@ -314,18 +307,16 @@ def _table(*headings: str, numbers: Sequence[str]) -> Table:
 
 
 def _step_table(step: StepMemory) -> Table:
-    table = _table(f"peak of a step, in {step.during}", "memory", "", numbers=["memory"])
+    table = _table(f"peak of a step, in {step.during}", "memory", numbers=["memory"])
     for kind, nbytes in step.items.items():
-        largest = (f"{tensor}: {size(part)}" for tensor, part in step.temporaries if part >= nbytes / 10)
-        table.add_row(kind, size(nbytes), ", ".join(largest) if kind == "temporaries" else "")
+        table.add_row(kind, size(nbytes))
     table.add_row("total", size(step.peak), style="bold")
-    table.add_row("floor", size(step.floor), "weights, states, buffers, batch and the largest gradient")
     return table
 
 
 def _phase_table(planned: "RunPlan", ranks: int) -> Table:
-    columns = ["on each device", "on the host, per rank"] if ranks > 1 else ["on the device", "on the host"]
-    columns.append("on the disk")
+    here = ["on each device", "on the host, per rank"] if ranks > 1 else ["on the device", "on the host"]
+    columns = [*here, "on the disk"]
     table = _table("phase", *columns, numbers=columns)
     for name, phase in planned.phases.items():
         table.add_row(name, *(size(nbytes) if nbytes >= 2**20 else "" for nbytes in phase))
@@ -342,22 +333,16 @@ def show_rules(arguments: argparse.Namespace, rest: Sequence[str]) -> None:
     if arguments.model is not None:
         raise ConfigError("--model needs the name of a rule: lowmem rules NAME --model DIR")
     table = _table("rule", "states", "usual lr", "stores", numbers=["states", "usual lr"])
-    foreign = ("torch.optim.AdamW", "the states of the class; float32 unless rounding is nearest", ())
-    for name, keeps, usual in [*((row.name, row.keeps, row.usual_lr) for row in rules.table()), foreign]:
-        table.add_row(name, f"{state_bytes(name):.3g}", f"{usual[0]:g}" if usual else "", keeps)
-    out.print("Bytes of optimizer states per parameter (measured on a 1024 x 1024 bfloat16 matrix), and usual learning "
-              "rates for fine-tuning. `lowmem rules NAME` shows the source of a rate.\n", soft_wrap=True)  # fmt: skip
+    for row in rules.table():
+        table.add_row(row.name, f"{state_bytes(row.name):.3g}", f"{row.usual_lr[0]:g}", row.keeps)
+    foreign = "the states of the class; float32 unless rounding is nearest"
+    table.add_row("torch.optim.AdamW", f"{state_bytes('torch.optim.AdamW'):.3g}", "", foreign)
+    states = "Bytes of optimizer states per parameter (measured on a 1024 x 1024 bfloat16 matrix)"
+    source = "`lowmem rules NAME` shows the source of a rate"
+    out.print(f"{states}, and usual learning rates for fine-tuning. {source}.\n", soft_wrap=True)
     out.print(table)
-    out.print("\nBytes per element of a bfloat16 weight, by rounding, and of an elementwise state, by state_storage\n")
-    table = _table("storage", "weight", "state", numbers=["weight", "state"])
-    weights = {name: storage.of_weight(name, torch.bfloat16) for name in storage.roundings()}
-    states = {name: storage.of_state(name, signed=True) for name in storage.state_storages()}
-    for name in {**weights, **states}:
-        cells = (f"{kind[name].bytes_per_element:.4g}" if name in kind else "" for kind in (weights, states))
-        table.add_row(name, *cells)
-    out.print(table)
-    out.print("\n`lowmem rules NAME` shows the options of a rule. Most classes of torch.optim and of other packages "
-              "work by their import path.", soft_wrap=True)  # fmt: skip
+    more = "Most classes of torch.optim and of other packages work by their import path"
+    out.print(f"\n`lowmem rules NAME` shows the options of a rule. {more}.", soft_wrap=True)
 
 
 def _show_rule(name: str, model: Path | None) -> None:

@@ -1,7 +1,6 @@
 """Converts errors of libraries to messages for the user, which name the input that caused the error and the reason."""
 
 import errno
-import re
 import sys
 import traceback
 from collections.abc import Iterator
@@ -19,9 +18,6 @@ _OUT_OF_MEMORY = (
     "CUDA out of memory", "HIP out of memory", "HIP error: out of memory", "_ALLOC_FAILED", "std::bad_alloc",
     "Cannot allocate memory",
 )  # fmt: skip
-
-# transformers raises this for a configuration that an automatic class does not support.
-_UNKNOWN = r"Unrecognized configuration class <class '.*?(\w+)'> for this kind of AutoModel: (\w+)\..*"
 
 
 @contextmanager
@@ -63,8 +59,6 @@ def blaming_libraries(subject: str) -> Iterator[None]:
 def reason(error: BaseException, longest: int = 600) -> str:
     """Returns the message of a library's error on one line."""
     text = " ".join(str(error).split()) or type(error).__name__
-    # transformers would list all classes that it can load
-    text = re.sub(_UNKNOWN, r"\2 has no class for a \1. Use a language model of text, such as Llama", text)
     text = f"{text} is missing" if isinstance(error, KeyError) else text
     return text if len(text) <= longest else f"{text[: longest - 4]} ..."
 

@@ -41,8 +41,10 @@ def trainer_class(name: str) -> Any:
 
 
 class _RunTrainer:
-    """Names the row that TRL cannot prepare, and stops evaluations. `untruncated` maps "train" and "eval" to the rows
-    of `sft` before `max_length` cuts them off.
+    """Names the row that TRL cannot prepare, and stops evaluations.
+
+    Attributes:
+        untruncated: in `sft`, the tokenized rows before truncation to `max_length`, by "train" and "eval".
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:

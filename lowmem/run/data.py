@@ -4,14 +4,13 @@ import contextlib
 import json
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import accumulate, groupby, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import datasets
 import numpy as np
-import pyarrow.compute as pc
 from transformers import (
     AutoProcessor,
     GenerationConfig,
@@ -62,11 +61,7 @@ def load(recipe: Recipe) -> tuple[Any, Any]:
     try:
         splits = _splits(script, mixture)
     except Exception as error:  # each reader of `datasets` raises its own types
-        cause = error.__cause__ or error.__context__
-        because = f" ({reason(cause)})" if cause is not None else ""
-        because = " (a file without rows)" if isinstance(error, StopIteration) else because
-        fault = _fault(mixture.datasets) or f"{reason(error)}{because}"
-        raise DataError(f"the data cannot be loaded: {fault}") from error
+        raise DataError(f"the data cannot be loaded: {_fault(mixture.datasets) or _cause(error)}") from error
     train = _split(splits, script.dataset_train_split, "dataset_train_split", "")
     if recipe.training.eval_strategy == "no":
         if share := mixture.test_split_size:
@@ -75,6 +70,16 @@ def load(recipe: Recipe) -> tuple[Any, Any]:
     test = script.dataset_test_split
     advice = f"; or name its file in data_files: {{train: FILE, {test}: FILE}}, or set test_split_size, such as 0.05"
     return train, _split(splits, test, "dataset_test_split", advice if mixture.datasets else "")
+
+
+def _cause(error: Exception) -> str:
+    if isinstance(error, StopIteration):
+        return f"{reason(error)} (a file without rows)"
+    cause = error.__cause__ or error.__context__
+    text = reason(error) if cause is None else f"{reason(error)} ({reason(cause)})"
+    if "cast" in text or "aligned" in text:
+        text += ". List files with different keys in one entry of datasets, starting with the file that has all keys"
+    return text
 
 
 def _splits(script: Any, mixture: Any) -> Any:
@@ -103,41 +108,32 @@ def _split(splits: Any, name: str, key: str, more: str) -> Any:
     return splits[name]
 
 
-def _files(entries: list[Any]) -> Iterator[Path]:
-    """Yields the local files of data sets that have one row per line."""
+def _fault(entries: list[Any]) -> str | None:
+    """Finds the first line that cannot be read in local files with one row per line."""
     for entry in entries:
+        paths: Sequence[str] = ()
         with contextlib.suppress(Exception):  # it has no local files
             builder = datasets.load_dataset_builder(entry.path, data_files=entry.data_files)
-            paths = map(Path, builder.config.data_files[entry.split])
-            yield from (path for path in paths if path.suffix in (".jsonl", ".csv", ".txt") and path.is_file())
-
-
-def _fault(entries: list[Any]) -> str | None:
-    """Finds the line of a local file that cannot be read, or the key that the first file of JSON lines lacks."""
-    keys: dict[Path, set[str]] = {}
-    for file in _files(entries):
-        keys[file] = set()
-        with file.open("rb") as lines:
-            for number, line in enumerate(lines, start=1):
-                try:
-                    line.decode()
-                    row = json.loads(line) if file.suffix == ".jsonl" and line.strip() else {}
-                    if not isinstance(row, dict):
-                        raise ValueError('it is not a JSON object, such as {"text": "..."}')
-                    json.dumps(row, ensure_ascii=False).encode()  # half of a surrogate pair has no encoding
-                    messages = [part for value in row.values() if isinstance(value, list) for part in value]
-                    keys[file].update(*(item for item in (row, *messages) if isinstance(item, dict)))
-                except ValueError as error:
-                    advice = ". Convert it: iconv -f latin1 -t utf-8" if isinstance(error, UnicodeDecodeError) else ""
-                    return f"{file}, line {number}: {reason(error)}{advice}"
-    first = next(iter(keys), None)
-    for file in keys:
-        if first is not None and (more := keys[file] - keys[first]):
-            return (
-                f"{file} has the key {min(more)!r}, which {first} does not have. List both in one entry of datasets, "
-                "starting with the file that has all keys, such as data_files: [tools.jsonl, chats.jsonl]"
-            )
+            paths = builder.config.data_files[entry.split]
+        for path in map(Path, paths):
+            if path.suffix in (".jsonl", ".csv", ".txt") and path.is_file():
+                with path.open("rb") as lines:
+                    for number, line in enumerate(lines, start=1):
+                        if problem := _problem(line, is_json=path.suffix == ".jsonl"):
+                            return f"{path}, line {number}: {problem}"
     return None
+
+
+def _problem(line: bytes, *, is_json: bool) -> str | None:
+    """Returns the reason why a line of data cannot be read, or None."""
+    try:
+        line.decode()
+        row = json.loads(line) if is_json and line.strip() else {}
+        json.dumps(row, ensure_ascii=False).encode()  # half of a surrogate pair has no encoding
+    except ValueError as error:
+        advice = ". Convert it: iconv -f latin1 -t utf-8" if isinstance(error, UnicodeDecodeError) else ""
+        return f"{reason(error)}{advice}"
+    return None if isinstance(row, dict) else 'it is not a JSON object, such as {"text": "..."}'
 
 
 def first(train: Any, samples: int = 0) -> Any:
@@ -182,8 +178,8 @@ def _counts(trainer: Any, loaded: Any, name: str) -> str:
     args, tokenized = trainer.args, getattr(trainer, f"{name}_dataset")
     if not isinstance(tokenized, datasets.Dataset):
         return f"streamed; columns {', '.join(next(iter(tokenized)))}"
-    limit, of = getattr(args, "max_length", None), " of the evaluation data" if name == "eval" else ""
-    rows, has_labels = f"{len(loaded):,} rows", "labels" in tokenized.column_names
+    limit = getattr(args, "max_length", None)
+    rows, of = f"{len(loaded):,} rows", " of the evaluation data" if name == "eval" else ""
     if len(tokenized) == 0:
         raise DataError(f"max_length={limit} removes all {rows}{of}. Increase it, or check the format of the rows")
     batch_size = getattr(args, f"{name}_batch_size") * args.world_size
@@ -191,94 +187,91 @@ def _counts(trainer: Any, loaded: Any, name: str) -> str:
         raise DataError(f"{rows}{of} do not fill a batch of {batch_size:,}; omit dataloader_drop_last, or add rows")
     if getattr(trainer, "_is_vision_dataset", False):
         loaded = first(loaded)
-        rows += f", of which the first {len(loaded)} are counted" if len(loaded) < len(tokenized) else ""
-        (trainer.untruncated[name], tokenized), has_labels = images.tokenized(trainer, loaded), True
-    packed = getattr(args, "eval_packing", None) if name == "eval" else None
-    packed = getattr(args, "packing", False) if packed is None else packed
+        if len(loaded) < len(tokenized):
+            rows += f", of which the first {len(loaded)} are counted"
+        trainer.untruncated[name], tokenized = images.tokenized(trainer, loaded)
+    packed = getattr(args, "packing", False)
+    if name == "eval" and getattr(args, "eval_packing", None) is not None:
+        packed = args.eval_packing
+    splits_long_rows = packed and args.packing_strategy != "bfd"
+    complete = trainer.untruncated.pop(name, tokenized)
+    whole, counts = _measured(complete, None if splits_long_rows else limit), _measured(tokenized)
     tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
-    special = [token for token, added in tokenizer.added_tokens_decoder.items() if added.special]
-    longest = None if packed and args.packing_strategy != "bfd" else limit
-    whole, counts = _measured(trainer.untruncated.pop(name, tokenized), longest, special), _measured(tokenized)
     highest = max(counts.highest, tokenizer.pad_token_id or 0)
     _require_places(trainer.model, tokenizer, highest, min(counts.longest, limit or counts.longest))
+    has_labels = "labels" in tokenized.column_names
     if has_labels and counts.trained == 0:
         raise DataError(
             f"none of the {counts.tokens:,} tokens in {rows}{of} contributes to the loss. Increase max_length, or "
             "check the rows with `lowmem inspect`"
         )
-    if name == "train":
-        _warn_of_answers_without_end(trainer.model, tokenizer, whole.endings)
-    dropped = 0 if packed else len(loaded) - len(tokenized)
-    strategies = type(args).__dataclass_fields__["packing_strategy"].metadata["help"] if packed else ""
-    kept = " or ".join(name for name in ("bfd_split", "wrapped") if name in strategies)  # early TRL has one of them
-    advice = f"; packing_strategy: {kept} keeps them" if kept else ""
-    parts = [
-        f"{rows} packed into {len(tokenized):,}" if packed else rows,
-        f"{dropped:,} dropped by max_length={limit}" if dropped > 0 else "",
-        f"{whole.cut:,} longer than max_length={limit} ({whole.over:,} tokens cut off{advice})" if whole.cut else "",
-    ]
+    if has_labels and name == "train":
+        _warn_of_answers_without_end(trainer.model, tokenizer, first(complete))
+    parts = [f"{rows} packed into {len(tokenized):,}" if packed else rows]
+    if not packed and len(tokenized) < len(loaded):
+        parts.append(f"{len(loaded) - len(tokenized):,} dropped by max_length={limit}")
+    if whole.cut:
+        advice = "; packing_strategy: wrapped keeps them" if packed else ""
+        parts.append(f"{whole.cut:,} longer than max_length={limit} ({whole.over:,} tokens cut off{advice})")
     if not has_labels:
-        return f"{', '.join(filter(None, parts))}; columns {', '.join(tokenized.column_names)}"
-    parts += [
-        f"{counts.empty:,} without a token to train on" if counts.empty else "",
-        f"{counts.tokens:,} tokens",
-        f"loss on {counts.trained:,} ({counts.trained / counts.tokens:.0%})",
-    ]
-    return ", ".join(filter(None, parts))
+        return f"{', '.join(parts)}; columns {', '.join(tokenized.column_names)}"
+    if counts.empty:
+        parts.append(f"{counts.empty:,} without a token to train on")
+    parts.append(f"{counts.tokens:,} tokens")
+    parts.append(f"loss on {counts.trained:,} ({counts.trained / counts.tokens:.0%})")
+    return ", ".join(parts)
 
 
-class _Counts(NamedTuple):
+@dataclass
+class _Counts:
     """Counts of a tokenized data set: lengths of rows and, for SFT, tokens and tokens that contribute to the loss."""
 
-    tokens: int
-    trained: int  # tokens that contribute to the loss
-    empty: int  # rows without such a token
-    cut: int  # rows longer than `max_length`
-    over: int  # tokens of these rows beyond `max_length`
-    highest: int  # the highest token
-    longest: int  # the length of the longest row, with its prompt
-    endings: set[int]  # special tokens at the end of rows, or before their last trained token; -1 for other rows
+    tokens: int = 0
+    trained: int = 0  # tokens that contribute to the loss
+    empty: int = 0  # rows without such a token
+    cut: int = 0  # rows longer than `max_length`
+    over: int = 0  # tokens of these rows beyond `max_length`
+    highest: int = 0  # the highest token
+    longest: int = 0  # the length of the longest row, with its prompt
+
+    def add(self, row: Mapping[str, Any], limit: int | None) -> None:
+        ids = {name: row[name] for name in _IDS if name in row}
+        self.highest = max(self.highest, *(int(tokens.max(initial=0)) for tokens in ids.values()))
+        prompt = len(ids.pop("prompt_ids", ()))
+        lengths = [prompt + len(tokens) for tokens in ids.values()] or [prompt]
+        self.longest = max(self.longest, *lengths)
+        beyond = 0 if limit is None else sum(max(0, length - limit) for length in lengths)
+        self.cut += beyond > 0
+        self.over += beyond
+        self.tokens += len(ids.get("input_ids", ()))
+        if "labels" in row:
+            contributes = row["labels"] != -100
+            contributes[:1] = False  # the first token of a sample is never predicted
+            contributes[np.cumsum(row.get("seq_lengths", ()), dtype=int)[:-1]] = False
+            trained = int(contributes.sum())
+            self.trained += trained
+            self.empty += trained == 0
 
 
-def _measured(tokenized: datasets.Dataset, limit: int | None = None, special: Sequence[int] = ()) -> _Counts:
-    columns = [column for column in _IDS if column in tokenized.column_names]
-    tokens = trained = empty = cut = over = highest = longest = 0
-    endings: set[int] = set()
-    for batch in tokenized.with_format("arrow").iter(batch_size=1000) if columns else ():
-        lengths = {column: pc.list_value_length(batch[column]).to_numpy() for column in columns}
-        highest = max(highest, *(pc.max(pc.list_flatten(batch[column])).as_py() or 0 for column in columns))
-        prompts = lengths.pop("prompt_ids", 0)
-        with_prompts = np.array([prompts + length for length in lengths.values()] or [prompts])
-        longest = max(longest, int(with_prompts.max()))
-        if limit is not None:
-            beyond = np.maximum(with_prompts - limit, 0)
-            cut, over = cut + int(beyond.any(0).sum()), over + int(beyond.sum())
-        if "input_ids" not in columns:
-            continue
-        ends = np.append(0, np.cumsum(lengths["input_ids"]))  # ends of rows, as positions in the tokens of the batch
-        tokens += int(ends[-1])
-        if "labels" not in batch.column_names:
-            continue
-        samples = ends
-        if "seq_lengths" in batch.column_names:
-            samples = np.append(0, np.cumsum(pc.list_flatten(batch["seq_lengths"])))
-        contributes = np.append(pc.list_flatten(batch["labels"]).to_numpy() != -100, False)
-        contributes[samples] = False  # the first token of a sample is never predicted
-        by_row = np.diff(np.append(0, np.cumsum(contributes))[ends])
-        trained += int(by_row.sum())
-        empty += int(np.sum(by_row == 0))
-        learned = np.append([-1, -1], pc.list_flatten(batch["labels"]).to_numpy()[contributes[:-1]])
-        last = np.cumsum(by_row)[by_row > 0] + 1
-        before = np.where(by_row[by_row > 0] > 1, learned[last - 1], -1)  # a template may end rows with a newline
-        found = [np.where(np.isin(ids, special), ids, -1) for ids in (learned[last], before)]
-        endings.update(np.where(found[0] >= 0, *found).tolist())
-    return _Counts(tokens, trained, empty, cut, over, highest, longest, endings)
+def _measured(tokenized: datasets.Dataset, limit: int | None = None) -> _Counts:
+    counts = _Counts()
+    columns = [name for name in (*_IDS, "labels", "seq_lengths") if name in tokenized.column_names]
+    for batch in tokenized.select_columns(columns).with_format("numpy").iter(1000) if columns else ():
+        for values in zip(*batch.values(), strict=True):
+            counts.add(dict(zip(batch, values, strict=True)), limit)
+    return counts
 
 
-def _warn_of_answers_without_end(model: Any, tokenizer: Any, endings: set[int]) -> None:
+def _warn_of_answers_without_end(model: Any, tokenizer: Any, rows: datasets.Dataset) -> None:
     """Warns if all rows end with one special token, but generation with the trained model ends at other tokens."""
+    special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
+    endings = set()
+    for row in rows:
+        trained = [token for token, label in zip(row["input_ids"], row["labels"], strict=True) if label != -100]
+        last_two = reversed(trained[-2:])  # a template may end rows with a newline
+        endings.add(next((token for token in last_two if token in special), None) if trained else None)
     ends: Any = getattr(getattr(model, "generation_config", None), "eos_token_id", None)  # an id or a list
-    if len(endings) == 1 and not endings & {-1, tokenizer.eos_token_id, *np.atleast_1d(ends)}:
+    if len(endings) == 1 and not endings & {None, tokenizer.eos_token_id, *np.atleast_1d(ends)}:
         (token,) = tokenizer.convert_ids_to_tokens([*endings])
         warn(
             f"every row ends with the token {token!r}, but generation ends at {tokenizer.eos_token!r}, which is not "

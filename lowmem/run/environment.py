@@ -21,11 +21,10 @@ CONFIG, ENVIRONMENT = "config.yaml", "environment.json"
 PACKAGES = ("torch", "transformers", "trl", "accelerate", "datasets", "deepspeed", "peft")
 
 
-def versions() -> str:
-    """Returns the versions of lowmem, Python, the packages and the system, one per line."""
-    packages = (f"{name} {version(name) or 'is not installed'}" for name in PACKAGES)
-    system = f"system {platform.platform()}"
-    return "\n".join((f"lowmem {__version__}", f"python {platform.python_version()}", *packages, system))
+def versions() -> dict[str, str | None]:
+    """Returns the versions of lowmem, Python, the packages, or None if they are not installed, and the system."""
+    packages = {name: version(name) for name in PACKAGES}
+    return {"lowmem": __version__, "python": platform.python_version(), **packages, "system": platform.platform()}
 
 
 def write_environment(run_dir: str | Path) -> None:
@@ -34,12 +33,10 @@ def write_environment(run_dir: str | Path) -> None:
         "started": datetime.now().astimezone().isoformat(timespec="seconds"),
         "command": shlex.join(map(redacted, sys.argv)),
         "directory": str(Path.cwd()),
-        "python": platform.python_version(),
-        "platform": platform.platform(),
         "cpus": os.cpu_count(),
         "memory_bytes": psutil.virtual_memory().total,
         "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "processes": int(os.environ.get("WORLD_SIZE", 1)),
-        "versions": {name: version(name) for name in ("lowmem", *PACKAGES)},
+        "versions": versions(),
     }
     write_file(Path(run_dir) / ENVIRONMENT, (json.dumps(record, indent=2) + "\n").encode())

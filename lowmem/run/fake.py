@@ -43,9 +43,9 @@ from lowmem.run.recipe import Recipe
 
 # Values that disable arguments about data, because a plan creates its own rows.
 _DATA_ARGUMENTS: dict[str, Any] = {
-    "dataset_num_proc": None, "assistant_only_loss": False, "completion_only_loss": None, "chat_template_path": None,
-    "eos_token": None, "pad_token": None, "precompute_ref_log_probs": False,
-}  # fmt: skip
+    **dict.fromkeys(("dataset_num_proc", "completion_only_loss", "chat_template_path", "eos_token", "pad_token")),
+    **dict.fromkeys(("assistant_only_loss", "precompute_ref_log_probs"), False),
+}
 
 # The options of activation checkpointing, before and since transformers 5.23.
 _KWARGS = ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs")
@@ -78,12 +78,17 @@ class FakeRun(NamedTuple):
 
     def step(self, count: int | None = None) -> StepMemory:
         """Records `count` steps, by default as many as a plan needs, and an evaluation if the run evaluates."""
-        trainer, evaluate = self.trainer, None if self.evaluated is None else self.evaluate
-        losses = [self.loss] * min(trainer.args.gradient_accumulation_steps, MICRO_BATCHES)
-        tensors = [*filter(torch.is_tensor, (self.batch | (self.evaluated or {})).values())]
-        options = self.others, evaluate, count or (2 if trainer.args.deepspeed else 1)
+        trainer, args = self.trainer, self.trainer.args
         with blaming_libraries("the memory of a step cannot be found"):
-            return step_memory(trainer.model.train(), trainer.create_optimizer, losses, tensors, *options)
+            return step_memory(
+                trainer.model.train(),
+                trainer.create_optimizer,
+                losses=[self.loss] * min(args.gradient_accumulation_steps, MICRO_BATCHES),
+                batch=[*filter(torch.is_tensor, (self.batch | (self.evaluated or {})).values())],
+                others=self.others,
+                evaluate=None if self.evaluated is None else self.evaluate,
+                steps=count or (2 if args.deepspeed else 1),
+            )
 
 
 @contextmanager
@@ -91,30 +96,29 @@ def running(recipe: Recipe, device: torch.device, *, real: bool = False) -> Iter
     """A context in which the trainer of a run computes with fake tensors on `device`, or if `real`, with real tensors
     and random weights, to measure the memory that a plan predicts.
     """
-    fake = None if real else FakeTensorMode(allow_non_fake_inputs=True)
+    args, fake = recipe.training, None if real else FakeTensorMode(allow_non_fake_inputs=True)
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # DeepSpeed and PyTorch warn about ranks that do not exist
-        stack.enter_context(patched(_of_trainer(recipe.training, device, real)))
+        stack.enter_context(patched(_of_every_run(device)))
+        stack.enter_context(patched(() if real else _of_fake_runs(args)))
         folder = stack.enter_context(tempfile.TemporaryDirectory())  # a trainer creates its output folder
         trainer, others = _trainer(recipe, folder, fake, device)
-        batches = [_batch(trainer, recipe.training.per_device_train_batch_size)]
-        if recipe.training.eval_strategy != "no":
-            batches.append(_batch(trainer, recipe.training.per_device_eval_batch_size))
-        values = _Values()
-        for context in () if fake is None else (fake, values):
-            stack.enter_context(context)
-        stack.enter_context(_recomputed_and_offloaded(trainer.model, recipe.training))
-        stack.enter_context(patched(_of_torch(real)))
-        # fake weights cannot be replaced by broadcast shards
+        batch = _batch(trainer, args.per_device_train_batch_size)
+        evaluated = None if args.eval_strategy == "no" else _batch(trainer, args.per_device_eval_batch_size)
+        to_device = Tensor.to
+        if fake is not None:
+            stack.enter_context(fake)
+            to_device = stack.enter_context(_Values()).fake
+        stack.enter_context(_recomputed_and_offloaded(trainer.model, args))
         sharded = trainer._inputs.sharding
-        with patch.object(sharded, "broadcasts", False) if hasattr(sharded, "broadcasts") else nullcontext():
-            trainer._shard()
+        if isinstance(sharded, sharding.FSDP2Sharding):
+            sharded.broadcasts = False  # fake weights cannot be replaced by broadcast shards
+        trainer._shard()
         for other in others if isinstance(sharded, StreamedSharding) else ():
             sharded.shard(other, reference=True)
-        to_device = Tensor.to if real else values.fake
-        batches = tree_map_only(Tensor, lambda value: to_device(value, device), batches)
-        yield FakeRun(trainer, others, batches[0], batches[1] if len(batches) > 1 else None)
+        batches = tree_map_only(Tensor, lambda value: to_device(value, device), (batch, evaluated))
+        yield FakeRun(trainer, others, *batches)
 
 
 def offloaded_to_nvme(args: Any) -> dict[str, Any] | None:
@@ -137,22 +141,20 @@ def _trainer(
     named = images.sees(recipe.config) and (recipe.mixture.datasets or recipe.script.dataset_name)
     pictured = images.largest(recipe, data.first(data.load(recipe)[0])) if named else None
     rows, processor = pictured or (_rows(recipe.command, length), _tokenizer())
-    names = ["ref_model"] if recipe.command in ("dpo", "kto") and not adapted else []
+    changed = {} if pictured else dict(_DATA_ARGUMENTS)
     if not args.deepspeed:  # left by an earlier plan, for which transformers would partition the model
         unset_hf_deepspeed_config()
     if (sharded := sharding.requested(args, recipe.fused)) is not None:
         if fake is not None and args.deepspeed and (nvme := offloaded_to_nvme(args)):
             nvme["device"] = "cpu"  # fake tensors cannot be written
         sharded.prepare(recipe.dtype)
-    # some models draw initial values until all are in a range, which never happens with fake tensors
-    initial = nullcontext() if fake is None else patch.object(PreTrainedModel, "initialize_weights", lambda _: None)
-    with fake or nullcontext(), nullcontext() if fake is None else _Values(), initial, device:
+    names = ["ref_model"] if recipe.command in ("dpo", "kto") and not adapted else []
+    with fake or nullcontext(), nullcontext() if fake is None else _Values(), device:
         model, *others = (_untrained(recipe) for _ in range(1 + len(names)))
     if (places := positions(model)) is not None and places < length:
         raise ConfigError(f"max_length={length}: the model has {places:,} positions; set max_length: {places}")
     for item in () if fake is None else (model, *others):
         item.hf_device_map = dict.fromkeys(("", "model"), device.type)  # keeps Accelerate from moving the model
-    changed = {} if pictured else dict(_DATA_ARGUMENTS)
     if device.type == "meta":  # a trainer would raise for offloading here, so `_recomputed_and_offloaded` adds it
         kwargs = args.gradient_checkpointing_kwargs or {}
         inside = {name: value for name, value in kwargs.items() if name != "offload"} or None
@@ -183,31 +185,31 @@ def _recomputed_and_offloaded(model: Any, args: Any) -> Iterator[None]:
         yield
 
 
-def _of_trainer(args: Any, device: torch.device, real: bool) -> Iterator[Patch]:
+def _of_every_run(device: torch.device) -> Iterator[Patch]:
     yield TrainingArguments, "device", property(lambda args: args._setup_devices and device)  # arguments use the CPU
     yield Accelerator, "device", property(lambda _: device)
-    if not real:  # the original moves the model to the CPU
-        yield Accelerator, "prepare_model", lambda _, model, **__: model
-    if not real and args.deepspeed:  # TRL reads it to shard reference models; Accelerate has none on a CPU
-        yield AcceleratorState, "deepspeed_plugin", property(lambda _: args.deepspeed_plugin)
 
 
-def _of_torch(real: bool) -> Iterator[Patch]:
-    """Yields replacements for functions that torch 2.13 does not support on "meta" or for fake tensors. TRL's head,
-    transformers 4 and DeepSpeed query autocast.
+def _of_fake_runs(args: Any) -> Iterator[Patch]:
+    """Yields replacements for functions that read or move weights, and for functions that torch 2.13 does not support
+    on "meta" or for fake tensors. TRL's head, transformers 4 and DeepSpeed query autocast.
     """
     enabled, dtype, autocast = torch.is_autocast_enabled, torch.get_autocast_dtype, torch.autocast
 
     def on_cpu(device_type: str, *options: Any, **named: Any) -> Any:
         return autocast(device_type.replace("meta", "cpu"), *options, **named)
 
+    yield Accelerator, "prepare_model", lambda _, model, **__: model  # the original moves the model to the CPU
+    if args.deepspeed:  # TRL reads it to shard reference models; Accelerate has none on a CPU
+        yield AcceleratorState, "deepspeed_plugin", property(lambda _: args.deepspeed_plugin)
+    # some models draw initial values until all are in a range, which never happens with fake tensors
+    yield PreTrainedModel, "initialize_weights", lambda _: None
+    yield masking_utils, "is_tracing", lambda *_: False  # values are known, so unneeded masks are omitted
+    yield nn.functional, "scaled_dot_product_attention", _attend
     yield torch, "autocast", on_cpu
     yield torch, "is_autocast_enabled", lambda on="cuda": on != "meta" and enabled(on)
     yield torch, "get_autocast_dtype", lambda on: dtype(on.replace("meta", "cpu"))
     yield torch, "tensor", _constant
-    if not real:
-        yield masking_utils, "is_tracing", lambda *_: False  # values are known, so unneeded masks are omitted
-        yield nn.functional, "scaled_dot_product_attention", _attend
 
 
 def _constant(data: Any, *, device: Any = None, tensor: Any = torch.tensor, **options: Any) -> Tensor:

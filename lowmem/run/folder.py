@@ -60,8 +60,6 @@ class RunFolder:
         if self.rank > 0:
             yield
             return
-        if self.path.exists() and not self.path.is_dir():
-            raise ConfigError(f"output_dir {self.path} is a file. Set output_dir to another path.")
         with writing(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             links = [path for path in self.path.iterdir() if path.is_symlink()]
@@ -78,14 +76,12 @@ class RunFolder:
                 before = {*self.path.iterdir()}
                 try:
                     yield
-                except BaseException:
-                    if not self.begun:
+                finally:
+                    if not self.begun:  # no step is complete
                         self._clear(before)
-                    raise
-        except BaseException:
+        finally:
             with contextlib.suppress(OSError):
                 self.path.rmdir()  # unless it contains something
-            raise
 
     def start(self) -> str | bool | None:
         """Returns `resume_from_checkpoint` for a trainer: True for the last intact checkpoint in the folder."""

@@ -20,9 +20,15 @@ from lowmem.run.terminal import warn
 
 
 def generate(
-    folder: Path, prompt: str, *, system: str | None, image: Sequence[Path] | None, max_new_tokens: int,
-    temperature: float, seed: int,
-) -> None:  # fmt: skip
+    folder: Path,
+    prompt: str,
+    *,
+    system: str | None,
+    image: Sequence[Path] | None,
+    max_new_tokens: int,
+    temperature: float,
+    seed: int,
+) -> None:
     """Prints the answer of a checkpoint, or of the newest complete checkpoint in a run folder.
 
     Raises:
@@ -48,13 +54,13 @@ def generate(
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     with blaming("--image"):
         images = [{"type": "image", "image": load_image(str(path))} for path in image or ()]
-    roles = {"system": system, "user": prompt}
-    messages: list[Any] = [{"role": role, "content": text} for role, text in roles.items() if text is not None]
-    for message in messages if sees else ():
-        before = images if message["role"] == "user" else []
-        message["content"] = [*before, {"type": "text", "text": message["content"]}]
-    names = " and the ".join(message["role"] for message in messages)
-    with blaming(f"{folder}: its chat template does not accept the {names} message", CheckpointError):
+
+    def content(text: str, *before: Any) -> Any:
+        return [*before, {"type": "text", "text": text}] if sees else text
+
+    messages = [] if system is None else [{"role": "system", "content": content(system)}]
+    messages.append({"role": "user", "content": content(prompt, *images)})
+    with blaming(f"{folder}: its chat template does not accept the prompt", CheckpointError):
         if processor.chat_template is None:
             if system is not None:
                 raise ConfigError(f"--system: the tokenizer of {folder} has no chat template. Omit --system")

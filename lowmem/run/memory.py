@@ -47,7 +47,6 @@ class _Allocation:
 
     nbytes: int
     device: torch.device
-    tensor: str  # dtype and shape of the first tensor in it
     born: int  # a moment on the tracker's clock
     died: int | None = None
     kind: str = ""  # one of KINDS; empty until it is known
@@ -82,10 +81,10 @@ class _Tracker(TorchDispatchMode, Observer):
             resize(storage, size)
             old = tracker._by_storage.get(storage)
             if old is None:
-                tracker._allocate(storage, storage.device, f"{size:,} bytes")
+                tracker._allocate(storage, storage.device)
             elif old.nbytes != storage.nbytes():
                 tracker._release(old)
-                new = tracker._allocate(storage, old.device, old.tensor)
+                new = tracker._allocate(storage, old.device)
                 new.kind = WEIGHTS if old.kind == WEIGHTS else ""  # a streamed layer
 
         self._resizing = patch.object(torch.UntypedStorage, "resize_", resize_)
@@ -137,12 +136,11 @@ class _Tracker(TorchDispatchMode, Observer):
         storage = tensor.untyped_storage()
         allocation: _Allocation | None = self._by_storage.get(storage)
         if allocation is None:
-            name = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
-            allocation = self._allocate(storage, tensor.device, name)  # the storage of a fake tensor is on "meta"
+            allocation = self._allocate(storage, tensor.device)  # the storage of a fake tensor is on "meta"
         return allocation
 
-    def _allocate(self, storage: torch.UntypedStorage, device: torch.device, tensor: str) -> _Allocation:
-        allocation = _Allocation(storage.nbytes(), device, tensor, self._tick())
+    def _allocate(self, storage: torch.UntypedStorage, device: torch.device) -> _Allocation:
+        allocation = _Allocation(storage.nbytes(), device, self._tick())
         self._by_storage[storage] = allocation
         self.allocations.append(allocation)
         weakref.finalize(storage, self._release, allocation).atexit = False
@@ -175,7 +173,6 @@ class StepMemory:
     during: str  # the part of the step with the peak
     host_peak: int  # bytes on the host, if the model is on a GPU
     largest_gradient: int
-    temporaries: tuple[tuple[str, int], ...]  # dtype and shape, and bytes, of the three largest
     host_weights: int = 0  # bytes of weights on the host
     host_states: int = 0
     host_gradients: int = 0  # offloaded gradients
@@ -193,20 +190,20 @@ class StepMemory:
         """The bytes of weights, states, buffers and the batch, which stay between steps."""
         return sum(self.items[kind] for kind in (WEIGHTS, STATES, BUFFERS))
 
-    @property
-    def floor(self) -> int:
-        """The sum of `rest` and the largest gradient, which fused training always needs."""
-        return self.rest + self.largest_gradient
-
     def figures(self) -> dict[str, Any]:
-        names = ("peak", "during", "floor", "host_peak", "items", "largest_gradient", "temporaries", "evaluation")
+        names = ("peak", "during", "host_peak", "items", "largest_gradient", "evaluation")
         return {name.removesuffix("_peak"): getattr(self, name) for name in names}
 
 
-def step_memory(model: nn.Module, make_optimizer: Callable[[], FusedOptimizer],
-                losses: Sequence[Callable[[], Tensor]], batch: Sequence[Tensor],
-                others: Sequence[nn.Module] = (), evaluate: Callable[[], None] | None = None,
-                steps: int = 1) -> StepMemory:  # fmt: skip
+def step_memory(
+    model: nn.Module,
+    make_optimizer: Callable[[], FusedOptimizer],
+    losses: Sequence[Callable[[], Tensor]],
+    batch: Sequence[Tensor],
+    others: Sequence[nn.Module] = (),
+    evaluate: Callable[[], None] | None = None,
+    steps: int = 1,
+) -> StepMemory:
     """Records every tensor of an optimizer's first steps. Optimizer states count from the beginning.
 
     Args:
@@ -251,40 +248,37 @@ def step_memory(model: nn.Module, make_optimizer: Callable[[], FusedOptimizer],
         if evaluate is not None:
             evaluate()
     device = batch[0].device if batch else next(model.parameters()).device
-    return _at_peak(tracker, device, backwards, end, copied, evaluated=evaluate is not None)
-
-
-def _at_peak(
-    tracker: _Tracker, device: torch.device, backwards: list[tuple[int, int]], end: int, copied: tuple[int, int, int],
-    *, evaluated: bool,
-) -> StepMemory:  # fmt: skip
-    """Sums the recorded storages by kind at each moment, and at the peak of the steps, which end at moment `end`."""
-    last = tracker.now + 1
-    rows = {kind: row for row, kind in enumerate(KINDS)}
-    changes = np.zeros((len(KINDS) + 1, last + 1), dtype=np.int64)  # on the model's device, and on the host
-    spans, kept = [], Counter[str]()  # on the host
-    for allocation in tracker.allocations:
-        on_host = int(allocation.device.type != device.type)
-        stays = on_host and allocation.died is None  # the memory of offloaded gradients
-        kind = allocation.kind or (GRADIENTS if stays else TEMPORARIES)
-        died = last if allocation.died is None else min(allocation.died, last)  # it may have been collected since
-        row = -1 if on_host else rows[kind]
-        changes[row, allocation.born] += allocation.nbytes
-        changes[row, died] -= allocation.nbytes
-        kept[kind] += allocation.nbytes * on_host
-        if not on_host:
-            spans.append((allocation.born, died, allocation))
-    *live, host = changes.cumsum(axis=1)[:, :-1]
+    changes, kept = _changes(tracker, device)
+    *live, host = changes.cumsum(axis=1)
     total = sum(live)
     moment = int(total[: end + 1].argmax())
-    items = {kind: int(row[moment]) for kind, row in zip(KINDS, live, strict=True)}
-    at_peak = [(a.tensor, a.nbytes) for born, died, a in spans if born <= moment < died and not a.kind]
-    temporaries = sorted(at_peak, key=lambda pair: pair[1], reverse=True)
-    during = "backward" if any(first <= moment <= last for first, last in backwards) else "forward"
-    largest_gradient = max((a.nbytes for a in tracker.allocations if a.kind == GRADIENTS), default=0)
-    evaluation = int(total[end:].max()) if evaluated else 0
-    timeline = Timeline(dict(zip(KINDS, live, strict=True)), np.array(tracker.seconds), backwards, end)
     return StepMemory(
-        items, during, int(host.max()), largest_gradient, tuple(temporaries[:3]), kept[WEIGHTS], kept[STATES],
-        kept[GRADIENTS], copied, evaluation, timeline,
-    )  # fmt: skip
+        items={kind: int(row[moment]) for kind, row in zip(KINDS, live, strict=True)},
+        during="backward" if any(first <= moment <= last for first, last in backwards) else "forward",
+        host_peak=int(host.max()),
+        largest_gradient=max((each.nbytes for each in tracker.allocations if each.kind == GRADIENTS), default=0),
+        host_weights=kept[WEIGHTS],
+        host_states=kept[STATES],
+        host_gradients=kept[GRADIENTS],
+        copied=copied,
+        evaluation=0 if evaluate is None else int(total[end:].max()),
+        timeline=Timeline(dict(zip(KINDS, live, strict=True)), np.array(tracker.seconds), backwards, end),
+    )
+
+
+def _changes(tracker: _Tracker, device: torch.device) -> tuple[Any, Counter[str]]:
+    """Returns the change of memory at each moment, int64 [kinds on the model's device, and the host; moments], and the
+    bytes of all storages on the host by kind.
+    """
+    end = tracker.now + 1
+    changes, on_host = np.zeros((len(KINDS) + 1, end + 1), dtype=np.int64), Counter[str]()
+    for each in tracker.allocations:
+        here = each.device.type == device.type
+        stays = not here and each.died is None  # the memory of offloaded gradients
+        kind = each.kind or (GRADIENTS if stays else TEMPORARIES)
+        row = KINDS.index(kind) if here else -1
+        changes[row, each.born] += each.nbytes
+        changes[row, end if each.died is None else min(each.died, end)] -= each.nbytes  # it may be collected later
+        if not here:
+            on_host[kind] += each.nbytes
+    return changes[:, :-1], on_host

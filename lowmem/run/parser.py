@@ -60,7 +60,7 @@ class Parser(TrlParser):
 
     Args:
         rule: the rule whose hyperparameters are arguments.
-        more: a function that adds the options of `plan` or `inspect`.
+        more: a function that adds the options of `plan` or `inspect` to a group.
     """
 
     def __init__(self, command: str, rule: Any, more: Callable[[Any], None] | None = None) -> None:
@@ -81,7 +81,7 @@ class Parser(TrlParser):
         group.add_argument("--config", metavar="FILE", type=Path, help="a YAML file with these arguments as keys")
         group.add_argument("--traceback", action="store_true", help="show the traceback of an error")
         if more is not None:
-            more(self)
+            more(group)
         group = self.add_argument_group(f"lowmem: hyperparameters of the rule {self.rule.name}")
         for name, default in self.rule.defaults.items():
             if f"--fused.{name}" not in self._option_string_actions:

@@ -45,17 +45,11 @@ _LOGARITHMIC = ("grad_norm", "loss_scale")
 
 def draw(folder: Path, records: list[Record]) -> None:
     """Draws loss.png from the log history of a run."""
-    with matplotlib.rc_context(_STYLE):
-        _write(loss_picture(records, folder.resolve().name), folder / "loss.png")
+    write(loss_picture(records, folder.resolve().name), folder / "loss.png")
 
 
-def draw_memory(path: Path, timeline: Timeline, planned: int | None, title: str) -> None:
-    """Draws the tensors of recorded steps by kind, and the planned peak."""
-    with matplotlib.rc_context(_STYLE):
-        _write(memory_picture(timeline, planned, title), path)
-
-
-def _write(figure: Figure, path: Path) -> None:
+def write(figure: Figure, path: Path) -> None:
+    """Writes a figure as PNG."""
     png = BytesIO()
     figure.savefig(png, format="png", dpi=150)
     write_file(path, png.getvalue())
@@ -71,6 +65,7 @@ def _smoothed(values: list[float]) -> np.ndarray[Any, Any]:
     return np.divide(total, weight, out=np.full_like(total, np.nan), where=weight > 0)
 
 
+@matplotlib.rc_context(_STYLE)
 def loss_picture(records: list[Record], name: str) -> Figure:
     """Draws the loss, or the reward if it was logged, and below it the other logged metrics of `_PANELS`."""
     main, logged = main_metric(records), set[str]().union(*records)
@@ -118,8 +113,11 @@ def evaluations(records: list[Record], metric: str) -> list[str]:
     return [key for key in keys if re.fullmatch(rf"eval_(.+_)?(?<!aux_){metric}", key)]
 
 
+@matplotlib.rc_context(_STYLE)
 def memory_picture(timeline: Timeline, planned: int | None, title: str) -> Figure:
-    """Draws the bytes of tensors over time by kind. A pixel column shows its largest total. Backwards are shaded."""
+    """Draws the bytes of tensors over time by kind, and the planned peak. A pixel column shows its largest total.
+    Backwards are shaded.
+    """
     total = sum(timeline.live.values())
     unit, name = (2**30, "GiB") if max(total) >= 2**30 else (2**20, "MiB")
     starts = np.unique(np.linspace(0, len(total), _COLUMNS, endpoint=False, dtype=np.int64))

@@ -18,10 +18,10 @@ from lowmem.errors import ConfigError, UnsupportedError
 from lowmem.placements import nbytes, shape_of, streaming_of
 from lowmem.placements.streaming import moves
 from lowmem.run import images
-from lowmem.run.description import describe, recomputed
+from lowmem.run.description import describe
 from lowmem.run.fake import LONGEST, MICRO_BATCHES, offloaded_to_nvme, running
 from lowmem.run.fake_ranks import fake_ranks
-from lowmem.run.memory import ACTIVATIONS, BUFFERS, STATES, WEIGHTS, StepMemory
+from lowmem.run.memory import BUFFERS, STATES, WEIGHTS, StepMemory
 from lowmem.run.recipe import Recipe
 from lowmem.step.room import HEADROOM
 from lowmem.tiles.quantized import in_codes
@@ -100,7 +100,7 @@ def plan(recipe: Recipe, ranks: int = 1, memory: int | None = None) -> RunPlan:
             summary = describe(trainer)
             if device.type != "cpu" and trainer.optimizer.policy == "deferred" and step.host_gradients:
                 step, summary["gradients"] = _store(step, trainer, memory)
-            phases = _phases(trainer, step, ranks, device, converts=converts)
+            phases = _phases(trainer, step, ranks, on_cpu=device.type == "cpu", converts=converts)
             if streaming is not None and (in_files or device.type != "cpu"):
                 summary["copies"] = _copies(step, streaming, args)
     if nvme is not None or in_files:
@@ -127,26 +127,16 @@ def _without_files(step: StepMemory, streaming: Any, optimizer: Any) -> StepMemo
 
 def _store(step: StepMemory, trainer: Any, memory: int | None) -> tuple[StepMemory, str]:
     """Divides the stored gradients between a device with `memory` bytes and the host, and describes the division."""
-    args, optimizer, here = trainer.args, trainer.optimizer, 0
-    automatic = optimizer._parameters.config.store_bytes is None
+    automatic, here = trainer.optimizer._parameters.config.store_bytes is None, 0
     if automatic and memory is not None:
         here = min(step.host_gradients, max(0, int(memory * (1 - HEADROOM)) - step.peak))
-    there, micro_batches = step.host_gradients - here, args.gradient_accumulation_steps
+    there = step.host_gradients - here
     text = " and ".join(f"{n / 2**30:,.2f} GiB on the {where}" for n, where in ((here, "device"), (there, "host")) if n)
     text += " until the step is decided"
     if automatic and memory is None:
         text += ", less if the device has room (--memory)"
     if there:
-        seconds = 2 * there / LINK
-        text += f": {seconds:,.1f} s of copies per micro-batch at {LINK / 1e9:.0f} GB/s"
-        if micro_batches > 1:
-            more = (micro_batches - 1) * step.items[ACTIVATIONS] / 2**30
-            text += f". One batch in place of {micro_batches} saves {(micro_batches - 1) * seconds:,.1f} s and takes "
-            text += f"about {more:,.2f} GiB more"
-        elif optimizer.placement == "local":
-            tokens = args.per_device_train_batch_size * (args.max_length or LONGEST)
-            work = (6 if recomputed(args) else 4) * tokens * sum(param.numel() for param in trainer.model.parameters())
-            text += f". A second backward (policy two_pass) would take {work / 100e12:,.1f} s at 100 TFLOP/s"
+        text += f": {2 * there / LINK:,.1f} s of copies per micro-batch at {LINK / 1e9:.0f} GB/s"
     return replace(step, host_peak=step.host_peak - here), text
 
 
@@ -162,42 +152,65 @@ def _copies(step: StepMemory, streaming: Any, args: Any) -> str:
     return copies + hidden * (streaming.device.type != "cpu")
 
 
-def _phases(trainer: Any, step: StepMemory, ranks: int, device: torch.device, *, converts: bool) -> dict[str, Phase]:
+def _phases(trainer: Any, step: StepMemory, ranks: int, *, on_cpu: bool, converts: bool) -> dict[str, Phase]:
     """Returns the phases of a run. Weights and states are loaded and saved one parameter at a time. `converts` is true
     if the files have weights in another dtype.
     """
-    args, on_cpu, quantizes = trainer.args, device.type == "cpu", in_codes(trainer.model)
-    placement, params = trainer.optimizer.placement, list(trainer.model.parameters())
-    sharded, by_rows = placement in ("zero3", "fsdp2"), placement == "fsdp2"
-    weights = [math.prod(shape_of(param)) * param.element_size() for param in params]
-    largest, unit = max(weights), _largest_unit(trainer.model, placement)
-    gathered = largest + largest // ranks if sharded else largest * quantizes  # plus the padded shard
+    args, sharded = trainer.args, trainer.optimizer.placement in ("zero3", "fsdp2")
+    weights = _weights(trainer.model)
+    gathered = 0
+    if sharded:
+        gathered = max(weights) + max(weights) // ranks  # plus the padded shard
+    elif in_codes(trainer.model):
+        gathered = max(weights)
     states = (step.items[STATES] + step.host_states) * (ranks if sharded else 1)
     checkpoint = sum(weights) + (0 if args.save_only_model else states)
-    kept = args.save_total_limit or _saves(args)
-    on_host = 0  # weights of the mapped files
-    if by_rows and args.fsdp_plugin_args["cpu_ram_efficient_loading"]:  # rank 0 broadcasts one weight after another
-        on_host, unit = converts * sum(weights) + on_cpu * largest, largest
-    elif by_rows:
-        on_host, unit = quantizes * sum(map(nbytes, params)), unit * (converts or not on_cpu)
-    elif (converts or quantizes) and placement != "zero3":
-        direct = ranks == 1 and not (on_cpu or quantizes)  # they go to the GPU one by one
-        on_host = sum(weights) if converts and not direct else largest
-    # FSDP2 converts a unit or moves it to a GPU, and ZeRO-3 gathers a module; on a CPU, gloo gathers into a copy
-    more = {"replicated": largest, "fsdp2": unit, "zero3": unit * (1 + on_cpu)}.get(placement, 0)
-    held = step.items[WEIGHTS] + step.items[BUFFERS]
-    load = Phase(held + more, step.host_weights + on_host)
-    if on_cpu:
-        load = Phase(max(load.device, on_host + held * by_rows))
+    kept = 0 if args.save_strategy == "no" else args.save_total_limit or _saves(args)
+    load = _load(trainer, step, ranks, on_cpu=on_cpu, converts=converts)
+    saved = Phase(step.rest + gathered, 0 if on_cpu else step.host_peak + max(weights))
     phases = {"load": load, "step": Phase(step.peak, step.host_peak)}
     if step.evaluation:
         phases["evaluation"] = Phase(step.evaluation, step.host_weights + step.host_states)
-    moved = Phase(step.rest + gathered, 0 if on_cpu else step.host_peak + largest)
-    if args.save_strategy != "no":
-        phases["save"] = moved._replace(disk=(kept + 1) * checkpoint)
-        phases["resume"] = Phase(max(load.device, moved.device), max(load.host, moved.host), kept * checkpoint)
-    phases["end"] = moved._replace(disk=(kept * checkpoint if args.save_strategy != "no" else 0) + sum(weights))
+    if kept:
+        phases["save"] = saved._replace(disk=(kept + 1) * checkpoint)
+        phases["resume"] = Phase(max(load.device, saved.device), max(load.host, saved.host), kept * checkpoint)
+    phases["end"] = saved._replace(disk=kept * checkpoint + sum(weights))
     return phases
+
+
+def _load(trainer: Any, step: StepMemory, ranks: int, *, on_cpu: bool, converts: bool) -> Phase:
+    """Returns the memory of loading. On the host, weights that are not converted are pages of the mapped files."""
+    placement, quantizes = trainer.optimizer.placement, in_codes(trainer.model)
+    weights, unit = _weights(trainer.model), _largest_unit(trainer.model, placement)
+    by_rows = placement == "fsdp2"
+    more = on_host = 0  # bytes beyond the weights of the rank
+    if by_rows and trainer.args.fsdp_plugin_args["cpu_ram_efficient_loading"]:
+        more = max(weights)  # rank 0 broadcasts one weight after another
+        on_host = (sum(weights) if converts else 0) + (more if on_cpu else 0)
+    elif by_rows:
+        if converts or not on_cpu:
+            more = unit  # it is converted, or moved to the GPU
+        if quantizes:
+            on_host = sum(map(nbytes, trainer.model.parameters()))
+    elif placement == "zero3":
+        more = 2 * unit if on_cpu else unit  # it is gathered, by gloo into a copy
+    else:
+        if placement == "replicated":
+            more = max(weights)
+        one_by_one = ranks == 1 and not (on_cpu or quantizes)  # to the GPU
+        if converts and not one_by_one:
+            on_host = sum(weights)
+        elif converts or quantizes:
+            on_host = max(weights)
+    held = step.items[WEIGHTS] + step.items[BUFFERS]
+    if on_cpu:
+        return Phase(max(held + more, on_host + (held if by_rows else 0)))
+    return Phase(held + more, step.host_weights + on_host)
+
+
+def _weights(model: Any) -> list[int]:
+    """Returns the bytes of each complete weight."""
+    return [math.prod(shape_of(param)) * param.element_size() for param in model.parameters()]
 
 
 def _saves(args: Any) -> int:

@@ -66,21 +66,20 @@ def _problem(recipe: Recipe) -> str | None:
     if planned is None:
         out.print(f"memory     not planned: {text}", soft_wrap=True)
         return None
-    if planned["needed"] > memory:  # arguments with which it fits
-        out.print(text, soft_wrap=True)
+    needed = planned["needed"]
     host, disk = (max(phase[where] for phase in planned["phases"].values()) for where in ("host", "disk"))
     replaced = sum(file.stat().st_size for file in Path(args.output_dir).rglob("*") if file.is_file())
     if (free := shutil.disk_usage(args.output_dir).free + replaced) < disk:
         warn(f"{args.output_dir} needs {size(disk)} for checkpoints, but its disk has {size(free)}")
-    out.print(f"memory     {size(planned['needed'])} of {size(memory)} per process (planned)", soft_wrap=True)
-    if planned["needed"] > memory:
-        need, where, has = planned["needed"], "on the GPU of each process" if on_gpu else "for each process", memory
-    elif on_gpu and host > on_host:
-        need, where, has = host, "on the host for each process", on_host
-    else:
-        return None
-    problem = f"it needs {size(need)} {where}, which has {size(has)}"
-    return f"the run does not fit: {problem}. Use --force to train anyway"
+    out.print(f"memory     {size(needed)} of {size(memory)} per process (planned)", soft_wrap=True)
+    problem = "the run does not fit: it needs {} {}, which has {}. Use --force to train anyway"
+    if needed > memory:
+        out.print(text, soft_wrap=True)  # arguments with which it fits
+        where = "on the GPU of each process" if on_gpu else "for each process"
+        return problem.format(size(needed), where, size(memory))
+    if on_gpu and host > on_host:
+        return problem.format(size(host), "on the host for each process", size(on_host))
+    return None
 
 
 def free_on_host() -> int:

@@ -67,6 +67,6 @@ def profile(recipe: Recipe, steps: int, folder: Path) -> Profile:
         write_file(folder / FIGURES, (json.dumps(figures, indent=2) + "\n").encode())
         assert measured.timeline is not None
         title = f"Tensors of {steps} step{'s' if steps > 1 else ''} of {model}"
-        peak = planned["peak"] if planned else None
-        pictures.draw_memory(folder / PICTURE, measured.timeline, peak, title)
+        figure = pictures.memory_picture(measured.timeline, planned["peak"] if planned else None, title)
+        pictures.write(figure, folder / PICTURE)
     return Profile(measured, planned, text, process, files)

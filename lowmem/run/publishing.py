@@ -54,10 +54,9 @@ def publish_checkpoint(trainer: Any, folder: Path) -> None:
 def _upload(trainer: Any, folder: Path, message: str, *, path_in_repo: str | None = None, **options: Any) -> Any:
     trainer.callback_handler.on_push_begin(trainer.args, trainer.state, trainer.control)
     unpublished = ["training_args.bin"] if path_in_repo else [*_UNPUBLISHED]
-    return HfApi().upload_folder(
-        repo_id=trainer.hub_model_id, folder_path=folder, commit_message=message, token=trainer.args.hub_token,
-        revision=trainer.args.hub_revision, path_in_repo=path_in_repo, ignore_patterns=unpublished, **options,
-    )  # fmt: skip
+    options |= {"repo_id": trainer.hub_model_id, "revision": trainer.args.hub_revision, "path_in_repo": path_in_repo}
+    options |= {"commit_message": message, "ignore_patterns": unpublished, "token": trainer.args.hub_token}
+    return HfApi().upload_folder(folder_path=folder, **options)
 
 
 def shared_arguments(recipe: Recipe) -> str:

@@ -185,7 +185,7 @@ def parse(
     Args:
         argv: the words after the command.
         device: "gpu" or "cpu" for the recipe of a run on this device. The machine does not need to have it.
-        more: a function that adds the options of `plan` or `inspect` to the parser; their `--device` comes first.
+        more: a function that adds the options of `plan` or `inspect` to a group; their `--device` comes first.
     """
     file, rule, in_file = configured(argv)
     with _located("fused", {} if rule else in_file):
@@ -225,9 +225,8 @@ def _for_device(device: str | None, arguments: Mapping[str, Any]) -> dict[str, A
         return {**changed, **off, "use_cpu": True, "bf16": device == "cpu" and bool(autocast[0])}
     if torch.accelerator.is_available():
         if arguments.get("dataloader_pin_memory", True) and "accelerator_config" not in arguments:
-            changed["accelerator_config"] = {
-                "non_blocking": True
-            }  # otherwise the host waits for every tensor of a batch
+            # otherwise the host waits for every tensor of a batch
+            changed["accelerator_config"] = {"non_blocking": True}
         return changed
     changed["dataloader_pin_memory"] = False
     if not arguments.get("use_cpu") and autocast == (None, None):

@@ -80,6 +80,8 @@ class RunReport(TrainerCallback):  # type: ignore[misc]
         finally:
             if self.bar.training_bar is not None:
                 self.bar.training_bar.close()
+            del trainer.log  # the method of the class again
+            trainer.remove_callback(self)
             self._draw()
 
     def on_train_begin(

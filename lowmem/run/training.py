@@ -43,7 +43,7 @@ def train(recipe: Recipe) -> int | None:
         stage("loading the model and tokenizing")
         trainer = build.trainer(recipe, train, evaluation)
         counts = data.check(trainer, train, evaluation)
-        with blaming_libraries("this model cannot be trained so"):
+        with blaming_libraries("this model cannot be trained"):
             trainer.create_optimizer()  # raises for unsupported models before anything is written
         topics = {**describe(trainer), "data": counts}
         print_topics(topics)
@@ -73,9 +73,10 @@ def _require_metric(trainer: Any) -> None:
     name, data = trainer.args.metric_for_best_model, trainer.eval_dataset
     if data is None or name in (None, "loss", "eval_loss"):
         return
-    handler = trainer.callback_handler
+    handler, device = trainer.callback_handler, trainer.args.device
     count = trainer.args.per_device_eval_batch_size * trainer.args.world_size
-    with torch.random.fork_rng(), patch.object(handler, "callbacks", []):  # they would report this evaluation
+    forked = torch.random.fork_rng([device] if device.type == "cuda" else [])
+    with forked, patch.object(handler, "callbacks", []):  # they would report this evaluation
         metrics = trainer.evaluate(data.take(min(count, len(data)) if has_length(data) else count))
     names = [metric.removeprefix("eval_") for metric in metrics]
     if name.removeprefix("eval_") not in names:

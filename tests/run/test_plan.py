@@ -47,7 +47,7 @@ def test_weights_and_states(write, device):
     assert step.items["weights"] == 2 * PARAMETERS
     assert step.items["optimizer states"] == pytest.approx(4 * PARAMETERS, rel=0.01)
     assert step.largest_gradient == 2 * 4096 * 64
-    assert step.floor < step.peak
+    assert step.rest + step.largest_gradient < step.peak
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

@@ -91,13 +91,17 @@ class Fail(TrainerCallback):
 
 
 def test_each_logging_step_prints_one_aligned_line(trainer, run_dir):
-    lines = train(trainer(eval_strategy="steps", eval_steps=2), run_dir).splitlines()
+    trained = trainer(eval_strategy="steps", eval_steps=2)
+    lines = train(trained, run_dir).splitlines()
     steps = [line for line in lines if "tokens/s" in line]
     assert [line.split()[1] for line in steps] == ["1/4", "2/4", "3/4", "4/4"]
     for word in ("loss", "grad norm", "lr", "tokens/s", "peak"):
         assert len({line.index(word) for line in steps}) == 1, word
     evaluations = [line for line in lines if "evaluation" in line]
     assert len(evaluations) == 2
+    logged = metrics(run_dir)
+    trained.evaluate()
+    assert metrics(run_dir) == logged  # the report has ended
     assert "loss" in evaluations[0] and "runtime" not in evaluations[0] and "per second" not in evaluations[0]
     assert "trained in 0:00:" in lines[-1] and "52 tokens" in lines[-1]
 
