@@ -150,12 +150,8 @@ class FusedTrainerMixin(_Base):
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         """Runs the trainer's step. A backward inside `compute_loss` counts as an earlier micro-batch."""
         # the optimizer does not exist before train()
-        with nullcontext() if self.optimizer is None else self.optimizer._hooks.during(in_accumulate=True):
+        with nullcontext() if self.optimizer is None else self.optimizer.accumulating():
             return super().training_step(*args, **kwargs)
-
-    def get_train_dataloader(self) -> Any:
-        self._train_batch_size = self.args.train_batch_size  # transformers 4 would use the checkpoint's batch size
-        return super().get_train_dataloader()
 
     def set_initial_training_values(self, args: TrainingArguments, dataloader: Any, *rest: Any) -> Any:
         """Checks that the ranks agree, and that the rows match the checkpoint, before the first step."""
@@ -192,7 +188,7 @@ class FusedTrainerMixin(_Base):
             self.optimizer = self._new_optimizer(model)
         arguments.check_optimizer(self.optimizer, self.args)
         opt: Any = self.optimizer
-        if opt._hooks.removed:
+        if opt.removed:
             raise StepError(
                 "another trainer has since trained this model and removed the hooks of this trainer's optimizer. "
                 "Create a new trainer"
@@ -293,8 +289,8 @@ class FusedTrainerMixin(_Base):
 
     def _rotate(self, run_dir: Path) -> None:
         """Removes old checkpoints, unless the last steps had non-finite gradients."""
-        self.optimizer._report.settle()
-        step, streak = self.state.global_step, self.optimizer._report.streak
+        step = self.state.global_step
+        streak = self.optimizer.nonfinite_streak
         if self.is_world_process_zero() and streak:
             logger.warning(
                 "older checkpoints were not removed when step %d was saved, because the last %d step(s) had non-finite "

@@ -34,7 +34,7 @@ def changed(args: TrainingArguments) -> dict[str, Any]:
     return {name: getattr(value, "value", value) for name, value in changed.items()}
 
 
-def choose(args: TrainingArguments, fused: FusedConfig | None) -> FusedConfig:
+def choose_rule(args: TrainingArguments, fused: FusedConfig | None) -> FusedConfig:
     """Returns `fused` if it names a rule. Otherwise, adds the rule and hyperparameters that the arguments name.
 
     Raises:

@@ -16,11 +16,10 @@ import datasets
 import pyarrow as pa
 import pyarrow.compute as pc
 import torch
-import transformers
 import xxhash
 from datasets.fingerprint import Hasher
 from torch.utils.data import IterableDataset, SequentialSampler
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import TrainerCallback, TrainingArguments
 from transformers.trainer_utils import has_length
 
 from lowmem.errors import CheckpointError, DataError
@@ -35,8 +34,8 @@ RECORD_FILE = "data.json"
 _EPOCH = "epoch_"  # prefix of files with each rank's random states at the beginning of the epoch
 _GENERATOR = "generator.pt"
 
-# Arguments that determine the order of rows. transformers 5 has replaced the second by the first.
-_ORDER = ("train_sampling_strategy", "group_by_length", "data_seed", "seed", "dataloader_drop_last")
+# Arguments that determine the order of rows.
+_ORDER = ("train_sampling_strategy", "data_seed", "seed", "dataloader_drop_last")
 _SHAPE = "per_device_train_batch_size, gradient_accumulation_steps, processes"
 
 # Maximum number of rows of a stream or a list, and of bytes of a data set, in a fingerprint.
@@ -65,7 +64,7 @@ class Order:
         if seeded and not trainer.accelerator.split_batches:  # the order does not depend on the batches
             total = self.batches * self.per_batch  # padded, or cut, to batches of all ranks
             rows, per_epoch = math.prod(shape), min(total, len(data)) if args.world_size == 1 else total
-        self.record = {name: getattr(args, name) for name in _ORDER if hasattr(args, name)} | {
+        self.record = {name: getattr(args, name) for name in _ORDER} | {
             "data": fingerprint(data) if compared else None,
             "kind of data": type(data).__name__,
             "number of rows": len(data) if has_length(data) else None,
@@ -80,9 +79,6 @@ class Order:
         """Makes the samplers draw the order of an epoch."""
         if (set_epoch := getattr(self._batch_sampler, "set_epoch", None)) is not None:
             set_epoch(epoch)  # transformers does not do this if it skips batches
-        if hasattr(self._sampler, "initial_seed"):
-            # transformers 4 reads a resumed epoch from a new loader, which starts at epoch 0 again
-            self._sampler.epoch, self._sampler.set_epoch = epoch, lambda epoch: None
 
 
 class DataPosition(TrainerCallback):  # type: ignore[misc]
@@ -119,25 +115,17 @@ class DataPosition(TrainerCallback):  # type: ignore[misc]
         self._random_states = TemporaryDirectory()  # of the beginning of this epoch
         step = 0 if checkpoint is None else read_json(checkpoint / TRAINER_STATE_FILE)["global_step"]
         self.left = checkpoint is None or step < max_steps
-        self.start = by_trainer = step // steps_per_epoch, step % steps_per_epoch * args.gradient_accumulation_steps
+        self.start = step // steps_per_epoch, 0
         if not self.left and trainer.is_world_process_zero():
             logger.warning(
                 "training is already complete: %s is at step %d of %d, and its weights are loaded. Raise max_steps or "
                 "num_train_epochs to continue.", checkpoint, step, max_steps
             )  # fmt: skip
-        if args.ignore_data_skip:
-            self.start = by_trainer[0], 0
-        elif checkpoint is not None and self.left:
+        if checkpoint is not None and self.left and not args.ignore_data_skip:
             require_step_with_completions(args, step, checkpoint)
             saved = read_json(checkpoint / RECORD_FILE)
             require_same_rows(saved, order.record, checkpoint, steps=max_steps - step)
             self.start = saved["epoch"], saved["row"] // order.per_batch
-            if self.start != by_trainer and not hasattr(Trainer, "_init_training_state"):
-                raise CheckpointError(
-                    f"{checkpoint} has trained {self.start[0]} epochs and {self.start[1]} batches, and transformers "
-                    f"{transformers.__version__} would skip {by_trainer[0]} and {by_trainer[1]}. Run: pip install "
-                    "'transformers>=5.6'. Or write ignore_data_skip: true to begin the epoch again"
-                )
         self.epoch, self.fetched, self.ended = self.start[0] - 1, 0, False  # the next one begins
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -163,7 +151,7 @@ class DataPosition(TrainerCallback):  # type: ignore[misc]
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Compares the weights of ranks in logged steps, because all ranks end these steps together."""
         if control.should_log:
-            self._trainer.optimizer._report.compare_replicas()
+            self._trainer.optimizer.compare_replicas()
 
     def _note_random_states(self) -> None:
         self._trainer._save_rng_state(self._random_states.name)

@@ -20,19 +20,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 
 from lowmem import placements
 from lowmem.errors import CheckpointError
 from lowmem.files import SafetensorsFile, read_json, write_safetensors
 from lowmem.hf import adapters
-
-try:
-    from transformers.core_model_loading import revert_weight_conversion
-except ImportError:  # transformers 4, whose files have the weights of the model
-
-    def revert_weight_conversion(model: Any, weights: Any) -> Any:
-        return weights
-
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -210,7 +203,7 @@ def _unsharded(model: Any, weights: dict[str, Tensor]) -> Any:
     unsharded.__dict__ |= model.__dict__ | {"get_parameter": weights.__getitem__}
     if (conversions := getattr(model, "_weight_conversions", None)) is not None:
         # transformers 5.23 (core_model_loading.py) drops unused conversions after loading, but not under ZeRO-3
-        unsharded._weight_conversions = [c for c in conversions if not hasattr(c, "was_used") or c.was_used()]
+        unsharded._weight_conversions = [conversion for conversion in conversions if conversion.was_used()]
     return unsharded
 
 

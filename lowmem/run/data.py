@@ -209,9 +209,7 @@ def _counts(trainer: Any, loaded: Any, name: str) -> str:
     if name == "train":
         _warn_of_answers_without_end(trainer.model, tokenizer, whole.endings)
     dropped = 0 if packed else len(loaded) - len(tokenized)
-    strategies = type(args).__dataclass_fields__["packing_strategy"].metadata["help"] if packed else ""
-    kept = " or ".join(name for name in ("bfd_split", "wrapped") if name in strategies)  # early TRL has one of them
-    advice = f"; packing_strategy: {kept} keeps them" if kept else ""
+    advice = "; packing_strategy: bfd_split or wrapped keeps them" if packed else ""
     parts = [
         f"{rows} packed into {len(tokenized):,}" if packed else rows,
         f"{dropped:,} dropped by max_length={limit}" if dropped > 0 else "",

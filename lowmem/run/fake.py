@@ -32,7 +32,7 @@ from transformers import (
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from lowmem.errors import ConfigError
-from lowmem.hf import sharding
+from lowmem.hf import arguments
 from lowmem.hf.layers import positions
 from lowmem.hf.streaming import StreamedSharding
 from lowmem.run import build, data, images
@@ -108,7 +108,7 @@ def running(recipe: Recipe, device: torch.device, *, real: bool = False) -> Iter
         stack.enter_context(patched(_of_torch(real)))
         # fake weights cannot be replaced by broadcast shards
         sharded = trainer._inputs.sharding
-        with patch.object(sharded, "broadcasts", False) if hasattr(sharded, "broadcasts") else nullcontext():
+        with nullcontext() if sharded is None else patch.object(sharded, "broadcasts", False):
             trainer._shard()
         for other in others if isinstance(sharded, StreamedSharding) else ():
             sharded.shard(other, reference=True)
@@ -140,7 +140,7 @@ def _trainer(
     names = ["ref_model"] if recipe.command in ("dpo", "kto") and not adapted else []
     if not args.deepspeed:  # left by an earlier plan, for which transformers would partition the model
         unset_hf_deepspeed_config()
-    if (sharded := sharding.requested(args, recipe.fused)) is not None:
+    if (sharded := arguments.requested(args, recipe.fused)) is not None:
         if fake is not None and args.deepspeed and (nvme := offloaded_to_nvme(args)):
             nvme["device"] = "cpu"  # fake tensors cannot be written
         sharded.prepare(recipe.dtype)

@@ -32,7 +32,7 @@ def train(recipe: Recipe) -> int | None:
     Returns:
         The signal that stopped the run after it saved a checkpoint, or None if the run is complete.
     """
-    Inputs(None, recipe.training, None, recipe.fused).check_arguments()
+    Inputs(None, recipe.training, None, recipe.fused).check_before_loading()
     folder = RunFolder(Path(recipe.training.output_dir), recipe.training.resume_from_checkpoint, rank())
     with folder.opened(), _with_advice(recipe, folder):
         checkpoint = folder.start()
