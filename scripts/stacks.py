@@ -84,7 +84,7 @@ def main(stack, report):
     }
     runs = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
     runs = [other for other in runs if (other["stack"], other["python"]) != (stack, run["python"])] + [run]
-    order = ["today", "newest", "axolotl", "llamafactory", "gpu", "floor"]
+    order = ["today", "newest", "axolotl", "gpu", "floor"]
     runs.sort(key=lambda run: (order.index(run["stack"]) if run["stack"] in order else -1, run["python"]))
     RESULTS.write_text(json.dumps(runs, indent=1) + "\n")
     write(PAGE, runs)

@@ -36,8 +36,7 @@ def save_weights(
     save: Callable[..., Any] | None = None,
 ) -> None:  # fmt: skip
     """Writes the files that `save_pretrained` writes on one device: weights and configuration. For a module that is not
-    a `PreTrainedModel`, writes only the weights. For a `PeftModel`, writes the adapters and a file with other trained
-    tensors. Every rank calls it.
+    a `PreTrainedModel`, writes only the weights. For a `PeftModel`, writes the adapters. Every rank calls it.
 
     Args:
         write: whether this rank writes the files.
@@ -63,8 +62,8 @@ def save_weights(
 
 
 def load_weights(model: nn.Module, folder: str | Path) -> None:
-    """Copies the weights of a checkpoint into a model, or adapters and other trained tensors into a `PeftModel`. Every
-    rank reads the files. Nothing is copied unless all tensors match.
+    """Copies the weights of a checkpoint into a model, or adapters into a `PeftModel`. Every rank reads the files.
+    Nothing is copied unless all tensors match.
 
     Raises:
         CheckpointError: the weights are missing or truncated, or their names or shapes differ from the model's.

@@ -193,8 +193,8 @@ def _of_trainer(args: Any, device: torch.device, real: bool) -> Iterator[Patch]:
 
 
 def _of_torch(real: bool) -> Iterator[Patch]:
-    """Yields replacements for functions that torch 2.13 does not support on "meta" or for fake tensors. TRL's head,
-    transformers 4 and DeepSpeed query autocast.
+    """Yields replacements for functions that torch 2.13 does not support on "meta" or for fake tensors. TRL's head
+    and DeepSpeed query autocast.
     """
     enabled, dtype, autocast = torch.is_autocast_enabled, torch.get_autocast_dtype, torch.autocast
 

@@ -63,7 +63,7 @@ class NamesAdagrad(Trainer):
 
 class ChangesTheRate(Trainer):
     def create_optimizer(self, model=None):
-        optimizer = super().create_optimizer(*([] if model is None else [model]))  # none in transformers 4
+        optimizer = super().create_optimizer(model)
         optimizer.param_groups[0]["lr"] = 1e-4
         return optimizer
 
