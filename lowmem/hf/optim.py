@@ -66,7 +66,7 @@ def choose_rule(args: TrainingArguments, fused: FusedConfig | None) -> FusedConf
 
 def read(optimizer: Any, fused: FusedConfig) -> tuple[FusedConfig, list[dict[str, Any]]]:
     """Reads an optimizer that a trainer's class has created. Raises `ConfigError` if it is not an optimizer, or if it
-    has hooks, states or options that cannot be read.
+    has hooks, a schedule, states or options that cannot be read.
 
     Returns:
         `fused`, with the optimizer's class and options if it does not name a rule, and the optimizer's groups, each
@@ -77,14 +77,15 @@ def read(optimizer: Any, fused: FusedConfig) -> tuple[FusedConfig, list[dict[str
         raise ConfigError(f"this trainer creates {optimizer!r}, which is not a torch.optim.Optimizer")
     defaults = optimizer.defaults
     hyper = {name: defaults[name] for name in inspect.signature(cls).parameters if name in defaults}
-    fresh = cls([nn.Parameter(torch.zeros(2, 2))], **hyper)
-    hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks or "step" in vars(optimizer)
-    others = _settings(optimizer) != _settings(fresh) or bool(optimizer.state) != bool(fresh.state)
-    if hooks or (others and fused.rule is None):
-        extra = "hooks around its step or a schedule" if hooks else "states, or options that are not in its `defaults`,"
+    try:
+        fresh = cls([nn.Parameter(torch.zeros(2, 2))], **hyper)
+    except TypeError as error:  # an option without a default
+        raise ConfigError(f"this trainer creates a {cls.__name__}, whose options cannot be read: {error}") from error
+    if _settings(optimizer) != _settings(fresh) or bool(optimizer.state) != bool(fresh.state):
         raise ConfigError(
-            f"this trainer creates a {cls.__name__} with {extra} which a fused optimizer does not support. Omit them"
-            + ("" if hooks else ", or name the optimizer in fused.rule, with its options in FusedConfig")
+            f"this trainer creates a {cls.__name__} with hooks around its step, a schedule, states, or options that are "
+            "not in its `defaults`, which a fused optimizer does not support. Omit them, or pass a FusedOptimizer in "
+            "`optimizers`"
         )
     groups = [
         {key: value for key, value in group.items() if key not in defaults or value != defaults[key]}

@@ -48,7 +48,7 @@ A_MIXTURE = r"'model\.layers\.0\.mlp' is a mixture of experts.*Omit mlp_tile"
     ("make", "options", "words"),
     [
         *(
-            pytest.param(lambda kind=kind: on_meta(kind), {}, A_MIXTURE, marks=experts_are_stacked, id=kind)
+            pytest.param(lambda kind=kind: on_meta(kind), {}, A_MIXTURE, id=kind)
             for kind in ("Mixtral", "Qwen3Moe", "GptOss")
         ),
         (lambda: on_meta("OPT"), {}, "OPTForCausalLM"),
