@@ -87,7 +87,8 @@ class FusedTrainerMixin(_Base):
         self._inputs = arguments.Inputs.from_call(bases, args, kwargs, fused)
         if self._inputs.args is not None:  # otherwise the class creates them
             self._inputs.prepare()
-        self.layers, self._run = layers or LayersConfig(), resuming.Run()
+        self.layers = layers or LayersConfig()
+        self._run = resuming.Run()
         sharding = None if self._inputs.args is None else self._inputs.sharding
         with loading(converts=sharding is not None and sharding.converts):
             super().__init__(*args, **kwargs)
@@ -213,7 +214,8 @@ class FusedTrainerMixin(_Base):
 
     def _new_optimizer(self, model: nn.Module) -> FusedOptimizer:
         """Creates the optimizer from `fused`, or from the class, options and groups of one that the trainer creates."""
-        rate, created = self.args.learning_rate, self._created_by_class()
+        rate = self.args.learning_rate
+        created = self._created_by_class()
         if isinstance(created, FusedOptimizer):
             return created
         if created is None:
@@ -261,7 +263,7 @@ class FusedTrainerMixin(_Base):
             adapters.check(self.model, self.args, sharded=self._inputs.sharded, saves=saves)
         folder = checkpoint.to_resume(resume_from_checkpoint, Path(self.args.output_dir))
         self._run = resuming.Run(folder, checkpoint.earlier_steps(folder, Path(self.args.output_dir)))
-        arguments.check_callbacks(self.callback_handler.callbacks)
+        arguments.check_callbacks(self.callback_handler.callbacks, resumed=folder is not None)
         if resume_from_checkpoint or args:  # the `train` of a class may not have arguments
             resumed = None if folder is None else str(folder)
             args = (resumed, *args)

@@ -39,6 +39,9 @@ _UNSUPPORTED = {
     "save_on_each_node": "rank 0 saves for all machines, on a shared disk. Omit it",
 }
 
+# Callbacks of TRL that average the weights of the model into another model.
+_AVERAGES = {"SyncRefModelCallback", "PEFTAdapterEMACallback", "BEMACallback"}
+
 _COUNT, _AMOUNT, _SHARE = require.number(">= 1", whole=True), require.number(">= 0"), require.number(">= 0", "<= 1")
 
 # Valid numbers by argument. For other numbers, transformers and TRL do not raise, or fail only after some steps.
@@ -277,9 +280,16 @@ def check_optimizer(optimizer: Any, args: TrainingArguments) -> None:
         raise ConfigError('fp16=True, but the optimizer has no loss scale; create it with loss_scale="dynamic"')
 
 
-def check_callbacks(callbacks: Iterable[Any]) -> None:
-    """Warns about callbacks that may read gradients, which are already freed."""
+def check_callbacks(callbacks: Iterable[Any], *, resumed: bool) -> None:
+    """Warns about callbacks that may read gradients, which are already freed, and, in a resumed run, about callbacks
+    that average weights into a model that checkpoints do not contain.
+    """
     for callback in callbacks:
+        if resumed and _AVERAGES & {cls.__name__ for cls in type(callback).__mro__}:
+            logger.warning(
+                "%s: checkpoints do not contain its reference model, teacher or average, which starts from the initial "
+                "weights again, so the resumed run differs from one that was not stopped", type(callback).__name__
+            )  # fmt: skip
         method = type(callback).on_pre_optimizer_step
         if method.__module__.partition(".")[0] not in ("transformers", "lowmem"):
             logger.warning(

@@ -83,9 +83,9 @@ def read(optimizer: Any, fused: FusedConfig) -> tuple[FusedConfig, list[dict[str
         raise ConfigError(f"this trainer creates a {cls.__name__}, whose options cannot be read: {error}") from error
     if _settings(optimizer) != _settings(fresh) or bool(optimizer.state) != bool(fresh.state):
         raise ConfigError(
-            f"this trainer creates a {cls.__name__} with hooks around its step, a schedule, states, or options that are "
-            "not in its `defaults`, which a fused optimizer does not support. Omit them, or pass a FusedOptimizer in "
-            "`optimizers`"
+            f"this trainer creates a {cls.__name__} with hooks around its step, a schedule, states, or options that "
+            "are not in its `defaults`, which a fused optimizer does not support. Omit them, or pass a FusedOptimizer "
+            "in `optimizers`"
         )
     groups = [
         {key: value for key, value in group.items() if key not in defaults or value != defaults[key]}

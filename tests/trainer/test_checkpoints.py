@@ -10,7 +10,7 @@ import torch
 import transformers
 from support.nets import assert_same
 from support.products import FULL
-from support.trainers import losses
+from support.trainers import build, losses
 from torch.distributed import DistBackendError
 from transformers import TrainerCallback
 
@@ -67,6 +67,20 @@ def test_a_file_is_flushed_before_it_has_its_name(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "flush", lambda path: flushed.append((path.name, (tmp_path / "a").exists())))
     files.write_file(tmp_path / "a", b"text")
     assert flushed == [(".a.tmp", False), (tmp_path.name, True)]
+
+
+def test_a_resumed_run_warns_of_models_that_checkpoints_do_not_contain(tmp_path, caplog):
+    def trained(steps, **keywords):
+        caplog.clear()
+        trainer = build("DPO, synchronized", tmp_path, True, max_steps=steps, **SAVES)
+        trainer.train(**keywords)
+        return trainer
+
+    whole = trained(3)
+    assert "checkpoints do not contain" not in caplog.text
+    resumed = trained(3, resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert caplog.text.count("SyncRefModelCallback: checkpoints do not contain its reference model") == 1
+    assert not all(map(torch.equal, whole.ref_model.parameters(), resumed.ref_model.parameters()))
 
 
 def full_disk(*_):
