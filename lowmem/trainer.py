@@ -274,7 +274,8 @@ class FusedTrainerMixin(_Base):
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Saves to a staging directory. Rank 0 writes everything except the random states of the other ranks."""
-        run_dir, name = Path(super()._get_output_dir(trial)), f"checkpoint-{self.state.global_step}"
+        run_dir = Path(super()._get_output_dir(trial))
+        name = f"checkpoint-{self.state.global_step}"
         try:
             with checkpoint.saving(run_dir, name, self._run.earlier) as self._run.staged:
                 super()._save_checkpoint(model, trial)
@@ -352,7 +353,8 @@ class FusedTrainerMixin(_Base):
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         checkpoint.check_configuration(self.model, Path(resume_from_checkpoint))
         self._shard()
-        target, custom = self.model if model is None else model, not self._inherits("_load_from_checkpoint")
+        target = self.model if model is None else model
+        custom = not self._inherits("_load_from_checkpoint")
         if custom or (self._inputs.sharding is None and type(target).load_state_dict is not nn.Module.load_state_dict):
             super()._load_from_checkpoint(resume_from_checkpoint, *(() if model is None else (model,)))
         else:

@@ -41,7 +41,8 @@ def choose_rule(args: TrainingArguments, fused: FusedConfig | None) -> FusedConf
         ConfigError: an argument contradicts `fused`, or has no effect.
         UnsupportedError: the optimizer cannot run fused.
     """
-    settings, fused = changed(args), fused or FusedConfig()
+    settings = changed(args)
+    fused = fused or FusedConfig()
     if fused.rule is not None:
         for name, value in settings.items():
             raise ConfigError(
@@ -143,7 +144,8 @@ def _options(default: UpdateRule, part: dict[str, Any], group: dict[str, Any]) -
     """
     rule = resolve(group["rule"]) if "rule" in group else default
     options: dict[str, Any] = {}
-    amount, without = part["weight_decay"], rule.without_decay()
+    amount = part["weight_decay"]
+    without = rule.without_decay()
     if rule.name == default.name:
         options = {key: value for key, value in part.items() if key not in ("params", "weight_decay")}
     elif amount is not None:
@@ -170,7 +172,8 @@ def with_learning_rate(args: TrainingArguments, fused: FusedConfig, model: Any) 
     Raises:
         ConfigError: both are set and differ, or neither is set and the default is meant for another rule.
     """
-    rule, rate = resolve(fused.rule), args.learning_rate
+    rule = resolve(fused.rule)
+    rate = args.learning_rate
     default = next(option.default for option in fields(type(args)) if option.name == "learning_rate")
     left_alone = rate == default and rule.name not in _ADAMW
     if not left_alone and fused.lr not in (None, rate):

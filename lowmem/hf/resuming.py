@@ -43,27 +43,32 @@ _ROWS, _BYTES = 100, 4 << 30
 
 
 class Order:
-    """The order in which a run trains on the rows of its data. `record` has the properties of the data, the order and
-    the batches that determine the rows of each step and, if `compared` is true, a fingerprint of the rows.
+    """The order in which a run trains on the rows of its data.
+
+    Attributes:
+        record: the properties of the data, the order and the batches, which determine the rows of each step. If
+            `compared` is true, it includes a fingerprint of the rows.
     """
 
     def __init__(self, trainer: Any, loader: Any, max_steps: int, *, compared: bool) -> None:
-        args, accumulation = trainer.args, trainer.args.gradient_accumulation_steps
+        args = trainer.args
+        accumulation = args.gradient_accumulation_steps
         data = getattr(loader, "dataset", loader)  # or a custom iterable of batches
         self.is_stream = isinstance(data, IterableDataset)
         self.batches = len(loader) if has_length(loader) else max_steps * accumulation  # per epoch, or in all steps
         self.per_batch = trainer.get_total_train_batch_size(args) // accumulation  # rows of all ranks
         sampler = getattr(loader, "batch_sampler", None)
         self._batch_sampler = getattr(sampler, "batch_sampler", sampler)
-        self._sampler: Any = getattr(self._batch_sampler, "sampler", None)
+        rows_sampler: Any = getattr(self._batch_sampler, "sampler", None)
         shape = [self.per_batch // args.world_size, accumulation, args.world_size]
         rows: Any = shape
         per_epoch = 0
         # Accelerate's RandomSampler draws the order of an epoch from this seed and the number of the epoch
-        seeded = type(self._sampler) is SequentialSampler or hasattr(self._sampler, "initial_seed")
+        seeded = type(rows_sampler) is SequentialSampler or hasattr(rows_sampler, "initial_seed")
         if seeded and not trainer.accelerator.split_batches:  # the order does not depend on the batches
             total = self.batches * self.per_batch  # padded, or cut, to batches of all ranks
-            rows, per_epoch = math.prod(shape), min(total, len(data)) if args.world_size == 1 else total
+            rows = math.prod(shape)
+            per_epoch = min(total, len(data)) if args.world_size == 1 else total
         self.record = {name: getattr(args, name) for name in _ORDER} | {
             "data": fingerprint(data) if compared else None,
             "kind of data": type(data).__name__,
@@ -103,10 +108,14 @@ class DataPosition(TrainerCallback):  # type: ignore[misc]
     def __init__(
         self, trainer: Any, loader: Any, steps_per_epoch: int, max_steps: int, checkpoint: Path | None
     ) -> None:
-        args, saves = trainer.args, trainer.args.save_strategy != "no"
+        args = trainer.args
+        saves = args.save_strategy != "no"
         compared = saves or checkpoint is not None or args.world_size > 1
         order = Order(trainer, loader, max_steps, compared=compared)
-        self._trainer, self._loader, self._order, self._folder = trainer, loader, order, checkpoint
+        self._trainer = trainer
+        self._loader = loader
+        self._order = order
+        self._folder = checkpoint
         samples = len(trainer.train_dataset) if has_length(trainer.train_dataset) else None
         data = None if order.is_stream else order.record["data"]  # a stream may be split by rank
         processes.require_alike(args, trainer.fused, trainer.layers, samples, data, checkpoint)
@@ -126,7 +135,9 @@ class DataPosition(TrainerCallback):  # type: ignore[misc]
             saved = read_json(checkpoint / RECORD_FILE)
             require_same_rows(saved, order.record, checkpoint, steps=max_steps - step)
             self.start = saved["epoch"], saved["row"] // order.per_batch
-        self.epoch, self.fetched, self.ended = self.start[0] - 1, 0, False  # the next one begins
+        self.epoch = self.start[0] - 1  # the next one begins
+        self.fetched = 0
+        self.ended = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Corrects the path of the best checkpoint, because the run folder may have been moved or copied."""
@@ -136,7 +147,9 @@ class DataPosition(TrainerCallback):  # type: ignore[misc]
 
     def on_epoch_begin(self, *_: Any, **__: Any) -> None:
         """Begins an epoch. For a resumed epoch, restores its random states, so that the same order is drawn."""
-        self.epoch, self.fetched, self.ended = self.epoch + 1, 0, False
+        self.epoch += 1
+        self.fetched = 0
+        self.ended = False
         start = Path(self._random_states.name)
         if self._folder is not None and self.epoch == self.start[0]:
             self.fetched = self.start[1]
@@ -162,7 +175,8 @@ class DataPosition(TrainerCallback):  # type: ignore[misc]
         """Writes the random states and, if `write`, the position at `epoch` (from the trainer's state). Every rank
         calls it.
         """
-        batch, order = round((epoch - self.epoch) * self._order.batches), self._order
+        order = self._order
+        batch = round((epoch - self.epoch) * order.batches)
         ended = batch == self.fetched if self.ended else batch == order.batches and not order.is_stream
         if ended:
             self._note_random_states()
@@ -220,7 +234,8 @@ def require_same_rows(saved: dict[str, Any], now: dict[str, Any], checkpoint: Pa
     if unknown:
         logger.warning("only the number of rows of the data was compared with %s, not the rows themselves", checkpoint)
     # the padding of an epoch's last batch does not matter if the run ends before that batch
-    per_step, epoch = math.prod(now[_SHAPE]), min(saved["rows per epoch"], now["rows per epoch"])
+    per_step = math.prod(now[_SHAPE])
+    epoch = min(saved["rows per epoch"], now["rows per epoch"])
     padding = ["rows per epoch"] if saved["row"] + steps * per_step > epoch // per_step * per_step else []
     for name in (*_ORDER, "dataloader_num_workers", "rows", *padding):
         if name not in saved.keys() & now.keys() or saved[name] == now[name]:
