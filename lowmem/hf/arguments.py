@@ -152,7 +152,8 @@ def requested(args: TrainingArguments, fused: FusedConfig | None) -> Sharding | 
                 f"accelerate launch requests {argument}, but the trainer's arguments do not. Set {argument} in them, "
                 "before the model is created"
             )
-    if args.fsdp_config and not args.fsdp:
+    # transformers 5.6 (training_args.py) always sets some of the other keys
+    if not args.fsdp and {*(args.fsdp_config or ())} - {*sharding.OTHER_FSDP_KEYS}:
         raise ConfigError("fsdp_config has no effect without fsdp. Set fsdp: true, or omit fsdp_config")
     if fused is not None and fused.placement == "streamed":
         return StreamedSharding(args, fused)

@@ -67,7 +67,7 @@ _FSDP2: dict[str, tuple[str, Any]] = {
 }
 
 # Other accepted keys. `accelerate launch` always sets the variables of the first two.
-_FSDP2_TOO = ("min_num_params", "cpu_ram_efficient_loading", "xla", "xla_fsdp_v2", "xla_fsdp_grad_ckpt")
+OTHER_FSDP_KEYS = ("min_num_params", "cpu_ram_efficient_loading", "xla", "xla_fsdp_v2", "xla_fsdp_grad_ckpt")
 
 
 class Sharding:
@@ -212,7 +212,7 @@ class Zero3Sharding(Sharding):
 
 def _check_fsdp2(config: dict[str, Any]) -> None:
     """Raises an error if a key of `fsdp_config`, or its environment variable, has no effect or is not supported."""
-    known = (*_FSDP2, *_FSDP2_TOO)
+    known = (*_FSDP2, *OTHER_FSDP_KEYS)
     for key in config:
         if key not in known:
             raise ConfigError(f"fsdp_config.{key} has no effect with FSDP2.{did_you_mean(key, known)} Omit it")
