@@ -3,7 +3,7 @@
 import copy
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import fields
 from typing import Any
 
@@ -165,6 +165,11 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Removes all hooks. The optimizer can still be saved, but it no longer updates parameters."""
         self._hooks.remove()
 
+    @property
+    def removed(self) -> bool:
+        """True after `remove` was called."""
+        return self._hooks.removed
+
     @property  # type: ignore[override]  # torch's optimizer has an attribute
     def param_groups(self) -> list[dict[str, Any]]:
         """The parameter groups. Their hyperparameters may be modified."""
@@ -215,9 +220,13 @@ class FusedOptimizer(torch.optim.Optimizer):
         Raises:
             UnsupportedError: the policy does not store gradients. ("auto" changes to "deferred".)
         """
-        with self._hooks.during(in_accumulate=True):
+        with self.accumulating():
             self._loop.choose_policy()
             yield
+
+    def accumulating(self, active: bool = True) -> AbstractContextManager[None]:
+        """A context like `accumulate`, in which the first backward chooses the policy. False ends an outer context."""
+        return self._hooks.during(in_accumulate=active)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -323,6 +332,16 @@ class FusedOptimizer(torch.optim.Optimizer):
     def nonfinite_steps(self) -> int:
         """The number of steps with a non-finite gradient since the optimizer was created."""
         return int(self._report.nonfinite_steps)
+
+    @property
+    def nonfinite_streak(self) -> int:
+        """The number of consecutive steps, up to the last one, with a non-finite gradient."""
+        self._report.settle()
+        return self._report.streak
+
+    def compare_replicas(self) -> None:
+        """Warns once if a sample of the weights shows that ranks differ but should be equal. Every rank calls it."""
+        self._report.compare_replicas()
 
     @property
     def compiled(self) -> bool:

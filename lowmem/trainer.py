@@ -10,7 +10,6 @@ import lowmem.hf  # noqa: F401, first, because it says which packages are not in
 
 # isort: split
 import logging
-import re
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -88,7 +87,8 @@ class FusedTrainerMixin(_Base):
         self._inputs = arguments.Inputs.from_call(bases, args, kwargs, fused)
         if self._inputs.args is not None:  # otherwise the class creates them
             self._inputs.prepare()
-        self.layers, self._run = layers or LayersConfig(), resuming.Run()
+        self.layers = layers or LayersConfig()
+        self._run = resuming.Run()
         sharding = None if self._inputs.args is None else self._inputs.sharding
         with loading(converts=sharding is not None and sharding.converts):
             super().__init__(*args, **kwargs)
@@ -150,12 +150,8 @@ class FusedTrainerMixin(_Base):
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         """Runs the trainer's step. A backward inside `compute_loss` counts as an earlier micro-batch."""
         # the optimizer does not exist before train()
-        with nullcontext() if self.optimizer is None else self.optimizer._hooks.during(in_accumulate=True):
+        with nullcontext() if self.optimizer is None else self.optimizer.accumulating():
             return super().training_step(*args, **kwargs)
-
-    def get_train_dataloader(self) -> Any:
-        self._train_batch_size = self.args.train_batch_size  # transformers 4 would use the checkpoint's batch size
-        return super().get_train_dataloader()
 
     def set_initial_training_values(self, args: TrainingArguments, dataloader: Any, *rest: Any) -> Any:
         """Checks that the ranks agree, and that the rows match the checkpoint, before the first step."""
@@ -192,7 +188,7 @@ class FusedTrainerMixin(_Base):
             self.optimizer = self._new_optimizer(model)
         arguments.check_optimizer(self.optimizer, self.args)
         opt: Any = self.optimizer
-        if opt._hooks.removed:
+        if opt.removed:
             raise StepError(
                 "another trainer has since trained this model and removed the hooks of this trainer's optimizer. "
                 "Create a new trainer"
@@ -218,7 +214,8 @@ class FusedTrainerMixin(_Base):
 
     def _new_optimizer(self, model: nn.Module) -> FusedOptimizer:
         """Creates the optimizer from `fused`, or from the class, options and groups of one that the trainer creates."""
-        rate, created = self.args.learning_rate, self._created_by_class()
+        rate = self.args.learning_rate
+        created = self._created_by_class()
         if isinstance(created, FusedOptimizer):
             return created
         if created is None:
@@ -268,7 +265,8 @@ class FusedTrainerMixin(_Base):
         self._run = resuming.Run(folder, checkpoint.earlier_steps(folder, Path(self.args.output_dir)))
         arguments.check_callbacks(self.callback_handler.callbacks, resumed=folder is not None)
         if resume_from_checkpoint or args:  # the `train` of a class may not have arguments
-            args = None if folder is None else str(folder), *args
+            resumed = None if folder is None else str(folder)
+            args = (resumed, *args)
         return super().train(*args, **kwargs)
 
     def _get_output_dir(self, trial: Any) -> str:
@@ -276,7 +274,8 @@ class FusedTrainerMixin(_Base):
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Saves to a staging directory. Rank 0 writes everything except the random states of the other ranks."""
-        run_dir, name = Path(super()._get_output_dir(trial)), f"checkpoint-{self.state.global_step}"
+        run_dir = Path(super()._get_output_dir(trial))
+        name = f"checkpoint-{self.state.global_step}"
         try:
             with checkpoint.saving(run_dir, name, self._run.earlier) as self._run.staged:
                 super()._save_checkpoint(model, trial)
@@ -293,8 +292,8 @@ class FusedTrainerMixin(_Base):
 
     def _rotate(self, run_dir: Path) -> None:
         """Removes old checkpoints, unless the last steps had non-finite gradients."""
-        self.optimizer._report.settle()
-        step, streak = self.state.global_step, self.optimizer._report.streak
+        step = self.state.global_step
+        streak = self.optimizer.nonfinite_streak
         if self.is_world_process_zero() and streak:
             logger.warning(
                 "older checkpoints were not removed when step %d was saved, because the last %d step(s) had non-finite "
@@ -326,15 +325,6 @@ class FusedTrainerMixin(_Base):
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
-    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        super().create_model_card(*args, **kwargs)
-        card, base = Path(self.args.output_dir, "README.md"), getattr(self.model.config, "_name_or_path", "")
-        if self.is_world_process_zero() and card.exists() and Path(base).is_dir():
-            where = getattr(self, "hub_model_id", None) or self.args.output_dir
-            # TRL 1.16 (base_trainer.py) writes None for a model from a directory or outside the Hub
-            text = card.read_text("utf-8").replace('model="None"', f'model="{where}"')
-            card.write_text(re.sub(r"\[None\]\(\S*\)", lambda _: f"`{Path(base).name}`", text), "utf-8")
-
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         write = self.args.should_save
         if write or self._inputs.sharding is not None:
@@ -363,7 +353,8 @@ class FusedTrainerMixin(_Base):
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         checkpoint.check_configuration(self.model, Path(resume_from_checkpoint))
         self._shard()
-        target, custom = self.model if model is None else model, not self._inherits("_load_from_checkpoint")
+        target = self.model if model is None else model
+        custom = not self._inherits("_load_from_checkpoint")
         if custom or (self._inputs.sharding is None and type(target).load_state_dict is not nn.Module.load_state_dict):
             super()._load_from_checkpoint(resume_from_checkpoint, *(() if model is None else (model,)))
         else:

@@ -66,13 +66,6 @@ def reset_log_level():
 
 
 @pytest.fixture(autouse=True)
-def reset_mixed_precision():
-    """TrainingArguments of transformers 4 set an environment variable, which the next TrainingArguments would read."""
-    yield
-    os.environ.pop("ACCELERATE_MIXED_PRECISION", None)
-
-
-@pytest.fixture(autouse=True)
 def freeze_imported_objects():
     """Accelerate collects garbage in every `train`, which takes most of a second unless imports are frozen."""
     gc.collect()

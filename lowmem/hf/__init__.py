@@ -9,10 +9,10 @@ from lowmem.errors import require_packages
 # The oldest and the newest tested minor version (docs/reference/limits.md). docs/reference/tested.md lists failures.
 TESTED = {
     "torch": ("2.9", "2.15"),
-    "transformers": ("4.57", "5.24"),
-    "trl": ("0.24", "1.16"),
+    "transformers": ("5.6", "5.24"),
+    "trl": ("1.0", "1.16"),
     "accelerate": ("1.8", "1.15"),
-    "datasets": ("4.0", "5.2"),
+    "datasets": ("4.7", "5.2"),
     "deepspeed": ("0.16", "0.19"),
 }
 

@@ -75,8 +75,8 @@ class FusedAccelerator(Accelerator):  # type: ignore[misc]
             )
         if self.distributed_type != DistributedType.DEEPSPEED:  # as in Accelerate's backward
             loss = loss / self.gradient_accumulation_steps
-        with optimizer._hooks.during(in_accumulate=not self.sync_gradients):
+        with optimizer.accumulating(not self.sync_gradients):
             optimizer.backward(loss)
         # with a loss scale, a skipped step does not advance the schedule, as with GradScaler
-        scaled = self.sync_gradients and optimizer._clipping.scaler.value is not None
+        scaled = self.sync_gradients and optimizer.loss_scale is not None
         optimizer.step_was_skipped = scaled and optimizer.last_step.skipped

@@ -1,38 +1,25 @@
-"""The files of a PEFT model: PEFT's file for each adapter, and one file for all other tensors that training needs.
+"""The files of a PEFT model, one for each adapter. PEFT writes them; they are read one tensor at a time."""
 
-PEFT 0.21 (utils/save_and_load.py) saves the tensors that are needed to use an adapter. To resume training, lowmem also
-saves the parameters of prompt encoders (PEFT saves the computed prompts), trained base parameters, and buffers.
-"""
-
-import logging
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from accelerate.utils import is_peft_model
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import TrainingArguments
 from transformers.utils import ADAPTER_CONFIG_NAME, ADAPTER_SAFE_WEIGHTS_NAME
 
 from lowmem import placements
 from lowmem.errors import CheckpointError, UnsupportedError
-from lowmem.files import SafetensorsFile, read_json, write_safetensors
-
-logger = logging.getLogger(__name__)
-
-OTHERS_FILE = "trained.safetensors"
-
-_PROMPT_ENCODER = "prompt_encoder."
+from lowmem.files import SafetensorsFile, read_json
 
 # Kinds of adapters that add keys and values to every layer.
 _PREFIXES = ("PREFIX_TUNING", "CARTRIDGE")
 
 
 def check(model: Any, args: TrainingArguments, *, sharded: bool, saves: bool) -> None:
-    """Raises `UnsupportedError` for adapters that cannot be trained, saved or resumed. Logs a warning if PEFT does not
-    save all trained parameters.
-    """
+    """Raises `UnsupportedError` for adapters that cannot be trained, saved or resumed."""
     if not is_peft_model(model):
         if saves and getattr(model, "peft_config", None):
             raise UnsupportedError(
@@ -58,15 +45,14 @@ def check(model: Any, args: TrainingArguments, *, sharded: bool, saves: bool) ->
             "load_in_8bit: bitsandbytes stores the scales of 8-bit weights on the parameters, which FSDP2 replaces. "
             "Use load_in_4bit, or deepspeed with ZeRO-3"
         )
-    others = _others(model, model.state_dict(keep_vars=True)).items()
-    base = [name for name, tensor in others if tensor.requires_grad and not name.startswith(_PROMPT_ENCODER)]
-    if base and saves and args.should_save:
-        logger.warning(
-            "PEFT does not save %d of the trained parameters, such as %r. Checkpoints store them in %s, which "
-            "lowmem.hf.weights.load_weights(model, folder) loads and PeftModel.from_pretrained does not. To let PEFT "
-            "save a module, list it in modules_to_save of the adapter's configuration.",
-            len(base), base[0], OTHERS_FILE,
-        )  # fmt: skip
+    saved = _saved(model, model.state_dict(keep_vars=True))
+    unsaved = [name for name, param in model.named_parameters() if param.requires_grad and id(param) not in saved]
+    if unsaved and saves:
+        raise UnsupportedError(
+            f"PEFT does not save {len(unsaved)} of the trained parameters, such as {unsaved[0]!r}, so training cannot "
+            "resume from its checkpoints. List modules of the base model in modules_to_save of the adapter's "
+            "configuration, or set save_strategy to 'no'"
+        )
 
 
 def files(folder: Path) -> list[Path]:
@@ -80,33 +66,26 @@ def files(folder: Path) -> list[Path]:
     parents |= {parent for parent in inside if not (parent / "README.md").exists()}
     for parent in sorted(parents):
         read_json(parent / ADAPTER_CONFIG_NAME)
-    others = [folder / OTHERS_FILE] if parents and (folder / OTHERS_FILE).exists() else []
-    return [parent / ADAPTER_SAFE_WEIGHTS_NAME for parent in sorted(parents)] + others
+    return [parent / ADAPTER_SAFE_WEIGHTS_NAME for parent in sorted(parents)]
 
 
 def save(model: Any, folder: Path, save_adapters: Any, *, write: bool) -> None:
-    """Writes the adapters of a `PeftModel`, and other trained tensors one at a time. Every rank calls it.
+    """Writes the adapters of a `PeftModel`. Every rank calls it.
 
     Args:
         save_adapters: `model.save_pretrained`, or a function with the same arguments that calls it.
         write: whether this rank writes the files.
     """
-    state, path = model.state_dict(keep_vars=True), folder / OTHERS_FILE
-    saved = {id(tensor) for tensors in _adapters(model, state, "auto").values() for tensor in tensors.values()}
-    full = {name: placements.full_tensor(t).detach() for name, t in state.items() if id(t) in saved}
-    others = _others(model, state)
-    shapes = {n: torch.empty(placements.shape_of(t), dtype=t.dtype, device="meta") for n, t in others.items()}
+    state = model.state_dict(keep_vars=True)
+    saved = _saved(model, state)
+    full = {name: placements.full_tensor(tensor).detach() for name, tensor in state.items() if id(tensor) in saved}
     if write:
         save_adapters(str(folder), state_dict=full)
-        path.unlink(missing_ok=True)  # left by an earlier save into this directory
-    del full
-    tensors = ((name, placements.full_tensor(tensor).detach()) for name, tensor in others.items())
-    write_safetensors({path: shapes} if write and others else {}, tensors, {"format": "pt"})
 
 
 def load(model: Any, folder: Path) -> None:
-    """Copies adapters and other trained tensors into a `PeftModel`. If a file or a tensor is missing or does not match
-    the model, raises `CheckpointError` before anything is copied.
+    """Copies adapters into a `PeftModel`. If a file or a tensor is missing or does not match the model, raises
+    `CheckpointError` before anything is copied.
     """
     paths = files(folder)
     if not paths:
@@ -117,23 +96,13 @@ def load(model: Any, folder: Path) -> None:
     expected = {_path(folder, name): tensors for name, tensors in _adapters(model, state, False).items()}
     # whether PEFT saves an embedding that was resized or has an adapter depends on the files of the base model
     optional = {_path(folder, name): tensors for name, tensors in _adapters(model, state, True).items()}
-    others = folder / OTHERS_FILE
-    if tensors := _others(model, state):
-        expected[others] = tensors
-    elif others in paths:
-        raise CheckpointError(
-            f"{others} contains parameters, apart from the adapters, that are frozen in this model. Set requires_grad "
-            "as in the saved run before creating the trainer"
-        )
-    prompts = {_path(folder, name) for name, config in model.peft_config.items() if config.is_prompt_learning}
     pairs: list[tuple[Tensor, SafetensorsFile, str]] = []
     for path in sorted({*expected, *paths}):
         file = SafetensorsFile(path)
-        if path not in prompts:  # prompts are computed: OTHERS_FILE contains their encoder
-            tensors = {**optional.get(path, {}), **expected.get(path, {})}
-            shapes = {name: placements.shape_of(tensor) for name, tensor in tensors.items()}
-            compare(path, dict.fromkeys(file.keys(), file), shapes, expected.get(path, {}))
-            pairs += [(tensors[name], file, name) for name in file.keys()]  # noqa: SIM118 (not a mapping)
+        tensors = {**optional.get(path, {}), **expected.get(path, {})}
+        shapes = {name: placements.shape_of(tensor) for name, tensor in tensors.items()}
+        compare(path, dict.fromkeys(file.keys(), file), shapes, expected.get(path, {}))
+        pairs += [(tensors[name], file, name) for name in file.keys()]  # noqa: SIM118 (not a mapping)
     with torch.no_grad():
         for tensor, file, name in pairs:
             placements.fill(tensor, file.get_tensor(name))
@@ -169,28 +138,23 @@ def _path(folder: Path, adapter: str) -> Path:
 
 
 def _adapters(model: Any, state: dict[str, Tensor], embeddings: bool | Literal["auto"]) -> dict[str, dict[str, Tensor]]:
-    """Returns the tensors in the file of each adapter by name, except prompts, because PEFT computes them.
+    """Returns the tensors in the file of each adapter by name. Prompts that an encoder computes are not among them.
     `embeddings`: see `save_embedding_layers` of `save_pretrained`.
     """
     from peft import get_peft_model_state_dict
 
-    return {
-        name: {}
-        if config.is_prompt_learning
-        else get_peft_model_state_dict(model, state, adapter_name=name, save_embedding_layers=embeddings)
-        for name, config in model.peft_config.items()
-    }
+    adapters: dict[str, dict[str, Tensor]] = {}
+    for name, config in model.peft_config.items():
+        if config.is_prompt_learning:
+            params = [*model.prompt_encoder[name].parameters()]
+            adapters[name] = {"prompt_embeddings": params[0]} if len(params) == 1 else {}
+        else:
+            adapters[name] = get_peft_model_state_dict(
+                model, state, adapter_name=name, save_embedding_layers=embeddings
+            )
+    return adapters
 
 
-def _others(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Returns the trained tensors, prompt encoders and buffers that PEFT does not save, by their names in the model."""
-    seen = {id(tensor) for tensors in _adapters(model, state, False).values() for tensor in tensors.values()}
-    buffers = {id(buffer) for buffer in model.buffers()}
-    others: dict[str, Tensor] = {}
-    for name, tensor in state.items():
-        if id(tensor) in seen or not isinstance(tensor, Tensor):
-            continue
-        if tensor.requires_grad or id(tensor) in buffers or name.startswith(_PROMPT_ENCODER):
-            others[name] = tensor
-            seen.add(id(tensor))
-    return others
+def _saved(model: Any, state: dict[str, Tensor]) -> set[int]:
+    """Returns the ids of the tensors that PEFT saves."""
+    return {id(tensor) for tensors in _adapters(model, state, "auto").values() for tensor in tensors.values()}

@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import Any
 
 import huggingface_hub
+from accelerate.utils import parse_flag_from_env
 from torch import nn
 from transformers import TrainingArguments
 from transformers.integrations import get_reporting_integration_callbacks
@@ -18,7 +19,8 @@ from transformers.utils import is_liger_kernel_available
 
 from lowmem.errors import ConfigError, UnsupportedError
 from lowmem.hf import optim, sharding
-from lowmem.hf.sharding import Sharding, Zero3Sharding
+from lowmem.hf.sharding import FSDP2Sharding, Sharding, Zero3Sharding
+from lowmem.hf.streaming import StreamedSharding
 from lowmem.optimizer import FusedOptimizer
 from lowmem.options import FusedConfig
 from lowmem.rules import require, resolve
@@ -85,7 +87,7 @@ class Inputs:
     @cached_property
     def sharding(self) -> Sharding | None:
         """The sharding or streaming that the arguments request."""
-        return sharding.requested(self.args, self.fused)
+        return requested(self.args, self.fused)
 
     @property
     def sharded(self) -> bool:
@@ -97,7 +99,7 @@ class Inputs:
         """True if lowmem clips in a custom training loop."""
         return self.optimizer is not None or (self.fused is not None and self.fused.clip_norm is not None)
 
-    def check_arguments(self) -> None:
+    def check_before_loading(self) -> None:
         """Checks the arguments before data is tokenized and the model is loaded."""
         check_devices(self.model, self.args)
         if (offload := offloading(self.args)) and self.args.device.type == "cpu":  # TRL would fail
@@ -108,7 +110,7 @@ class Inputs:
 
     def prepare(self) -> None:
         """Checks the arguments, and prepares this process for a constructor that loads the model by name."""
-        self.check_arguments()
+        self.check_before_loading()
         quantizes = self.fused is not None and self.fused.weight_format is not None
         sharding.prepare(self.sharding, self.model, self.args, quantizes=quantizes)
 
@@ -134,7 +136,30 @@ class Inputs:
 
     def options(self, args: TrainingArguments) -> FusedConfig:
         """Returns the options of the optimizer, completed by the trainer's arguments. Raises as `complete` does."""
-        return complete(optim.choose(args, self.fused), args, self.sharding)
+        return complete(optim.choose_rule(args, self.fused), args, self.sharding)
+
+
+def requested(args: TrainingArguments, fused: FusedConfig | None) -> Sharding | None:
+    """Returns the sharding or streaming that the arguments of a trainer request, or None.
+
+    Raises:
+        ConfigError, UnsupportedError: an argument, or a key of DeepSpeed's or FSDP's configuration, is not supported,
+            or `accelerate launch` requests sharding that the arguments do not request.
+    """
+    for variable, argument in (("ACCELERATE_USE_DEEPSPEED", "deepspeed"), ("ACCELERATE_USE_FSDP", "fsdp")):
+        if parse_flag_from_env(variable) and not getattr(args, argument):
+            raise ConfigError(
+                f"accelerate launch requests {argument}, but the trainer's arguments do not. Set {argument} in them, "
+                "before the model is created"
+            )
+    # transformers 5.6 (training_args.py) always sets some of the other keys
+    if not args.fsdp and {*(args.fsdp_config or ())} - {*sharding.OTHER_FSDP_KEYS}:
+        raise ConfigError("fsdp_config has no effect without fsdp. Set fsdp: true, or omit fsdp_config")
+    if fused is not None and fused.placement == "streamed":
+        return StreamedSharding(args, fused)
+    if args.deepspeed:
+        return Zero3Sharding(args)
+    return FSDP2Sharding(args) if args.fsdp else None
 
 
 def check_number(name: str, value: Any) -> None:
@@ -231,9 +256,10 @@ def offloading(args: TrainingArguments) -> str | None:
 
 def check_replay(args: TrainingArguments) -> None:
     """Raises `UnsupportedError` for options that do not allow a second backward through the same graph."""
-    selective = (args.gradient_checkpointing_kwargs or {}).get("selective")
     once = [f"{name}=True" for name in ("torch_compile", "activation_offloading") if getattr(args, name, False)]
-    for argument in [*once, *["gradient_checkpointing_kwargs={'selective': True}"] * bool(selective)]:
+    if (args.gradient_checkpointing_kwargs or {}).get("selective"):
+        once.append("gradient_checkpointing_kwargs={'selective': True}")
+    for argument in once:
         raise UnsupportedError(
             f"policy 'two_pass' reads activations twice, but {argument} allows only one backward. Use "
             "policy='deferred' or max_grad_norm=0, or offload with gradient_checkpointing_kwargs={'offload': True}"
@@ -283,9 +309,7 @@ def complete(fused: FusedConfig, args: TrainingArguments, sharded: Sharding | No
     if sharded is not None and args.torch_compile:
         raise UnsupportedError("torch_compile=True: with fsdp or deepspeed the model is not compiled; omit it")
     check_arguments(args, fused)
-    scale = fused.loss_scale
-    if scale is None and args.fp16:
-        scale = sharded.loss_scale() if isinstance(sharded, Zero3Sharding) else "dynamic"
+    scale = "dynamic" if args.fp16 and fused.loss_scale is None else fused.loss_scale
     try:
         completed = replace(fused, clip_norm=args.max_grad_norm or None, loss_scale=scale)
         norm = None if completed.clip_norm is None else f"clip_norm={completed.clip_norm}"

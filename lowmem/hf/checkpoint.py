@@ -178,7 +178,8 @@ def saving(run_dir: Path, name: str | None = None, earlier: Sequence[int] = ()) 
     Args:
         earlier: the steps of the checkpoints from which this one continues.
     """
-    state, staged = PartialState(), run_dir / STAGING / (name or "model")
+    state = PartialState()
+    staged = run_dir / STAGING / (name or "model")
     try:
         if state.is_main_process:
             remove(staged.parent)

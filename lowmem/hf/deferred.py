@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils._pytree import tree_leaves, tree_map_only
+from transformers import core_model_loading
 
 
 @contextmanager
@@ -19,7 +20,6 @@ def loading(*, converts: bool) -> Iterator[None]:
     if not converts:
         yield
         return
-    from transformers import core_model_loading  # of transformers 5
 
     def materialize(weight: Any, device: Any = None, dtype: torch.dtype | None = None) -> Tensor:
         mapped: Tensor = weight[...]

@@ -109,11 +109,14 @@ def compute_losses(trainer: Any, layers: LayersConfig) -> list[HeadSlot]:
     known = next((name for name in classes if name in (*_LOGGED, *_OTHERS)), None)
     if known is None or not layers.computed_gradients:
         return []
-    metrics, args, smoothing = _LOGGED.get(known, ()), trainer.args, 0.0
+    metrics = _LOGGED.get(known, ())
+    args = trainer.args
+    smoothing = 0.0
     fused = hasattr(sys.modules["trl.trainer.utils"], "add_fused_lm_head")
     chunked = known == "SFTTrainer" and getattr(args, "loss_type", None) == "chunked_nll"
     if fused and known == "SFTTrainer" and trainer.label_smoother is not None:
-        smoothing, trainer.label_smoother = args.label_smoothing_factor, None
+        smoothing = args.label_smoothing_factor
+        trainer.label_smoother = None
     if getattr(args, "use_weighting", False):
         metrics = (*metrics, "log_sum_sq_probs")
     slots: list[HeadSlot] = []

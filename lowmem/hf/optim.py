@@ -35,14 +35,15 @@ def changed(args: TrainingArguments) -> dict[str, Any]:
     return {name: getattr(value, "value", value) for name, value in changed.items()}
 
 
-def choose(args: TrainingArguments, fused: FusedConfig | None) -> FusedConfig:
+def choose_rule(args: TrainingArguments, fused: FusedConfig | None) -> FusedConfig:
     """Returns `fused` if it names a rule. Otherwise, adds the rule and hyperparameters that the arguments name.
 
     Raises:
         ConfigError: an argument contradicts `fused`, or has no effect.
         UnsupportedError: the optimizer cannot run fused.
     """
-    settings, fused = changed(args), fused or FusedConfig()
+    settings = changed(args)
+    fused = fused or FusedConfig()
     if fused.rule is not None:
         for name, value in settings.items():
             raise ConfigError(
@@ -67,7 +68,7 @@ def choose(args: TrainingArguments, fused: FusedConfig | None) -> FusedConfig:
 
 def read(optimizer: Any, fused: FusedConfig) -> tuple[FusedConfig, list[dict[str, Any]]]:
     """Reads an optimizer that a trainer's class has created. Raises `ConfigError` if it is not an optimizer, or if it
-    has hooks, states or options that cannot be read.
+    has hooks, a schedule, states or options that cannot be read.
 
     Returns:
         `fused`, with the optimizer's class and options if it does not name a rule, and the optimizer's groups, each
@@ -78,14 +79,16 @@ def read(optimizer: Any, fused: FusedConfig) -> tuple[FusedConfig, list[dict[str
         raise ConfigError(f"this trainer creates {optimizer!r}, which is not a torch.optim.Optimizer")
     defaults = optimizer.defaults
     hyper = {name: defaults[name] for name in inspect.signature(cls).parameters if name in defaults}
-    fresh = cls([nn.Parameter(torch.zeros(2, 2))], **hyper)
-    hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks or "step" in vars(optimizer)
-    others = _settings(optimizer) != _settings(fresh) or bool(optimizer.state) != bool(fresh.state)
-    if hooks or (others and fused.rule is None):
-        extra = "hooks around its step or a schedule" if hooks else "states, or options that are not in its `defaults`,"
+    try:
+        fresh = cls([nn.Parameter(torch.zeros(2, 2))], **hyper)
+    except TypeError as error:  # an option without a default
+        raise ConfigError(f"this trainer creates a {cls.__name__}, whose options cannot be read: {error}") from error
+    hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    if hooks or _settings(optimizer) != _settings(fresh) or bool(optimizer.state) != bool(fresh.state):
         raise ConfigError(
-            f"this trainer creates a {cls.__name__} with {extra} which a fused optimizer does not support. Omit them"
-            + ("" if hooks else ", or name the optimizer in fused.rule, with its options in FusedConfig")
+            f"this trainer creates a {cls.__name__} with hooks around its step, a schedule, states, or options that "
+            "are not in its `defaults`, which a fused optimizer does not support. Omit them, or pass a FusedOptimizer "
+            "in `optimizers`"
         )
     groups = [
         {key: value for key, value in group.items() if key not in defaults or value != defaults[key]}
@@ -143,7 +146,8 @@ def _options(default: UpdateRule, part: dict[str, Any], group: dict[str, Any]) -
     """
     rule = resolve(group["rule"]) if "rule" in group else default
     options: dict[str, Any] = {}
-    amount, without = part["weight_decay"], rule.without_decay()
+    amount = part["weight_decay"]
+    without = rule.without_decay()
     if rule.name == default.name:
         options = {key: value for key, value in part.items() if key not in ("params", "weight_decay")}
     elif amount is not None:
@@ -170,7 +174,8 @@ def with_learning_rate(args: TrainingArguments, fused: FusedConfig, model: Any) 
     Raises:
         ConfigError: both are set and differ, or neither is set and the default is meant for another rule.
     """
-    rule, rate = resolve(fused.rule), args.learning_rate
+    rule = resolve(fused.rule)
+    rate = args.learning_rate
     default = next(option.default for option in fields(type(args)) if option.name == "learning_rate")
     left_alone = rate == default and rule.name not in _ADAMW
     if not left_alone and fused.lr not in (None, rate):

@@ -16,11 +16,10 @@ import datasets
 import pyarrow as pa
 import pyarrow.compute as pc
 import torch
-import transformers
 import xxhash
 from datasets.fingerprint import Hasher
 from torch.utils.data import IterableDataset, SequentialSampler
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import TrainerCallback, TrainingArguments
 from transformers.trainer_utils import has_length
 
 from lowmem.errors import CheckpointError, DataError
@@ -35,8 +34,8 @@ RECORD_FILE = "data.json"
 _EPOCH = "epoch_"  # prefix of files with each rank's random states at the beginning of the epoch
 _GENERATOR = "generator.pt"
 
-# Arguments that determine the order of rows. transformers 5 has replaced the second by the first.
-_ORDER = ("train_sampling_strategy", "group_by_length", "data_seed", "seed", "dataloader_drop_last")
+# Arguments that determine the order of rows.
+_ORDER = ("train_sampling_strategy", "data_seed", "seed", "dataloader_drop_last")
 _SHAPE = "per_device_train_batch_size, gradient_accumulation_steps, processes"
 
 # Maximum number of rows of a stream or a list, and of bytes of a data set, in a fingerprint.
@@ -44,28 +43,33 @@ _ROWS, _BYTES = 100, 4 << 30
 
 
 class Order:
-    """The order in which a run trains on the rows of its data. `record` has the properties of the data, the order and
-    the batches that determine the rows of each step and, if `compared` is true, a fingerprint of the rows.
+    """The order in which a run trains on the rows of its data.
+
+    Attributes:
+        record: the properties of the data, the order and the batches, which determine the rows of each step. If
+            `compared` is true, it includes a fingerprint of the rows.
     """
 
     def __init__(self, trainer: Any, loader: Any, max_steps: int, *, compared: bool) -> None:
-        args, accumulation = trainer.args, trainer.args.gradient_accumulation_steps
+        args = trainer.args
+        accumulation = args.gradient_accumulation_steps
         data = getattr(loader, "dataset", loader)  # or a custom iterable of batches
         self.is_stream = isinstance(data, IterableDataset)
         self.batches = len(loader) if has_length(loader) else max_steps * accumulation  # per epoch, or in all steps
         self.per_batch = trainer.get_total_train_batch_size(args) // accumulation  # rows of all ranks
         sampler = getattr(loader, "batch_sampler", None)
         self._batch_sampler = getattr(sampler, "batch_sampler", sampler)
-        self._sampler: Any = getattr(self._batch_sampler, "sampler", None)
+        rows_sampler: Any = getattr(self._batch_sampler, "sampler", None)
         shape = [self.per_batch // args.world_size, accumulation, args.world_size]
         rows: Any = shape
         per_epoch = 0
         # Accelerate's RandomSampler draws the order of an epoch from this seed and the number of the epoch
-        seeded = type(self._sampler) is SequentialSampler or hasattr(self._sampler, "initial_seed")
+        seeded = type(rows_sampler) is SequentialSampler or hasattr(rows_sampler, "initial_seed")
         if seeded and not trainer.accelerator.split_batches:  # the order does not depend on the batches
             total = self.batches * self.per_batch  # padded, or cut, to batches of all ranks
-            rows, per_epoch = math.prod(shape), min(total, len(data)) if args.world_size == 1 else total
-        self.record = {name: getattr(args, name) for name in _ORDER if hasattr(args, name)} | {
+            rows = math.prod(shape)
+            per_epoch = min(total, len(data)) if args.world_size == 1 else total
+        self.record = {name: getattr(args, name) for name in _ORDER} | {
             "data": fingerprint(data) if compared else None,
             "kind of data": type(data).__name__,
             "number of rows": len(data) if has_length(data) else None,
@@ -80,9 +84,6 @@ class Order:
         """Makes the samplers draw the order of an epoch."""
         if (set_epoch := getattr(self._batch_sampler, "set_epoch", None)) is not None:
             set_epoch(epoch)  # transformers does not do this if it skips batches
-        if hasattr(self._sampler, "initial_seed"):
-            # transformers 4 reads a resumed epoch from a new loader, which starts at epoch 0 again
-            self._sampler.epoch, self._sampler.set_epoch = epoch, lambda epoch: None
 
 
 class DataPosition(TrainerCallback):  # type: ignore[misc]
@@ -107,10 +108,14 @@ class DataPosition(TrainerCallback):  # type: ignore[misc]
     def __init__(
         self, trainer: Any, loader: Any, steps_per_epoch: int, max_steps: int, checkpoint: Path | None
     ) -> None:
-        args, saves = trainer.args, trainer.args.save_strategy != "no"
+        args = trainer.args
+        saves = args.save_strategy != "no"
         compared = saves or checkpoint is not None or args.world_size > 1
         order = Order(trainer, loader, max_steps, compared=compared)
-        self._trainer, self._loader, self._order, self._folder = trainer, loader, order, checkpoint
+        self._trainer = trainer
+        self._loader = loader
+        self._order = order
+        self._folder = checkpoint
         samples = len(trainer.train_dataset) if has_length(trainer.train_dataset) else None
         data = None if order.is_stream else order.record["data"]  # a stream may be split by rank
         processes.require_alike(args, trainer.fused, trainer.layers, samples, data, checkpoint)
@@ -119,26 +124,20 @@ class DataPosition(TrainerCallback):  # type: ignore[misc]
         self._random_states = TemporaryDirectory()  # of the beginning of this epoch
         step = 0 if checkpoint is None else read_json(checkpoint / TRAINER_STATE_FILE)["global_step"]
         self.left = checkpoint is None or step < max_steps
-        self.start = by_trainer = step // steps_per_epoch, step % steps_per_epoch * args.gradient_accumulation_steps
+        self.start = step // steps_per_epoch, 0
         if not self.left and trainer.is_world_process_zero():
             logger.warning(
                 "training is already complete: %s is at step %d of %d, and its weights are loaded. Raise max_steps or "
                 "num_train_epochs to continue.", checkpoint, step, max_steps
             )  # fmt: skip
-        if args.ignore_data_skip:
-            self.start = by_trainer[0], 0
-        elif checkpoint is not None and self.left:
+        if checkpoint is not None and self.left and not args.ignore_data_skip:
             require_step_with_completions(args, step, checkpoint)
             saved = read_json(checkpoint / RECORD_FILE)
             require_same_rows(saved, order.record, checkpoint, steps=max_steps - step)
             self.start = saved["epoch"], saved["row"] // order.per_batch
-            if self.start != by_trainer and not hasattr(Trainer, "_init_training_state"):
-                raise CheckpointError(
-                    f"{checkpoint} has trained {self.start[0]} epochs and {self.start[1]} batches, and transformers "
-                    f"{transformers.__version__} would skip {by_trainer[0]} and {by_trainer[1]}. Run: pip install "
-                    "'transformers>=5.6'. Or write ignore_data_skip: true to begin the epoch again"
-                )
-        self.epoch, self.fetched, self.ended = self.start[0] - 1, 0, False  # the next one begins
+        self.epoch = self.start[0] - 1  # the next one begins
+        self.fetched = 0
+        self.ended = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Corrects the path of the best checkpoint, because the run folder may have been moved or copied."""
@@ -148,7 +147,9 @@ class DataPosition(TrainerCallback):  # type: ignore[misc]
 
     def on_epoch_begin(self, *_: Any, **__: Any) -> None:
         """Begins an epoch. For a resumed epoch, restores its random states, so that the same order is drawn."""
-        self.epoch, self.fetched, self.ended = self.epoch + 1, 0, False
+        self.epoch += 1
+        self.fetched = 0
+        self.ended = False
         start = Path(self._random_states.name)
         if self._folder is not None and self.epoch == self.start[0]:
             self.fetched = self.start[1]
@@ -163,7 +164,7 @@ class DataPosition(TrainerCallback):  # type: ignore[misc]
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Compares the weights of ranks in logged steps, because all ranks end these steps together."""
         if control.should_log:
-            self._trainer.optimizer._report.compare_replicas()
+            self._trainer.optimizer.compare_replicas()
 
     def _note_random_states(self) -> None:
         self._trainer._save_rng_state(self._random_states.name)
@@ -174,7 +175,8 @@ class DataPosition(TrainerCallback):  # type: ignore[misc]
         """Writes the random states and, if `write`, the position at `epoch` (from the trainer's state). Every rank
         calls it.
         """
-        batch, order = round((epoch - self.epoch) * self._order.batches), self._order
+        order = self._order
+        batch = round((epoch - self.epoch) * order.batches)
         ended = batch == self.fetched if self.ended else batch == order.batches and not order.is_stream
         if ended:
             self._note_random_states()
@@ -232,7 +234,8 @@ def require_same_rows(saved: dict[str, Any], now: dict[str, Any], checkpoint: Pa
     if unknown:
         logger.warning("only the number of rows of the data was compared with %s, not the rows themselves", checkpoint)
     # the padding of an epoch's last batch does not matter if the run ends before that batch
-    per_step, epoch = math.prod(now[_SHAPE]), min(saved["rows per epoch"], now["rows per epoch"])
+    per_step = math.prod(now[_SHAPE])
+    epoch = min(saved["rows per epoch"], now["rows per epoch"])
     padding = ["rows per epoch"] if saved["row"] + steps * per_step > epoch // per_step * per_step else []
     for name in (*_ORDER, "dataloader_num_workers", "rows", *padding):
         if name not in saved.keys() & now.keys() or saved[name] == now[name]:

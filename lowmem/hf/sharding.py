@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from accelerate.utils import FullyShardedDataParallelPlugin, parse_flag_from_env
+from accelerate.utils import FullyShardedDataParallelPlugin
 from accelerate.utils.fsdp_utils import fsdp2_apply_ac, fsdp2_prepare_model
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -24,8 +24,6 @@ from lowmem import placements
 from lowmem.errors import ConfigError, UnsupportedError, did_you_mean
 from lowmem.hf import check_version
 from lowmem.hf.deferred import shard_unit
-from lowmem.hf.streaming import StreamedSharding
-from lowmem.options import DynamicScale, FusedConfig
 from lowmem.placements.ranks import set_timeout
 from lowmem.tiles.quantized import in_codes
 
@@ -47,6 +45,11 @@ _DECIDED_ELSEWHERE: dict[str, tuple[tuple[Any, ...], str]] = {
     "prescale_gradients": ((False,), "gradients are always divided by the number of ranks before they are summed"),
     "gradient_predivide_factor": ((1.0,), "gradients are always divided by the number of ranks before they are summed"),
     "amp.enabled": ((False,), "use the trainer's bf16 or fp16"),
+    "fp16.loss_scale": ((0,), "fused.loss_scale is the loss scale"),
+    "fp16.initial_scale_power": ((16,), "fused.loss_scale is the loss scale"),
+    "fp16.loss_scale_window": ((1000,), "fused.loss_scale is the loss scale"),
+    "fp16.hysteresis": ((2,), "fused.loss_scale is the loss scale"),
+    "fp16.min_loss_scale": ((1,), "fused.loss_scale is the loss scale"),
     "torch_autocast.enabled": ((False,), "use the trainer's bf16, with weights in bfloat16"),
     "tensor_parallel.autotp_size": ((0, 1), "only ZeRO-3 shards the model"),
     "data_types.grad_accum_dtype": ((), "fused.accumulation_dtype is the dtype in which micro-batches are summed"),
@@ -64,32 +67,32 @@ _FSDP2: dict[str, tuple[str, Any]] = {
 }
 
 # Other accepted keys. `accelerate launch` always sets the variables of the first two.
-_FSDP2_TOO = ("min_num_params", "cpu_ram_efficient_loading", "xla", "xla_fsdp_v2", "xla_fsdp_grad_ckpt")
+OTHER_FSDP_KEYS = ("min_num_params", "cpu_ram_efficient_loading", "xla", "xla_fsdp_v2", "xla_fsdp_grad_ckpt")
 
 
-def requested(args: TrainingArguments, fused: FusedConfig | None) -> "Sharding | None":
-    """Returns the sharding or streaming that the arguments of a trainer request, or None.
+class Sharding:
+    """Distributes the weights of a model over the devices of ranks, or over the memory of a host.
 
-    Raises:
-        ConfigError, UnsupportedError: an argument, or a key of DeepSpeed's or FSDP's configuration, is not supported,
-            or `accelerate launch` requests sharding that the arguments do not request.
+    Attributes:
+        converts: whether weights are converted to another dtype when they are sharded or streamed.
+        broadcasts: whether rank 0 loads the weights, and broadcasts them when they are sharded.
     """
-    for variable, argument in (("ACCELERATE_USE_DEEPSPEED", "deepspeed"), ("ACCELERATE_USE_FSDP", "fsdp")):
-        if parse_flag_from_env(variable) and not getattr(args, argument):
-            raise ConfigError(
-                f"accelerate launch requests {argument}, but the trainer's arguments do not. Set {argument} in them, "
-                "before the model is created"
-            )
-    if args.fsdp_config and not args.fsdp and hasattr(args, "fsdp_plugin_args"):  # transformers 4 always sets it
-        raise ConfigError("fsdp_config has no effect without fsdp. Set fsdp: true, or omit fsdp_config")
-    if fused is not None and fused.placement == "streamed":
-        return StreamedSharding(args, fused)
-    if args.deepspeed:
-        return Zero3Sharding(args)
-    return FSDP2Sharding(args) if args.fsdp else None
+
+    converts = False
+    broadcasts = False
+
+    def prepare(self, dtype: torch.dtype) -> None:
+        """Prepares this process to load a model whose weights have `dtype`."""
+
+    def shard(self, model: Any, accelerator: Any) -> None:
+        """Shards a model unless it is sharded already."""
+        raise NotImplementedError
+
+    def release(self, model: nn.Module) -> None:
+        """Frees parameters that are still gathered after a forward without backward."""
 
 
-def prepare(sharding: "Sharding | None", model: Any, args: TrainingArguments, *, quantizes: bool) -> None:
+def prepare(sharding: Sharding | None, model: Any, args: TrainingArguments, *, quantizes: bool) -> None:
     """Prepares this process for a TRL trainer that loads the model by name."""
     if not isinstance(model, str):
         return
@@ -119,10 +122,9 @@ def _require_process_group(argument: str) -> None:
         )
 
 
-class Zero3Sharding:
+class Zero3Sharding(Sharding):
     """Shards with a DeepSpeed engine that has no optimizer. Its configuration means the same as in the Trainer."""
 
-    converts = False
     _engine: Any = None
 
     def __init__(self, args: TrainingArguments) -> None:
@@ -146,7 +148,6 @@ class Zero3Sharding:
             )
 
     def prepare(self, dtype: torch.dtype) -> None:
-        """Prepares this process to load a model whose weights have `dtype`."""
         # deepspeed.zero.Init (DeepSpeed 0.19, runtime/zero/partition_parameters.py) ignores the requested dtype, and
         # creates weights in the dtype of the configuration.
         for section, section_dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
@@ -176,10 +177,8 @@ class Zero3Sharding:
         deepspeed.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False, verbose=False)
 
     def shard(self, model: Any, accelerator: Any) -> None:
-        """Shards a model unless it is sharded already."""
         if getattr(self._engine, "module", None) is model:
             return
-        model.get_global_grad_norm = lambda: None  # transformers 4 calls this method of the engine
         if in_codes(model):
             raise UnsupportedError(
                 "deepspeed: ZeRO-3 cannot shard quantized weights. Use FSDP2 (fsdp), or omit weight_format"
@@ -207,26 +206,13 @@ class Zero3Sharding:
             )
 
     def release(self, model: nn.Module) -> None:
-        """Frees parameters that are still gathered after a forward without backward."""
         for param in model.parameters():
             placements.release(param)
-
-    def loss_scale(self) -> float | DynamicScale:
-        """Returns the loss scale of the `fp16` section."""
-        fp16 = self._config.config.get("fp16", {})
-        if fixed := fp16.get("loss_scale"):
-            return float(fixed)
-        return DynamicScale(
-            init_scale=2.0 ** fp16.get("initial_scale_power", 16),
-            growth_interval=fp16.get("loss_scale_window", 1000),
-            min_scale=float(fp16.get("min_loss_scale", 1)),
-            hysteresis=fp16.get("hysteresis", 2),
-        )
 
 
 def _check_fsdp2(config: dict[str, Any]) -> None:
     """Raises an error if a key of `fsdp_config`, or its environment variable, has no effect or is not supported."""
-    known = (*_FSDP2, *_FSDP2_TOO)
+    known = (*_FSDP2, *OTHER_FSDP_KEYS)
     for key in config:
         if key not in known:
             raise ConfigError(f"fsdp_config.{key} has no effect with FSDP2.{did_you_mean(key, known)} Omit it")
@@ -248,18 +234,11 @@ def _check_fsdp2(config: dict[str, Any]) -> None:
             )
 
 
-class FSDP2Sharding:
-    """Shards with Accelerate's functions and settings for FSDP2, except that weights keep their dtype.
-
-    Attributes:
-        broadcasts: whether rank 0 loads the weights, and broadcasts them when they are sharded.
-        converts: whether weights are converted to another dtype when they are sharded.
-    """
+class FSDP2Sharding(Sharding):
+    """Shards with Accelerate's functions and settings for FSDP2, except that weights keep their dtype."""
 
     def __init__(self, args: TrainingArguments) -> None:
         self._args = args
-        if not hasattr(args, "fsdp_plugin_args"):  # transformers 4 sets environment variables that Accelerate reads
-            raise UnsupportedError("fsdp: run pip install 'transformers>=5', or set deepspeed")
         settings = args.fsdp_plugin_args
         version = settings["fsdp_version"]
         if version != 2:
@@ -276,15 +255,13 @@ class FSDP2Sharding:
         self.converts = not self.broadcasts
 
     def prepare(self, dtype: torch.dtype) -> None:
-        """Prepares this process to load a model whose weights have `dtype`."""
         _require_process_group("fsdp")
         if not self.converts:
             # transformers (distributed/fsdp.py) reads it: ranks other than 0 initialize only buffers. 5.23 loads
             # weights on every rank anyway. Sharding broadcasts the weights of rank 0
             os.environ["ACCELERATE_USE_FSDP"] = "true"
 
-    def shard(self, model: nn.Module, accelerator: Any) -> None:
-        """Shards a model unless it is sharded already."""
+    def shard(self, model: Any, accelerator: Any) -> None:
         if isinstance(model, FSDPModule):
             return
         _require_process_group("fsdp")
@@ -318,10 +295,6 @@ class FSDP2Sharding:
             fsdp2_prepare_model(stand_in, model)
 
     def release(self, model: nn.Module) -> None:
-        """Frees parameters that are still gathered after a forward without backward."""
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
-
-
-Sharding = Zero3Sharding | FSDP2Sharding | StreamedSharding

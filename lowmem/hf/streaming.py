@@ -1,16 +1,15 @@
 """Streams the layers of a trainer's model through its device."""
 
 import time
-from importlib.util import find_spec
 from typing import Any
 
-import torch
 from torch import nn
 from transformers import TrainingArguments
 
 from lowmem import placements
 from lowmem.errors import ConfigError, UnsupportedError
 from lowmem.hf.deferred import convert
+from lowmem.hf.sharding import Sharding
 from lowmem.options import FusedConfig
 from lowmem.placements.homes import FileHome
 from lowmem.placements.streamed import stream
@@ -20,8 +19,10 @@ from lowmem.placements.streaming import Streaming
 _NOT_STREAMED = ("torch_compile", "use_vllm", "sync_ref_model", "fp16_full_eval", "bf16_full_eval")
 
 
-class StreamedSharding:
-    """Streams the layers of a model through the device of a run. If `converts`, converts weights layer by layer."""
+class StreamedSharding(Sharding):
+    """Streams the layers of a model through the device of a run, and converts weights layer by layer."""
+
+    converts = True
 
     def __init__(self, args: TrainingArguments, fused: FusedConfig) -> None:
         self._args, self._fused = args, fused
@@ -41,18 +42,11 @@ class StreamedSharding:
         for name in _NOT_STREAMED:
             if getattr(args, name, False):
                 raise UnsupportedError(f"{name}=True is not supported with fused.placement='streamed'; omit it")
-        self.converts = find_spec("transformers.core_model_loading") is not None  # transformers 5
-
-    def prepare(self, dtype: torch.dtype) -> None:
-        """Does nothing, because the model is loaded on the host."""
 
     def shard(self, model: nn.Module, accelerator: Any = None, *, reference: bool = False) -> None:
         """Streams a model unless it is streamed already. Layers of a reference model do not stay on the device."""
         memory = None if reference else self._fused.device_bytes
         stream(model, self._args.device, home=self._fused.home, device_memory=memory, load=convert)
-
-    def release(self, model: nn.Module) -> None:
-        """Does nothing, because layers are evicted when other layers need the memory."""
 
 
 def in_words(streaming: Streaming, model: nn.Module) -> str:
@@ -61,11 +55,14 @@ def in_words(streaming: Streaming, model: nn.Module) -> str:
     stays = sum(map(placements.nbytes, model.parameters())) - sum(sizes)
     if not sizes:
         return f"no layer, because all {stays / 2**20:,.1f} MiB of weights fit on the device"
-    home, wear = streaming.units[0].home, ". Each step writes the trained layers to the disk, which wears it out"
-    return (
+    home = streaming.units[0].home
+    text = (
         f"{len(sizes)} layers of up to {max(sizes) / 2**20:,.1f} MiB in {home}, two of them on the device at a time, "
-        f"where {stays / 2**20:,.1f} MiB of other weights stay{wear * isinstance(home, FileHome)}"
+        f"where {stays / 2**20:,.1f} MiB of other weights stay"
     )
+    if isinstance(home, FileHome):
+        text += ". Each step writes the trained layers to the disk, which wears it out"
+    return text
 
 
 class Traffic:

@@ -20,19 +20,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 
 from lowmem import placements
 from lowmem.errors import CheckpointError
 from lowmem.files import SafetensorsFile, read_json, write_safetensors
 from lowmem.hf import adapters
-
-try:
-    from transformers.core_model_loading import revert_weight_conversion
-except ImportError:  # transformers 4, whose files have the weights of the model
-
-    def revert_weight_conversion(model: Any, weights: Any) -> Any:
-        return weights
-
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -43,8 +36,7 @@ def save_weights(
     save: Callable[..., Any] | None = None,
 ) -> None:  # fmt: skip
     """Writes the files that `save_pretrained` writes on one device: weights and configuration. For a module that is not
-    a `PreTrainedModel`, writes only the weights. For a `PeftModel`, writes the adapters and a file with other trained
-    tensors. Every rank calls it.
+    a `PreTrainedModel`, writes only the weights. For a `PeftModel`, writes the adapters. Every rank calls it.
 
     Args:
         write: whether this rank writes the files.
@@ -70,8 +62,8 @@ def save_weights(
 
 
 def load_weights(model: nn.Module, folder: str | Path) -> None:
-    """Copies the weights of a checkpoint into a model, or adapters and other trained tensors into a `PeftModel`. Every
-    rank reads the files. Nothing is copied unless all tensors match.
+    """Copies the weights of a checkpoint into a model, or adapters into a `PeftModel`. Every rank reads the files.
+    Nothing is copied unless all tensors match.
 
     Raises:
         CheckpointError: the weights are missing or truncated, or their names or shapes differ from the model's.
@@ -210,7 +202,7 @@ def _unsharded(model: Any, weights: dict[str, Tensor]) -> Any:
     unsharded.__dict__ |= model.__dict__ | {"get_parameter": weights.__getitem__}
     if (conversions := getattr(model, "_weight_conversions", None)) is not None:
         # transformers 5.23 (core_model_loading.py) drops unused conversions after loading, but not under ZeRO-3
-        unsharded._weight_conversions = [c for c in conversions if not hasattr(c, "was_used") or c.was_used()]
+        unsharded._weight_conversions = [conversion for conversion in conversions if conversion.was_used()]
     return unsharded
 
 

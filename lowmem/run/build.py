@@ -13,7 +13,7 @@ import datasets
 import transformers
 import trl
 from accelerate.utils import purge_accelerate_environment
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 from trl import get_peft_config, get_quantization_config, is_conversational
 
 from lowmem.errors import ConfigError, DataError, LowmemError
@@ -145,9 +145,6 @@ def trainer(recipe: Recipe, train: Any, evaluation: Any, model: Any = None, **op
         args.model_init_kwargs = None
     if recipe.command in _WITH_REWARDS:
         options["reward_funcs"] = _reward_functions(recipe.script)
-    if recipe.command == "kto" and hasattr(args, "max_prompt_length"):  # TRL before 1.0 loads no tokenizer
-        tokenizer = AutoTokenizer.from_pretrained(names.model_name_or_path, **recipe.loading_options)
-        options.setdefault("processing_class", tokenizer)
     with blaming(recipe.subject_of(type(args))):
         if (quantization := get_quantization_config(names)) is not None and args.model_init_kwargs is not None:
             args.model_init_kwargs["quantization_config"] = quantization

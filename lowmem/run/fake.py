@@ -32,7 +32,7 @@ from transformers import (
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from lowmem.errors import ConfigError
-from lowmem.hf import sharding
+from lowmem.hf import arguments
 from lowmem.hf.layers import positions
 from lowmem.hf.streaming import StreamedSharding
 from lowmem.run import build, data, images
@@ -112,7 +112,7 @@ def running(recipe: Recipe, device: torch.device, *, real: bool = False) -> Iter
             to_device = stack.enter_context(_Values()).fake
         stack.enter_context(_recomputed_and_offloaded(trainer.model, args))
         sharded = trainer._inputs.sharding
-        if isinstance(sharded, sharding.FSDP2Sharding):
+        if sharded is not None:
             sharded.broadcasts = False  # fake weights cannot be replaced by broadcast shards
         trainer._shard()
         for other in others if isinstance(sharded, StreamedSharding) else ():
@@ -144,7 +144,7 @@ def _trainer(
     changed = {} if pictured else dict(_DATA_ARGUMENTS)
     if not args.deepspeed:  # left by an earlier plan, for which transformers would partition the model
         unset_hf_deepspeed_config()
-    if (sharded := sharding.requested(args, recipe.fused)) is not None:
+    if (sharded := arguments.requested(args, recipe.fused)) is not None:
         if fake is not None and args.deepspeed and (nvme := offloaded_to_nvme(args)):
             nvme["device"] = "cpu"  # fake tensors cannot be written
         sharded.prepare(recipe.dtype)
@@ -192,7 +192,7 @@ def _of_every_run(device: torch.device) -> Iterator[Patch]:
 
 def _of_fake_runs(args: Any) -> Iterator[Patch]:
     """Yields replacements for functions that read or move weights, and for functions that torch 2.13 does not support
-    on "meta" or for fake tensors. TRL's head, transformers 4 and DeepSpeed query autocast.
+    on "meta" or for fake tensors. TRL's head and DeepSpeed query autocast.
     """
     enabled, dtype, autocast = torch.is_autocast_enabled, torch.get_autocast_dtype, torch.autocast
 

@@ -27,10 +27,10 @@ Patch = tuple[Any, str, Any]
 
 @contextmanager
 def patched(patches: Iterable[Patch]) -> Iterator[None]:
-    """A context with these replacements. It creates torch.meta, and is_tracing, which transformers 4 does not have."""
+    """A context with these replacements. It creates torch.meta."""
     with ExitStack() as stack:
         for place, name, replacement in patches:
-            stack.enter_context(patch.object(place, name, replacement, create=name in ("meta", "is_tracing")))
+            stack.enter_context(patch.object(place, name, replacement, create=name == "meta"))
         yield
 
 

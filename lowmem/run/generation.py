@@ -95,10 +95,4 @@ def _model_folder(folder: Path) -> Path:
     else:
         folder, damaged = checkpoint.find_last(folder, checkpoint.check_model)
         warn("; ".join([*damaged, f"answering with {folder}"]))
-    if (folder / adapters.OTHERS_FILE).exists():
-        raise CheckpointError(
-            f"{folder}: {adapters.OTHERS_FILE} contains parameters that PEFT does not load with the adapters. In "
-            "Python, create the model with its adapters as before training, and call "
-            f'lowmem.hf.weights.load_weights(model, "{folder}")'
-        )
     return folder

@@ -121,8 +121,7 @@ def _of_ranks(recipe: Recipe, ranks: int) -> Iterator[Reduction]:
     if recipe.device == "gpu" and not sharded and ranks == 1 and recipe.optimizer.placement == "auto":
         values = {"fused.placement": "streamed", checkpointing(recipe.training): True}
         yield Reduction(values, "weights on the host, copied in each pass; equal results")
-    possible = sharded or hasattr(recipe.training, "fsdp_plugin_args")  # since transformers 5
-    if recipe.device == "gpu" and not recipe.model.use_peft and possible:
+    if recipe.device == "gpu" and not recipe.model.use_peft:
         values = {} if sharded else {"fsdp": True}
         if not sharded and ranks > 1:
             yield Reduction(values, "gathers weights in forward and backward; equal results", ranks)

@@ -14,7 +14,6 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import has_length
 
 from lowmem.errors import ConfigError, LowmemError
-from lowmem.hf.adapters import OTHERS_FILE
 from lowmem.hf.arguments import Inputs
 from lowmem.hf.resuming import steps_with_completions
 from lowmem.placements import in_group, streaming_of
@@ -32,7 +31,7 @@ def train(recipe: Recipe) -> int | None:
     Returns:
         The signal that stopped the run after it saved a checkpoint, or None if the run is complete.
     """
-    Inputs(None, recipe.training, None, recipe.fused).check_arguments()
+    Inputs(None, recipe.training, None, recipe.fused).check_before_loading()
     folder = RunFolder(Path(recipe.training.output_dir), recipe.training.resume_from_checkpoint, rank())
     with folder.opened(), _with_advice(recipe, folder):
         checkpoint = folder.start()
@@ -178,7 +177,7 @@ def _print_end(command: str, trainer: Any, run_dir: Path, *, stopped: bool) -> N
     topics = {"results": f"{run_dir}: model, config.yaml, metrics.jsonl, loss.png"}
     code = getattr(trainer.model.config, "auto_map", None)  # `generate` does not execute it
     fits = streaming_of(trainer.model) is None  # `generate` loads the model as a whole
-    if fits and trainer.model.can_generate() and not (code or (run_dir / OTHERS_FILE).exists()):
+    if fits and trainer.model.can_generate() and not code:
         topics["try it"] = f"lowmem generate {shlex.quote(str(run_dir))} 'a prompt'"
     print_topics(topics)
 

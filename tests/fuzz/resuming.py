@@ -168,8 +168,6 @@ def sampling(strategy: str) -> dict[str, Any]:
     choices = getattr(TrainingArguments.__dataclass_fields__.get("train_sampling_strategy"), "metadata", {})
     if strategy in choices.get("choices", ()):
         return {"train_sampling_strategy": strategy}
-    if not choices and strategy in ("random", "group_by_length"):  # transformers 4
-        return {"group_by_length": strategy == "group_by_length"}
     pytest.skip(f"this transformers has no order {strategy!r}")
 
 

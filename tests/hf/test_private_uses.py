@@ -123,18 +123,18 @@ def installed(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("version", "line"), [("0.23.1", "trl>=0.24"), ("1.17.0", r"trl==1\.16\.\*"), ("2.0.0.dev0", r"trl==1\.16\.\*")]
+    ("version", "line"), [("0.24.0", "trl>=1.0"), ("1.17.0", r"trl==1\.16\.\*"), ("2.0.0.dev0", r"trl==1\.16\.\*")]
 )
 def test_untested_versions_warn_once(installed, version, line):
     installed(version)
-    with pytest.warns(UserWarning, match=f"tested with trl 0.24 to 1.16, and {version} is installed.* '{line}'"):
+    with pytest.warns(UserWarning, match=f"tested with trl 1.0 to 1.16, and {version} is installed.* '{line}'"):
         hf.check_version("trl")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         hf.check_version("trl")
 
 
-@pytest.mark.parametrize("version", ["0.24.0", "1.9.2", "1.16.0", "1.16.3.dev0+local", "1.16rc1"])
+@pytest.mark.parametrize("version", ["1.0.0", "1.9.2", "1.16.0", "1.16.3.dev0+local", "1.16rc1"])
 def test_tested_versions_and_their_patch_releases_do_not_warn(installed, version):
     installed(version)
     with warnings.catch_warnings():

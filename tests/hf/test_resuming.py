@@ -11,7 +11,6 @@ from fuzz.resuming import Indexed, Run, Stream, continued
 from support import trainers
 from support.products import in_turn
 from support.trainers import fused
-from transformers import TrainingArguments
 
 from lowmem.errors import CheckpointError, DataError
 from lowmem.hf.resuming import fingerprint
@@ -43,17 +42,7 @@ CONTINUED = {
 
 @pytest.mark.parametrize(("run", "step", "changes"), CONTINUED.values(), ids=CONTINUED)
 def test_a_resumed_run_trains_the_remaining_rows(run, step, changes, tmp_path):
-    try:
-        continued(run, replace(run, **changes), step, "steps", tmp_path)
-    except CheckpointError as error:
-        skip_if_transformers_counts(error)
-
-
-def skip_if_transformers_counts(error):
-    """Skips runs that start within an epoch in other batches, which transformers 4 does not support."""
-    if "transformers>=5" not in str(error):
-        raise error
-    pytest.skip(str(error))
+    continued(run, replace(run, **changes), step, "steps", tmp_path)
 
 
 REFUSED = {
@@ -92,8 +81,6 @@ def test_resuming_with_different_rows_raises(run, changes, message, tmp_path):
     run = replace(run, max_steps=4)
     with pytest.raises((CheckpointError, DataError)) as error:
         continued(run, replace(run, **changes), 1, "steps", tmp_path)
-    if "group_by_length" in TrainingArguments.__dataclass_fields__:  # transformers 4
-        message = message.replace('train_sampling_strategy was "random"', "group_by_length was false")
     assert message in str(error.value)
 
 
@@ -103,10 +90,7 @@ def test_ignore_data_skip_is_respected(make, tmp_path):
     chosen = make(**SAVES, max_steps=4, seed=1, ignore_data_skip=True)
     chosen.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
     again = make(max_steps=5, seed=1)  # ten steps per epoch
-    try:
-        again.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-4"))
-    except CheckpointError as error:
-        skip_if_transformers_counts(error)
+    again.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-4"))
     assert (chosen.state.epoch, again.state.epoch) == pytest.approx((0.2, 0.3))
 
 

@@ -17,7 +17,8 @@ from transformers.trainer_utils import HPSearchBackend
 
 from lowmem import FusedConfig, LayersConfig, placements
 from lowmem.errors import LowmemError, UnsupportedError
-from lowmem.hf.sharding import FSDP2Sharding, Zero3Sharding, requested
+from lowmem.hf.arguments import requested
+from lowmem.hf.sharding import FSDP2Sharding, Zero3Sharding
 from lowmem.tiles.quantized import in_codes
 from lowmem.trainer import FusedTrainer
 

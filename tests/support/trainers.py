@@ -201,14 +201,12 @@ SHARDED = {
 
 
 def require_sharding(kind):
-    """Skips FSDP2 where transformers 4 would set it up by environment variables, or Accelerate wants a GPU for it."""
+    """Skips FSDP2 where Accelerate wants a GPU for it."""
     if kind == "fsdp2":
         try:
             FullyShardedDataParallelPlugin(fsdp_version=2)
         except RuntimeError as error:
             pytest.skip(f"this Accelerate: {error}")
-        if not hasattr(hf.TrainingArguments, "_process_fsdp_args"):
-            pytest.skip("this transformers sets FSDP up by environment variables")
 
 
 def require(row):
@@ -268,12 +266,7 @@ def build(row, folder, mixin, keywords=(), **arguments):
     args = config(**quiet(folder, optim="adamw_torch", weight_decay=0.1) | options | arguments)
     if mixin:  # with TRL's own head, whose bits are compared
         keywords = {"layers": LayersConfig(computed_gradients=False), **dict(keywords)}
-    try:
-        return (fused(cls) if mixin else cls)(args=args, **{**row_keywords, **dict(keywords)})
-    except AttributeError as error:
-        if error.name != "warnings_issued":  # which TRL 0.24 writes to, and transformers 5 does not have
-            raise
-        pytest.skip(f"TRL {trl.__version__} beside transformers {hf.__version__}: {error}")
+    return (fused(cls) if mixin else cls)(args=args, **{**row_keywords, **dict(keywords)})
 
 
 def both(make):

@@ -23,7 +23,7 @@ CAUSAL = "causal language model"
 
 @pytest.fixture(autouse=True)
 def environment():
-    """transformers 4 tells Accelerate of torch_compile in variables that stay set."""
+    """transformers tells Accelerate of torch_compile in variables that stay set."""
     with patch.dict(os.environ):
         yield
 

@@ -2,7 +2,6 @@
 
 import inspect
 import logging
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -195,21 +194,6 @@ def test_arguments_by_position(tiny_llama, samples, tmp_path):
         names = [*inspect.signature(Trainer.__init__).parameters]
         between = [None] * (names.index("optimizers") - names.index("train_dataset") - 1)
         assert cls(model, args, None, tuple(samples), *between, (opt, None)).optimizer is opt
-
-
-def test_the_model_card_names_any_folder(make):
-    class Card(Trainer):
-        def create_model_card(self):
-            Path(self.args.output_dir, "README.md").write_text("[None](https://huggingface.co/None)")
-
-    class Fused(FusedTrainerMixin, Card): ...
-
-    trainer = make(Fused)
-    base, card = Path(trainer.args.output_dir, r"a\gb"), Path(trainer.args.output_dir, "README.md")
-    base.mkdir(parents=True)
-    trainer.model.config._name_or_path = str(base)
-    trainer.create_model_card()
-    assert card.read_text() == r"`a\gb`"
 
 
 # -- the log -----------------------------------------------------------------------------------------------------------

@@ -64,7 +64,7 @@ class NamesAdagrad(Trainer):
 
 class ChangesTheRate(Trainer):
     def create_optimizer(self, model=None):
-        optimizer = super().create_optimizer(*([] if model is None else [model]))  # none in transformers 4
+        optimizer = super().create_optimizer(model)
         optimizer.param_groups[0]["lr"] = 1e-4
         return optimizer
 
@@ -136,8 +136,8 @@ Partial = makes(lambda self: torch.optim.SGD(self.model.lm_head.parameters(), lr
 @pytest.mark.parametrize(
     ("cls", "message"),
     [
-        (makes(hooked), "hooks around its step or a schedule"),
-        (Scheduled, "hooks around its step or a schedule"),
+        (makes(hooked), "hooks around its step, a schedule"),
+        (Scheduled, "hooks around its step, a schedule"),
         (Hides, "options that are not in its `defaults`"),
         (Partial, "only in the model, or only in the optimizer that the class creates"),
     ],
@@ -151,12 +151,14 @@ def test_custom_behavior_that_would_be_lost_raises_before_the_first_step(make, c
     assert all(map(torch.equal, start, weights(trainer)))
 
 
-def test_suggestions_of_error_messages_work(make):
+def test_suggestions_of_error_messages_work(make, tiny_llama):
     ends_alike(make, Partial, optim="adamw_torch", max_grad_norm=0.0)
-    rule = lowmem.FusedConfig(rule="torch.optim.SGD", momentum=0.5)
-    trainer = make(fused(Hides), fused=rule, optim="adamw_torch_fused")
+    model = tiny_llama()
+    options = {"rule": "torch.optim.SGD", "lr": 0.1, "momentum": 0.5}
+    optimizer = lowmem.FusedOptimizer(model.named_parameters(), **options)
+    trainer = make(fused(Hides), model=model, optimizers=(optimizer, None), optim="adamw_torch_fused", max_grad_norm=0)
     trainer.train()
-    assert trainer.optimizer.param_groups[0]["momentum"] == 0.5
+    assert trainer.optimizer is optimizer
 
 
 # -- loops and methods -------------------------------------------------------------------------------------------------

@@ -88,11 +88,7 @@ def peaks(row, mixin, folder):
     return counted.most
 
 
-OLD = int(hf.__version__.split(".")[0]) < 5
-
-
 @pytest.mark.cpu_only("offloaded gradients are counted too")
-@pytest.mark.skipif(OLD, reason="transformers 4 checkpoints activations so that gradients are offloaded, and counted")
 @pytest.mark.parametrize("row", ["DPO", "GRPO", *(["SFT", "KTO", "Reward", "RLOO"] if FULL else [])])
 def test_defaults_take_at_most_the_memory_of_the_plain_trainer(row, tmp_path, monkeypatch):
     builders.tokenizer()  # is trained on short sentences

@@ -7,7 +7,6 @@ from itertools import product
 import peft
 import pytest
 import torch
-import transformers as hf
 from support import trainers as builders
 from support.products import FULL
 from support.runs import assets, logged, write_rows
@@ -227,7 +226,6 @@ def test_start_weights_do_not_change(sft, folder, tmp_path):
         assert digest(folder) == before
 
 
-@pytest.mark.skipif(int(hf.__version__[0]) < 5, reason="transformers 4 converts weights when it loads them")
 def test_weights_are_converted_as_their_layer_gets_its_home(sft, monkeypatch):
     """So that no other layer is in memory in the new dtype."""
     loaded, converted = [], []
