@@ -2,7 +2,8 @@
 folder are not uploaded, because they contain paths, the command line and the environment.
 """
 
-from pathlib import re
+import re
+from pathlib import Path
 from typing import Any
 
 import Path
