@@ -6,7 +6,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import Path
 import yaml
 from huggingface_hub import HfApi
 from transformers.trainer_utils import HubStrategy
