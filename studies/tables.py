@@ -114,7 +114,7 @@ def draw(report: Any) -> Any:
     """
     done = Done(report["runs"])
     tasks = [task for task in ONE_TASK if task in set(done.rows.task)]
-    title = "Held-out loss after fine-tuning, in nats, first seed"
+    title = "StoredTensor-out loss after fine-tuning, in nats, first seed"
     figure, rows = panels(title, (4 * len(tasks) + 2, 7), len(tasks), 2, squeeze=False)
     for task, (above, below) in zip(tasks, rows.T, strict=True):
         for name, color in COLORS.items():

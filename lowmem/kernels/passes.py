@@ -11,7 +11,7 @@ from lowmem.kernels.inputs import Columns, Scalars, TileSize
 from lowmem.kernels.printing import TRITON_TYPES, Lines, Printer, Value, arg, op_name, source_of
 from lowmem.tiles.graph import Sizes
 from lowmem.tiles.rounding import mix
-from lowmem.tiles.storage import Held
+from lowmem.tiles.storage import StoredTensor
 from lowmem.tiles.tile import DIMS, RawTile, Sums
 from lowmem.tiles.traced import GRAD, Arguments, Graph, Kind, Pass, reading_of
 
@@ -42,8 +42,8 @@ def trace_tile(kind: Kind, reached: Pass, tile: TileSize) -> Graph:
             args[key] = sizes.tensor(() if tail is None else here, dtype, kind.device)
 
     def results_of(values: Arguments) -> dict[Any, Tensor]:
-        def held(name: str) -> Held:
-            return Held(storages[name], tuple(values[name, n] for n, _ in enumerate(storages[name].parts)))
+        def held(name: str) -> StoredTensor:
+            return StoredTensor(storages[name], tuple(values[name, n] for n, _ in enumerate(storages[name].parts)))
 
         vectors = {key: values[key] for key, *_ in reached.args if key[0] not in ("reading", "noise")}
         if NOISE_LINE in values:

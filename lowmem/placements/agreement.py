@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lowmem.errors import ConfigError, UnsupportedError
-from lowmem.placements.base import Placed
+from lowmem.placements.base import ParamEntry
 from lowmem.tiles.quantized import tensors_of
 from lowmem.tiles.stored import flat
 
@@ -23,7 +23,7 @@ _SAMPLE = 1 << 10
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def refuse_different(records: Collection[Placed]) -> None:
+def refuse_different(records: Collection[ParamEntry]) -> None:
     """Raises `UnsupportedError` on every rank unless the parameters are equal in name, shape, dtype and value.
 
     Every rank of the default process group calls it. The ranks exchange hashes.
@@ -69,7 +69,7 @@ def first_failure(failure: str | None, group: dist.ProcessGroup | None = None) -
     return next((each for each in _gathered(failure, group) if each is not None), None)
 
 
-def drifted(records: Collection[Placed], step: int) -> list[str]:
+def drifted(records: Collection[ParamEntry], step: int) -> list[str]:
     """Returns the names of parameters that differ between ranks of the default group. Every rank calls it.
 
     One collective compares `_SAMPLE` elements of each parameter, and different elements in each step.

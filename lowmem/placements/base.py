@@ -23,7 +23,7 @@ _ONE_TENSOR = 2
 
 
 @dataclass(eq=False)
-class Placed:
+class ParamEntry:
     """A parameter of an optimizer.
 
     Attributes:
@@ -56,7 +56,7 @@ class Placed:
             return False
 
 
-Reduced = Iterator[tuple[Placed, Tensor]]
+ReadyGradients = Iterator[tuple[ParamEntry, Tensor]]
 
 
 class Shard:
@@ -134,7 +134,7 @@ class Shard:
     def release(self, param: Tensor) -> None:
         """Frees the gathered copy of a parameter, if there is one."""
 
-    def layout(self, record: Placed, view: View) -> Layout:
+    def layout(self, record: ParamEntry, view: View) -> Layout:
         """Returns the rectangles of the shard. Raises `UnsupportedError` if the parameter cannot be viewed this way."""
         layout = Layout.of(record.span.shape, view)
         try:
@@ -158,7 +158,7 @@ class MicroBatch:
         wide: whether sums are float32 or wider.
     """
 
-    add: Callable[[Placed, Tensor], Tensor | None]
+    add: Callable[[ParamEntry, Tensor], Tensor | None]
     last: bool = True
     earlier: Mapping[str, Callable[[], Tensor]] = field(default_factory=dict)
     wide: bool = False
@@ -180,11 +180,11 @@ class Reducer:
         shared = torch._C._storage_Use_Count(grad.untyped_storage()._cdata) > _ONE_TENSOR
         return grad.clone() if shared else grad
 
-    def begin(self, records: Collection[Placed], micro_batch: MicroBatch) -> None:
+    def begin(self, records: Collection[ParamEntry], micro_batch: MicroBatch) -> None:
         """Called before each backward. `records` are all parameters that may get a gradient in it."""
         self._micro_batch = micro_batch
 
-    def reduce(self, record: Placed, grad: Tensor) -> Reduced:
+    def reduce(self, record: ParamEntry, grad: Tensor) -> ReadyGradients:
         """Takes a gradient, and yields gradients that are ready (this one or others): summed over micro-batches,
         averaged over ranks, and cut to this rank's shard.
         """
@@ -193,11 +193,11 @@ class Reducer:
         if total is not None:
             yield record, total
 
-    def skip(self, record: Placed) -> Reduced:
+    def skip(self, record: ParamEntry) -> ReadyGradients:
         """Called if backward reaches a parameter without producing a gradient. Yields gradients that are ready."""
         yield from ()
 
-    def flush(self) -> Reduced:
+    def flush(self) -> ReadyGradients:
         """Called after each backward. Yields the remaining gradients."""
         yield from ()
 
@@ -220,7 +220,7 @@ class Placement:
         self.shard = shard
         self.reducer = reducer
 
-    def adopt(self, records: Collection[Placed], model: nn.Module | None) -> None:
+    def adopt(self, records: Collection[ParamEntry], model: nn.Module | None) -> None:
         """Called when an optimizer is created for these parameters, with the model if the user passed it.
 
         Raises:
@@ -240,7 +240,7 @@ class Placement:
                 "Call reshard() on every FSDPModule before model.named_parameters()"
             )
 
-    def confirm(self, records: Collection[Placed], settings: Mapping[str, Any]) -> None:
+    def confirm(self, records: Collection[ParamEntry], settings: Mapping[str, Any]) -> None:
         """Called before the first backward, and before the first backward with a new param group, by every rank.
 
         Raises:
@@ -268,7 +268,7 @@ class Placement:
         if failure is not None:
             raise RankError(failure)
 
-    def drifted(self, records: Collection[Placed], step: int) -> list[str]:
+    def drifted(self, records: Collection[ParamEntry], step: int) -> list[str]:
         """Returns the names of parameters that should be equal on all ranks but differ in a sample of their elements.
         Every rank calls it.
         """
@@ -277,7 +277,7 @@ class Placement:
     def settle(self) -> None:
         """Waits until weights and states are back where they are stored between uses."""
 
-    def free_copies(self, records: Collection[Placed], *, updated: bool) -> None:
+    def free_copies(self, records: Collection[ParamEntry], *, updated: bool) -> None:
         """Called by every rank after each micro-batch, with `updated` after the updates of a step. Frees gathered
         copies of weights, or refreshes outdated copies.
         """

@@ -12,7 +12,7 @@ from torch.distributed.tensor.placement_types import Replicate
 from torch.distributed.tensor.placement_types import Shard as ShardPlacement
 
 from lowmem.errors import StepError, UnsupportedError
-from lowmem.placements.base import MicroBatch, Placed, Reducer
+from lowmem.placements.base import MicroBatch, ParamEntry, Reducer
 from lowmem.placements.sharded import FlatShard, Sharded, span_of_rank
 from lowmem.tiles.layout import Span
 from lowmem.tiles.quantized import QuantizedWeight
@@ -71,7 +71,7 @@ class _FSDPReducer(Reducer):
     def __init__(self, modules: list[Any]) -> None:
         self._modules = modules
 
-    def begin(self, records: Collection[Placed], micro_batch: MicroBatch) -> None:
+    def begin(self, records: Collection[ParamEntry], micro_batch: MicroBatch) -> None:
         super().begin(records, micro_batch)
         states = [module._get_fsdp_state() for module in self._modules]
         # torch 2.13, distributed/fsdp/_fully_shard/_fsdp_state.py. In earlier versions a module has one group or None
@@ -108,7 +108,7 @@ class FSDP2(Sharded):
         self._modules: list[Any] = []
         super().__init__(_Rows(), _FSDPReducer(self._modules))
 
-    def adopt(self, records: Collection[Placed], model: nn.Module | None) -> None:
+    def adopt(self, records: Collection[ParamEntry], model: nn.Module | None) -> None:
         if model is None:
             raise UnsupportedError(
                 "the parameters are sharded by fully_shard, whose modules are resharded after each step. Pass the "
@@ -128,7 +128,7 @@ class FSDP2(Sharded):
                 "Call reshard() on every FSDPModule before model.named_parameters()"
             )
 
-    def free_copies(self, records: Collection[Placed], *, updated: bool) -> None:
+    def free_copies(self, records: Collection[ParamEntry], *, updated: bool) -> None:
         if updated:
             for module in self._modules:
                 module.reshard()

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from lowmem.errors import StepError, UnsupportedError
 from lowmem.placements.agreement import drifted, first_failure, refuse_different, refuse_other_settings
-from lowmem.placements.base import MicroBatch, Placed, Placement, Reduced, Reducer, Shard
+from lowmem.placements.base import MicroBatch, ParamEntry, Placement, ReadyGradients, Reducer, Shard
 from lowmem.placements.wrappers import WRAPPED
 from lowmem.tiles.quantized import tensors_of
 from lowmem.tiles.stored import flat
@@ -47,7 +47,7 @@ class _Turn:
         tensor: the gradient once it has arrived, then the average until it is applied.
     """
 
-    record: Placed
+    record: ParamEntry
     silent: bool = False
     reached: bool = False
     state: int = _ABSENT
@@ -58,7 +58,7 @@ class _Turn:
         """True if the gradient may still arrive."""
         return self.state in (_POSSIBLE, _EXPECTED)
 
-    def apply(self) -> tuple[Placed, Tensor]:
+    def apply(self) -> tuple[ParamEntry, Tensor]:
         """Returns the average and marks it as applied."""
         assert self.tensor is not None
         average = self.tensor
@@ -78,19 +78,19 @@ class AllReduce(Reducer):
     """
 
     def __init__(self) -> None:
-        self._turns: dict[Placed, _Turn] = {}  # in the order of the averages
+        self._turns: dict[ParamEntry, _Turn] = {}  # in the order of the averages
         self._backwards = 0  # number of backwards of these parameters
         self._hides = False  # whether a gradient has arrived that the graph did not show
         self._arrived: _Maxima | None = None  # states at the end of the last backward
         self.drop()
 
     def drop(self) -> None:
-        self._averages: Iterator[tuple[Placed, Tensor] | None] = iter(())  # the averages of this backward
+        self._averages: Iterator[tuple[ParamEntry, Tensor] | None] = iter(())  # the averages of this backward
         self._arrivals = itertools.count(_ARRIVED + 1)
         for turn in self._turns.values():
             turn.tensor = None
 
-    def begin(self, records: Collection[Placed], micro_batch: MicroBatch) -> None:
+    def begin(self, records: Collection[ParamEntry], micro_batch: MicroBatch) -> None:
         super().begin(records, micro_batch)
         self.drop()
         # a parameter that is frozen on this rank may be trained on another one
@@ -106,7 +106,7 @@ class AllReduce(Reducer):
         if claimed and micro_batch.last:
             self._averages = self._average()
 
-    def reduce(self, record: Placed, grad: Tensor) -> Reduced:
+    def reduce(self, record: ParamEntry, grad: Tensor) -> ReadyGradients:
         total = self._micro_batch.add(record, grad)
         del grad
         if total is None:
@@ -128,7 +128,7 @@ class AllReduce(Reducer):
         del total
         yield from self._proceed()
 
-    def skip(self, record: Placed) -> Reduced:
+    def skip(self, record: ParamEntry) -> ReadyGradients:
         yield from self._proceed()
         turn = self._turns[record]
         if turn.open:
@@ -136,18 +136,18 @@ class AllReduce(Reducer):
             turn.state = _ABSENT
             yield from self._proceed()
 
-    def flush(self) -> Reduced:
+    def flush(self) -> ReadyGradients:
         yield from self._proceed()
         for turn in self._turns.values():
             if turn.open:
                 turn.state = _ABSENT
         yield from self._proceed()
 
-    def _proceed(self) -> Reduced:
+    def _proceed(self) -> ReadyGradients:
         """Starts or continues the averages of this backward, until one must wait for its gradient."""
         return iter(lambda: next(self._averages, None), None)
 
-    def _average(self) -> Iterator[tuple[Placed, Tensor] | None]:
+    def _average(self) -> Iterator[tuple[ParamEntry, Tensor] | None]:
         """Launches the collectives of a backward. Yields averages, or None while the next gradient may still arrive."""
         for turn in self._turns.values():
             turn.reached = turn.record.reached
@@ -159,7 +159,7 @@ class AllReduce(Reducer):
                 turn.state = _ABSENT
         earlier = self._micro_batch.earlier
         expected = _maxima({r: _EXPECTED if r.name in earlier else turn.state for r, turn in self._turns.items()})
-        in_flight: Reduced = iter(())
+        in_flight: ReadyGradients = iter(())
         for record, turn in self._turns.items():
             while turn.open:
                 yield None
@@ -186,7 +186,7 @@ class AllReduce(Reducer):
         turn.state = next(self._arrivals)
         return read_sum()
 
-    def _wait(self, turn: _Turn, work: dist.Work, expected: "_Maxima") -> Reduced:
+    def _wait(self, turn: _Turn, work: dist.Work, expected: "_Maxima") -> ReadyGradients:
         """Waits for an all-reduce, and yields its average if a gradient is certain to arrive on some rank."""
         work.wait()
         del work
@@ -195,7 +195,7 @@ class AllReduce(Reducer):
         if turn.state != _ABSENT:
             yield turn.apply()
 
-    def _end(self) -> Reduced:
+    def _end(self) -> ReadyGradients:
         """Exchanges which gradients arrived on which rank, and yields the averages that were uncertain until now."""
         learned = self._backwards % dist.get_world_size() == dist.get_rank()  # each rank's order in turn
         self._backwards += 1
@@ -215,10 +215,10 @@ class AllReduce(Reducer):
                 yield turn.apply()
 
 
-_Maxima = Callable[[], Mapping[Placed, float]]
+_Maxima = Callable[[], Mapping[ParamEntry, float]]
 
 
-def _maxima(states: Mapping[Placed, int]) -> _Maxima:
+def _maxima(states: Mapping[ParamEntry, int]) -> _Maxima:
     """Launches an all-reduce of the maximum of each state. Returns a function that waits for the maxima and returns
     them. In a dry run, the state of every gradient is `_POSSIBLE`.
     """
@@ -228,10 +228,10 @@ def _maxima(states: Mapping[Placed, int]) -> _Maxima:
     return functools.cache(lambda: dict(zip(states, copy.values() or [_POSSIBLE] * len(states), strict=True)))
 
 
-def _by_arrival(states: Mapping[Placed, float], order: Sequence[Placed]) -> list[Placed]:
+def _by_arrival(states: Mapping[ParamEntry, float], order: Sequence[ParamEntry]) -> list[ParamEntry]:
     """Sorts parameters by arrival. A parameter without a gradient keeps its place after its predecessor."""
     position = 0.0
-    positions = dict[Placed, float]()
+    positions = dict[ParamEntry, float]()
     for each in order:
         if states[each] > _ARRIVED:
             position = states[each]
@@ -255,7 +255,7 @@ class Replicated(Placement):
         super().__init__(Shard(), AllReduce())
         self._broadcasts = broadcasts
 
-    def adopt(self, records: Collection[Placed], model: nn.Module | None) -> None:
+    def adopt(self, records: Collection[ParamEntry], model: nn.Module | None) -> None:
         super().adopt(records, model)
         if not self._broadcasts:
             refuse_different(records)
@@ -265,18 +265,18 @@ class Replicated(Placement):
                 for tensor in tensors_of(record.param.detach()):
                     dist.broadcast(tensor, src=0)
 
-    def confirm(self, records: Collection[Placed], settings: Mapping[str, Any]) -> None:
+    def confirm(self, records: Collection[ParamEntry], settings: Mapping[str, Any]) -> None:
         super().confirm(records, settings)
         refuse_other_settings(settings)
 
     def agree(self, failure: str | None) -> str | None:
         return first_failure(failure)
 
-    def drifted(self, records: Collection[Placed], step: int) -> list[str]:
+    def drifted(self, records: Collection[ParamEntry], step: int) -> list[str]:
         trained = [record for record in records if record.claimed]
         return drifted(trained, step) if trained else []
 
-    def free_copies(self, records: Collection[Placed], *, updated: bool) -> None:
+    def free_copies(self, records: Collection[ParamEntry], *, updated: bool) -> None:
         """Raises `UnsupportedError` if the model was wrapped after the first step and the wrapper wrote to `.grad`."""
         if any(record.param.grad is not None for record in records if record.trained):
             raise UnsupportedError(WRAPPED)

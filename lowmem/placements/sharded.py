@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lowmem.errors import ConfigError, UnsupportedError
 from lowmem.placements.agreement import first_failure, other_settings
-from lowmem.placements.base import Placed, Placement, Shard
+from lowmem.placements.base import ParamEntry, Placement, Shard
 from lowmem.placements.ranks import Ranks
 from lowmem.tiles.layout import Layout, Span, View
 from lowmem.tiles.quantized import QuantizedWeight, plain
@@ -64,7 +64,7 @@ class FlatShard(Shard):
             self.groups.update(dict.fromkeys([group, *self.replicas_of(param)]))
         return self._ranks[group]
 
-    def layout(self, record: Placed, view: View) -> Layout:
+    def layout(self, record: ParamEntry, view: View) -> Layout:
         return Layout.of(record.span.shape, view, record.span.start, record.span.stop)
 
     def full_tensor(self, param: Tensor) -> Tensor:
@@ -90,7 +90,7 @@ class Sharded(Placement):
     several = True
     shard: FlatShard
 
-    def confirm(self, records: Collection[Placed], settings: Mapping[str, Any]) -> None:
+    def confirm(self, records: Collection[ParamEntry], settings: Mapping[str, Any]) -> None:
         differences = [other_settings(settings, group) for group in self.shard.groups]  # collectives on every rank
         if (difference := self.agree(next(filter(None, differences), None))) is not None:
             raise ConfigError(difference)

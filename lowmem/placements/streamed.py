@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import is_fake
 from torch.utils._pytree import tree_leaves
 
 from lowmem.errors import ConfigError, UnsupportedError
-from lowmem.placements.base import Placed, Placement, Reduced, Reducer, Shard
+from lowmem.placements.base import ParamEntry, Placement, ReadyGradients, Reducer, Shard
 from lowmem.placements.homes import RESIDENT, make_home, require_room
 from lowmem.placements.ranks import in_group
 from lowmem.placements.streaming import Streaming, Unit
@@ -312,7 +312,7 @@ class _Reducer(Reducer):
 
     streaming: Streaming
 
-    def flush(self) -> Reduced:
+    def flush(self) -> ReadyGradients:
         self.drop()
         yield from ()
 
@@ -329,7 +329,7 @@ class Streamed(Placement):
         self._reducer = _Reducer()
         super().__init__(_StreamedShard(), self._reducer)
 
-    def adopt(self, records: Collection[Placed], model: nn.Module | None) -> None:
+    def adopt(self, records: Collection[ParamEntry], model: nn.Module | None) -> None:
         super().adopt(records, model)
         for record in records:
             self._reducer.streaming, _ = _where(record.param)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lowmem.errors import StepError, UnsupportedError
-from lowmem.placements.base import Placed, Reduced, Reducer
+from lowmem.placements.base import ParamEntry, ReadyGradients, Reducer
 from lowmem.placements.sharded import FlatShard, Sharded, span_of_rank
 from lowmem.tiles.layout import Span
 
@@ -113,9 +113,9 @@ class _ReduceScatter(Reducer):
         self.drop()
 
     def drop(self) -> None:
-        self._in_flight: Reduced = iter(())
+        self._in_flight: ReadyGradients = iter(())
 
-    def reduce(self, record: Placed, grad: Tensor) -> Reduced:
+    def reduce(self, record: ParamEntry, grad: Tensor) -> ReadyGradients:
         ranks = self._shard.ranks_of(record.param)
         launched = ranks.reduce_scatter_mean(grad.contiguous().view(-1), record.span.size)
         before = self._in_flight
@@ -123,10 +123,10 @@ class _ReduceScatter(Reducer):
         del grad, launched
         yield from before
 
-    def flush(self) -> Reduced:
+    def flush(self) -> ReadyGradients:
         return self._in_flight
 
-    def _wait(self, record: Placed, launched: Callable[[], Tensor]) -> Reduced:
+    def _wait(self, record: ParamEntry, launched: Callable[[], Tensor]) -> ReadyGradients:
         """Waits for a reduce-scatter. In the last micro-batch, yields the sum over micro-batches."""
         summed = super().reduce(record, launched())
         del launched  # it references the full gradient
@@ -147,7 +147,7 @@ class Zero3(Sharded):
         shard = _Partition()
         super().__init__(shard, _ReduceScatter(shard))
 
-    def adopt(self, records: Collection[Placed], model: nn.Module | None) -> None:
+    def adopt(self, records: Collection[ParamEntry], model: nn.Module | None) -> None:
         # DeepSpeed 0.19, runtime/zero/stage3.py, _link_all_hp_params: its optimizer marks its parameters
         if any(hasattr(record.param, "_z3_optimizer") for record in records):
             raise UnsupportedError(
@@ -156,7 +156,7 @@ class Zero3(Sharded):
             )
 
     @torch.no_grad()
-    def free_copies(self, records: Collection[Placed], *, updated: bool) -> None:
+    def free_copies(self, records: Collection[ParamEntry], *, updated: bool) -> None:
         from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
         params: list[Any] = [record.param for record in records]

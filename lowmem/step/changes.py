@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lowmem.step.record import ParamRecord
 from lowmem.tiles.layout import cut
-from lowmem.tiles.storage import Held
+from lowmem.tiles.storage import StoredTensor
 
 # Number of sampled parameters, approximate number of sampled elements of each, and steps per measurement.
 PARAMETERS = 8
@@ -32,7 +32,7 @@ class Changes:
         self._share = torch.full((), torch.nan, device=device)  # of the last measured step
         self._step, self._is_due = 1, True  # the current step, and whether it is measured
 
-    def watch(self, records: Sequence[ParamRecord], weight: Held, grad: Tensor) -> Callable[[], None] | None:
+    def watch(self, records: Sequence[ParamRecord], weight: StoredTensor, grad: Tensor) -> Callable[[], None] | None:
         """Samples a weight, or a stack of weights, before its update. Returns a function to call after the update,
         which counts the changes, or None if the weight is not in the sample.
         """
@@ -66,7 +66,7 @@ class Changes:
         return self._share
 
 
-def _elements(weight: Held, where: tuple[slice, ...]) -> Tensor:
+def _elements(weight: StoredTensor, where: tuple[slice, ...]) -> Tensor:
     """Returns the sampled elements of a weight, dequantized if it is quantized."""
     if not weight.storage.is_quantized:
         return weight.parts[0][where]

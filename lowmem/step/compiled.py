@@ -44,10 +44,10 @@ Update = Stages | OneTile | Kernels
 
 # Compiled updates by rule, or by its class if the rule has no attributes. Parameters of all sizes share them.
 # None where a kind of parameters cannot be traced.
-_TRACED: WeakKeyDictionary[Any, dict[tuple[ParamSpec, Kind], "Traced | None"]] = WeakKeyDictionary()
+_TRACED: WeakKeyDictionary[Any, dict[tuple[ParamSpec, Kind], "TracedCode | None"]] = WeakKeyDictionary()
 
 
-class Bound(NamedTuple):
+class BoundUpdate(NamedTuple):
     """The compiled update of one parameter, with the arguments that do not change from step to step.
 
     made_for: its cache key; see `Compilation.bind`.  places: the places of the tiles.  args: the states as arguments.
@@ -61,17 +61,18 @@ class Bound(NamedTuple):
     alive: Sequence[ReferenceType[Tensor]]
 
 
-class Launched(NamedTuple):
+class PendingUpdate(NamedTuple):
     """A parameter whose update is launched together with updates of other parameters.
 
-    place: the indices of its group's numbers and of its noise key in `Sent`.  shard: this rank's shard of the weight.
+    place: the indices of its group's numbers and of its noise key in `StepValues`.
+    shard: this rank's shard of the weight.
     """
 
     record: ParamRecord
     tiles: StoredTiles
     states: Mapping[str, Tensor]
     place: tuple[int, int]
-    bound: Bound
+    bound: BoundUpdate
     shard: Tensor
 
 
@@ -96,9 +97,9 @@ class Compilation:
         self._step, self._decided = 0, False
         self._new: dict[tuple[Program, Any], Update | None] = {}  # code on which ranks have not yet agreed
         self._own: str | None = None  # the error of this rank
-        self._bound: dict[ParamRecord, Bound] = {}
+        self._bound: dict[ParamRecord, BoundUpdate] = {}
         # batches launched in this step, and in the last step
-        self._batches: dict[tuple[ParamRecord, ...], tuple[list[Bound], Batch]] = {}
+        self._batches: dict[tuple[ParamRecord, ...], tuple[list[BoundUpdate], Batch]] = {}
         self._earlier = self._batches
         self._warns = self._requested is True  # whether to warn about updates that are not compiled
 
@@ -162,7 +163,7 @@ class Compilation:
         """Returns whether kernels update a parameter, unless its tensors do not allow it."""
         return self.active and record.param.device.type in KERNELS and not record.program.rule.materializes
 
-    def launch(self, batch: Sequence[Launched], values: Values) -> Result:
+    def launch(self, batch: Sequence[PendingUpdate], values: Values) -> Result:
         """Updates parameters that have the same kernels, with one launch per pass. If sharded, every rank calls it."""
         records = tuple(each.record for each in batch)
         bounds, known = [each.bound for each in batch], self._batches.get(records) or self._earlier.get(records)
@@ -180,9 +181,9 @@ class Compilation:
 
     def bind(
         self, record: ParamRecord, tiles: StoredTiles, states: Mapping[str, Tensor], place: tuple[int, int] = (0, 0)
-    ) -> Bound | None:
+    ) -> BoundUpdate | None:
         """Returns the compiled update of a parameter, or None if it has no compiled code. Every rank calls it for the
-        same parameters, even if its shard is empty. place: see `Launched`.
+        same parameters, even if its shard is empty. place: see `PendingUpdate`.
         """
         program, made_for = record.program, None
         if program.rule.materializes:
@@ -203,7 +204,7 @@ class Compilation:
 
     def _bind(
         self, record: ParamRecord, tiles: StoredTiles, states: Mapping[str, Tensor], varying: Any, made_for: Any
-    ) -> Bound | None:
+    ) -> BoundUpdate | None:
         """Finds or compiles the code of an update and prepares its constant arguments, unless `made_for` is None."""
         self._bound.pop(record, None)
         program, tensors = record.program, {name: state for name, state in states.items() if torch.is_tensor(state)}
@@ -252,7 +253,7 @@ class Compilation:
             args = {}
         bound = self._bound
         alive = [ref(state, lambda _: bound.pop(record, None)) for state in tensors.values()]
-        bound[record] = Bound(made_for, update, places, args, alive)
+        bound[record] = BoundUpdate(made_for, update, places, args, alive)
         return bound[record]
 
     def _warn(self, record: ParamRecord) -> None:
@@ -302,7 +303,7 @@ def _numbers(tiles: StoredTiles) -> Arguments:
     return args
 
 
-class Traced:
+class TracedCode:
     """The trace of an update, and the code compiled from it."""
 
     def __init__(self, update: TracedUpdate) -> None:
@@ -333,7 +334,7 @@ def traced(program: Program, kind: Kind, variant: Any) -> Update | None:
     updates = _TRACED.setdefault(_key(rule), {})
     try:
         if key not in updates:
-            updates[key] = Traced(
+            updates[key] = TracedCode(
                 trace_update(kind, lambda sweep, states: rule.update(sweep, spec, states), alike=spec.alike)
             )
         if (found := updates[key]) is None:

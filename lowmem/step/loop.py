@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lowmem.errors import StepError, UnsupportedError
-from lowmem.placements.base import Reduced
+from lowmem.placements.base import ReadyGradients
 from lowmem.step import habits
 from lowmem.step.hooks import Hooks
 from lowmem.step.parameters import Parameters
@@ -180,7 +180,7 @@ class StepLoop:
         del grad
         self._use(reduced)
 
-    def _use(self, reduced: Reduced) -> None:
+    def _use(self, reduced: ReadyGradients) -> None:
         """Passes gradients to the policy as soon as they are reduced."""
         for placed, grad in reduced:
             self.cycle.notice(placed.name)

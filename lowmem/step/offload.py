@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lowmem.placements.base import Placed
+from lowmem.placements.base import ParamEntry
 from lowmem.step.record import ParamRecord
 from lowmem.step.room import HEADROOM, free_memory
 from lowmem.tiles.stored import flat, separate
@@ -27,7 +27,7 @@ _IN_FLIGHT = 2
 Wait = Callable[[], None]
 
 
-class Offloaded(NamedTuple):
+class OffloadedGradient(NamedTuple):
     """A gradient on the host: its properties, its bytes in several pieces, and a function that waits for their copy."""
 
     shape: tuple[int, ...]
@@ -62,11 +62,11 @@ class GradientStore:
         self._least: dict[torch.device, float] = {}  # the smallest budget of all backwards
         self._held = Counter[torch.device]()  # bytes of gradients
         self._room: dict[str, Sequence[Tensor]] = {}  # memory on the host, reused in the next step
-        self._stored: dict[str, tuple[Placed, Tensor | Offloaded]] = {}
+        self._stored: dict[str, tuple[ParamEntry, Tensor | OffloadedGradient]] = {}
         self._streams: dict[tuple[torch.device, bool], Any] = {}
         self._leaving: deque[tuple[Tensor, Wait]] = deque()  # gradients whose copies may be in flight
         self._coming: dict[str, tuple[Tensor, Wait]] = {}  # prefetched
-        self._following: dict[str, Placed] = {}  # by name, the parameter whose gradient came next in the last backward
+        self._following: dict[str, ParamEntry] = {}  # by name, the next one in the last backward
         self._latest, self._last, self._width = "", True, 0
 
     def __del__(self) -> None:
@@ -83,7 +83,7 @@ class GradientStore:
         self._limits.clear()
         self._latest, self._last, self._width = "", last, width
 
-    def get(self, record: Placed, *, wide: bool = False) -> Tensor | None:
+    def get(self, record: ParamEntry, *, wide: bool = False) -> Tensor | None:
         """Returns the stored gradient on its device, or None. If it is changed in place, store it again. wide: whether
         to convert it to float32, unless its dtype is wider.
         """
@@ -97,7 +97,7 @@ class GradientStore:
             wait()
         return self._allocate(lambda: grad.to(torch.promote_types(grad.dtype, torch.float32))) if wide else grad
 
-    def keep(self, record: Placed, grad: Tensor) -> None:
+    def keep(self, record: ParamEntry, grad: Tensor) -> None:
         """Stores a gradient, and replaces an earlier one. The caller must not use the gradient afterwards."""
         self._remove(record)
         if self._fits(grad.device, grad.nbytes):
@@ -137,10 +137,10 @@ class GradientStore:
         self._held.clear()
         self._wait()
 
-    def _is_offloaded(self, record: Placed) -> bool:
-        return record.name in self._stored and isinstance(self._stored[record.name][1], Offloaded)
+    def _is_offloaded(self, record: ParamEntry) -> bool:
+        return record.name in self._stored and isinstance(self._stored[record.name][1], OffloadedGradient)
 
-    def _remove(self, record: Placed) -> None:
+    def _remove(self, record: ParamEntry) -> None:
         if record.name in self._stored and isinstance(stored := self._stored.pop(record.name)[1], Tensor):
             self._held[stored.device] -= stored.nbytes
         if record.name in self._coming:  # it is not needed, but its copy still reads the memory
@@ -200,20 +200,20 @@ class GradientStore:
 
     # -- copies ----------------------------------------------------------------------------------------------------
 
-    def _offload(self, record: Placed, grad: Tensor) -> None:
+    def _offload(self, record: ParamEntry, grad: Tensor) -> None:
         """Copies a gradient to the host."""
         while len(self._leaving) >= _IN_FLIGHT:
             self._leaving[0][1]()
             self._leaving.popleft()  # no longer read
         pieces, form = self._pieces(record.name, grad), (grad.shape, grad.stride(), grad.dtype, grad.device)
         written = self._copy(_parts(grad, pieces), grad.device, outward=True)
-        self._stored[record.name] = record, Offloaded(*form, pieces, written)
+        self._stored[record.name] = record, OffloadedGradient(*form, pieces, written)
         self._leaving.append((grad, written))
 
-    def _fetch(self, record: Placed) -> tuple[Tensor, Wait]:
+    def _fetch(self, record: ParamEntry) -> tuple[Tensor, Wait]:
         """Copies a gradient to its device."""
         stored = self._stored[record.name][1]
-        assert isinstance(stored, Offloaded)
+        assert isinstance(stored, OffloadedGradient)
         stored.written()  # another stream may have launched the copy
         grad = self._allocate(
             lambda: torch.empty_strided(stored.shape, stored.stride, dtype=stored.dtype, device=stored.device)

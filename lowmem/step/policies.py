@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lowmem.errors import StepError, UnsupportedError
 from lowmem.options import FusedConfig
-from lowmem.placements.base import MicroBatch, Placed
+from lowmem.placements.base import MicroBatch, ParamEntry
 from lowmem.step.clipping import Decision
 from lowmem.step.offload import GradientStore
 from lowmem.step.parameters import Parameters
@@ -206,7 +206,7 @@ class Deferred(Policy):
         assert total is not None
         return total
 
-    def _add(self, record: Placed, grad: Tensor) -> Tensor | None:
+    def _add(self, record: ParamEntry, grad: Tensor) -> Tensor | None:
         total = self._store.get(record, wide=self._wide)
         if total is not None:
             if record.name in self._measured and self.clipping.changes(total):

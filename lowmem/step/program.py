@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lowmem.errors import UnsupportedError
 from lowmem.placements import in_group
-from lowmem.placements.base import Placed, Shard
+from lowmem.placements.base import ParamEntry, Shard
 from lowmem.placements.ranks import Ranks
 from lowmem.rules import ParamSpec, UpdateRule
 from lowmem.tiles.layout import Extent, Layout, Span, grouped
@@ -22,8 +22,8 @@ from lowmem.tiles.storage import (
     SMALLEST_GROUPED,
     TABLE,
     Float,
-    Held,
     Storage,
+    StoredTensor,
     of_state,
     of_weight,
     part_name,
@@ -34,7 +34,7 @@ from lowmem.tiles.sweep import Sweep
 logger = logging.getLogger(__name__)
 
 
-class Kept(NamedTuple):
+class TensorSpec(NamedTuple):
     """Spec of one stored tensor of a state or a weight, whose storage may have several tensors.
 
     extent, extra: see `StateSpec`.  group: number of elements of a row per value; 0 if the extent is not full.
@@ -85,16 +85,16 @@ class Program:
         return tuple(part.name for part in self.weight.parts if part.name)
 
     @functools.cached_property
-    def kept(self) -> dict[str, Kept]:
+    def kept(self) -> dict[str, TensorSpec]:
         """The specs of a parameter's stored tensors, by name: `extra_names` and its states."""
-        kept = {part.name: Kept(part.dtype, group=part.group) for part in self.weight.parts if part.name}
+        kept = {part.name: TensorSpec(part.dtype, group=part.group) for part in self.weight.parts if part.name}
         for name, state in self.spec.states.items():
             if state.extent == "full":
                 parts = self.states[name].parts
-                kept |= {part_name(name, part.name): Kept(part.dtype, group=part.group) for part in parts}
+                kept |= {part_name(name, part.name): TensorSpec(part.dtype, group=part.group) for part in parts}
             else:
                 dtype = state.dtype if isinstance(state.dtype, torch.dtype) else torch.float32
-                kept[name] = Kept(dtype, state.extent, 0, state.extra)
+                kept[name] = TensorSpec(dtype, state.extent, 0, state.extra)
         return kept
 
     @functools.cached_property
@@ -103,7 +103,7 @@ class Program:
         there = self.extra_names if self.weight.is_quantized else ()
         return [name for name in self.kept if name not in there]
 
-    def shape_of(self, kept: Kept, shape: Sequence[int] | None = None) -> tuple[int, ...]:
+    def shape_of(self, kept: TensorSpec, shape: Sequence[int] | None = None) -> tuple[int, ...]:
         """Returns the logical shape of a stored tensor, for the full parameter, or for a shard of this shape."""
         if kept.extent == "full":
             return grouped(self.span.shape if shape is None else shape, kept.group)
@@ -120,7 +120,7 @@ class Program:
         return self._stacked[count]
 
     @functools.cached_property
-    def small(self) -> dict[str, Kept]:
+    def small(self) -> dict[str, TensorSpec]:
         """The states that do not have the size of the parameter."""
         return {name: kept for name, kept in self.kept.items() if kept.extent != "full"}
 
@@ -134,10 +134,10 @@ class Program:
         """True if any storage uses random numbers."""
         return any(storage.draws for storage in (self.weight, *self.states.values()))
 
-    def held(self, states: Mapping[str, Tensor]) -> dict[str, Held]:
+    def held(self, states: Mapping[str, Tensor]) -> dict[str, StoredTensor]:
         """Returns the states that have the parameter's size, with their storages. states: the tensors of all states."""
         return {
-            name: Held(storage, tuple(states[part_name(name, part.name)] for part in storage.parts))
+            name: StoredTensor(storage, tuple(states[part_name(name, part.name)] for part in storage.parts))
             for name, storage in self.states.items()
         }
 
@@ -150,7 +150,7 @@ class Program:
         return Result(sweep.square_sums, sizes)
 
 
-def make_program(placed: Placed, rule: UpdateRule, group: Mapping[str, Any], shard: Shard) -> Program:
+def make_program(placed: ParamEntry, rule: UpdateRule, group: Mapping[str, Any], shard: Shard) -> Program:
     """Creates the program of a parameter from the current settings of its group.
 
     A storage with groups requires that rows and shards consist of complete groups. Parameters with fewer than

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from lowmem.errors import StepError
-from lowmem.placements.base import Placed, Shard
+from lowmem.placements.base import ParamEntry, Shard
 from lowmem.rules import ENGINE_KEYS, UpdateRule
 from lowmem.step.program import Program, make_program, rounding_of
 from lowmem.tiles.storage import ROUNDED_DTYPES
@@ -52,7 +52,7 @@ class AddedGroup:
 
 
 @dataclass(eq=False)
-class ParamRecord(Placed):
+class ParamRecord(ParamEntry):
     """One parameter of a `FusedOptimizer`.
 
     Attributes:
@@ -85,7 +85,7 @@ class ParamRecord(Placed):
 
     def program_of(self, group: Mapping[str, Any], shard: Shard) -> Program:
         """Returns how the parameter is updated and stored if its group has these settings; see `make_program`."""
-        return make_program(Placed(self.name, self.param, shard.span(self.param)), self.rule, group, shard)
+        return make_program(ParamEntry(self.name, self.param, shard.span(self.param)), self.rule, group, shard)
 
     def choose_program(self, shard: Shard, state: Mapping[str, Any] | None = None) -> None:
         """Chooses how the parameter is updated and stored, also after it has changed. state: its current states, whose

@@ -13,7 +13,7 @@ from torch import Tensor
 from lowmem.kernels import Values
 from lowmem.step.changes import Changes
 from lowmem.step.clipping import Clipping, Decision
-from lowmem.step.compiled import Compilation, Launched, is_traceable
+from lowmem.step.compiled import Compilation, PendingUpdate, is_traceable
 from lowmem.step.cycle import StepCycle
 from lowmem.step.parameters import Parameters
 from lowmem.step.program import Program, Result
@@ -21,7 +21,7 @@ from lowmem.step.record import AddedGroup, ParamRecord
 from lowmem.step.room import unused_memory
 from lowmem.tiles.quantized import tensors_of
 from lowmem.tiles.rounding import noise_key
-from lowmem.tiles.storage import Float, Held, Shown
+from lowmem.tiles.storage import Float, RoundedCopy, StoredTensor
 from lowmem.tiles.stored import StoredTiles, begin_storage, separate
 from lowmem.tiles.sweep import Reading, Scalars, Sweep
 from lowmem.tiles.transfers import to_device
@@ -66,7 +66,7 @@ class Queue:
 
 
 @dataclass(frozen=True, eq=False)
-class Sent:
+class StepValues:
     """Values of a step that have been copied to a device.
 
     numbers: the numbers of all groups, float64.  places: index of each group's first number.  names: of its numbers.
@@ -125,7 +125,7 @@ class Updates:
         self.compilation = Compilation(parameters)
         self._batching = parameters.config.batching
         self._numbers: dict[AddedGroup, Mapping[str, float]] = {}  # of this step
-        self._sent: dict[torch.device, Sent] = {}  # in this step
+        self._sent: dict[torch.device, StepValues] = {}  # in this step
         self._together: dict[Program, int] = {}  # number of its parameters per stack
         # gradients that wait for kernels, large and small (True); for a full stack, by program and dtype; and gradients
         # of shards that wait to be measured
@@ -157,13 +157,13 @@ class Updates:
         for record in self._parameters.records.values():
             record.size = None
 
-    def _sent_to(self, device: torch.device) -> Sent:
+    def _sent_to(self, device: torch.device) -> StepValues:
         """Copies the values that updates of this step read to a device, all at once."""
         if device not in self._sent:
             drawing = [each for each in self._parameters.records.values() if each.claimed and each.program.draws]
             keys = [noise_key(self.cycle.seed, self.cycle.step, each.name) for each in drawing]
             starts = accumulate(map(len, self._numbers.values()), initial=0)
-            self._sent[device] = Sent(
+            self._sent[device] = StepValues(
                 to_device([*chain(*(each.values() for each in self._numbers.values()))], torch.float64, device),
                 dict(zip(self._numbers, starts, strict=False)),
                 {group: tuple(numbers) for group, numbers in self._numbers.items()},
@@ -175,7 +175,7 @@ class Updates:
 
     def _measure(self, record: ParamRecord, grad: Tensor) -> Tensor:
         """Returns the sum of squares of this rank's shard of an unscaled gradient, float64 [1]."""
-        reading, held = self._sent_to(grad.device).reading, Held(Float(grad.dtype), (grad,))
+        reading, held = self._sent_to(grad.device).reading, StoredTensor(Float(grad.dtype), (grad,))
         return Sweep(StoredTiles(record.program.layout, held, grad, reading)).square_sums
 
     def put(self, record: ParamRecord, grad: Tensor, decision: Decision | None, waiting: int = 0) -> None:
@@ -263,7 +263,7 @@ class Updates:
         """Creates missing states of a parameter: before its first update, or after a reset or an edit of the weight."""
         program, state = record.program, self._states[record.param]
         edited = record.extra and record.version not in (None, self._shard.version(record.param))
-        if edited and not isinstance(program.weight, Shown):  # `Shown` follows edits. A residual does not
+        if edited and not isinstance(program.weight, RoundedCopy):  # `RoundedCopy` follows edits. A residual does not
             record.extra = {}
         if missing := [name for name in program.created if name not in state and name not in record.extra]:
             new = self._shard.keep(record.param, initial_tensors(program, missing, self._shard.read(record.param)))
@@ -275,7 +275,7 @@ class Updates:
         self.begin_state(record)
         param, shard = record.param, self._shard.read(record.param)
         with self._shard.lend(param, self._states[param]) as state, self._shard.lend(param, record.extra) as extra:
-            held = Held(record.program.weight, (*tensors_of(shard), *extra.values()))
+            held = StoredTensor(record.program.weight, (*tensors_of(shard), *extra.values()))
             self._run([record], held, grad, state, decision)
         self._written(record, shard)
 
@@ -300,10 +300,10 @@ class Updates:
         """Updates parameters, with one launch per pass for all that have the same kernels. waiting: each record with
         its gradient, its states and the other tensors of its weight's storage.
         """
-        batches = defaultdict[Any, list[Launched]](list)
+        batches = defaultdict[Any, list[PendingUpdate]](list)
         for record, grad, state, extra in waiting:
             program, shard, sent = record.program, self._shard.read(record.param), self._sent_to(grad.device)
-            held = Held(program.weight, (*tensors_of(shard), *extra.values()))
+            held = StoredTensor(program.weight, (*tensors_of(shard), *extra.values()))
             tiles = self._tiles([record], held, grad, decision)
             place = sent.places[record.group], sent.drawing.get(record, 0)
             bound = self.compilation.bind(record, tiles, state, place)
@@ -313,7 +313,7 @@ class Updates:
                 continue
             clips = record.group if decision is not None and decision.own_clips else None
             like = bound.update, grad.dtype, program.ranks, clips
-            batches[like].append(Launched(record, tiles, state, place, bound, shard))
+            batches[like].append(PendingUpdate(record, tiles, state, place, bound, shard))
         for batch in batches.values():
             records, tiles = [each.record for each in batch], batch[0].tiles
             reading = tiles.reading
@@ -364,7 +364,7 @@ class Updates:
         columns += [[self._states[record.param][name] for record in records] for name in names]
         stacked, parts = [torch.stack(column) for column in columns], len(program.weight.parts)
         state = dict(zip(names, stacked[parts:], strict=True))
-        self._run(records, Held(program.weight, tuple(stacked[:parts])), torch.stack(grads), state, decision)
+        self._run(records, StoredTensor(program.weight, tuple(stacked[:parts])), torch.stack(grads), state, decision)
         for column, changed in zip(columns, stacked, strict=True):
             torch._foreach_copy_(column, changed.unbind())
         for record, shard in zip(records, shards, strict=True):
@@ -374,7 +374,12 @@ class Updates:
                 record.version = self._shard.version(record.param)
 
     def _run(
-        self, records: Sequence[ParamRecord], held: Held, grad: Tensor, state: dict[str, Any], decision: Decision | None
+        self,
+        records: Sequence[ParamRecord],
+        held: StoredTensor,
+        grad: Tensor,
+        state: dict[str, Any],
+        decision: Decision | None,
     ) -> None:
         """Runs the program of parameters on their tensors, and stores the results in their records."""
         self.cycle.moved = True
@@ -396,7 +401,7 @@ class Updates:
         return program if len(records) == 1 else program.stacked(len(records))
 
     def _tiles(
-        self, records: Sequence[ParamRecord], held: Held, grad: Tensor, decision: Decision | None
+        self, records: Sequence[ParamRecord], held: StoredTensor, grad: Tensor, decision: Decision | None
     ) -> StoredTiles:
         """Returns the tiles of a parameter, or of a stack of parameters."""
         program, sent, keys = self._program(records), self._sent_to(grad.device), None
@@ -432,7 +437,7 @@ def initial_tensors(program: Program, names: Iterable[str], shard: Tensor) -> di
         kept = program.kept[name]
         new[name] = torch.zeros(program.shape_of(kept, shard.shape), dtype=kept.dtype, device=shard.device)
     if extra := tuple(new[name] for name in program.extra_names if name in new):
-        begin_storage(program.layout, Held(program.weight, (shard, *extra)))
+        begin_storage(program.layout, StoredTensor(program.weight, (shard, *extra)))
     return new
 
 

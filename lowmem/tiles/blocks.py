@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lowmem.tiles.graph import realized, tied
 from lowmem.tiles.layout import Layout, Place, Rect
-from lowmem.tiles.storage import Held
+from lowmem.tiles.storage import StoredTensor
 from lowmem.tiles.tile import DIMS, RawTile, Sums
 from lowmem.tiles.traced import GRAD, Arguments, Key, Kind, Pass, reading_of
 
@@ -130,10 +130,10 @@ def run_in_blocks(kind: Kind, reached: Pass, args: Arguments) -> dict[Key, Tenso
 
     args: includes the vectors of the pass: row [b, r], col [b, c], and scalar [b] or [].
     """
-    storages, held = dict(kind.storages), dict[str, Held]()
+    storages, held = dict(kind.storages), dict[str, StoredTensor]()
     for name in reached.reads:
         parts = tuple(args[name, n].flatten(3) for n, _ in enumerate(storages[name].parts))
-        held[name] = Held(storages[name], parts)
+        held[name] = StoredTensor(storages[name], parts)
     (grad,), full = held[GRAD].parts, {name: held[state] for name, state in reached.full.items()}
     batch, count, height, width = grad.shape
     is_line = height == 1

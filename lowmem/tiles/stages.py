@@ -22,7 +22,7 @@ from torch import Tensor, fx
 from lowmem.tiles.blocks import Form, blocks, form_of, run_in_blocks, shape_of
 from lowmem.tiles.graph import Function, Sizes, compiled, module
 from lowmem.tiles.layout import Place
-from lowmem.tiles.storage import Held
+from lowmem.tiles.storage import StoredTensor
 from lowmem.tiles.stored import StoredTiles
 from lowmem.tiles.tile import RawTile, Sums, extent
 from lowmem.tiles.traced import GRAD, OVER_TILES, Arguments, Graph, Kind, Pass, Signature, TracedUpdate, fake, sized
@@ -213,7 +213,7 @@ class Stages:
         return before + [code for stage in self._stages for code in stage.codes(forms)]
 
     def run(
-        self, tiles: StoredTiles, places: Sequence[Place], args: Arguments, held: Mapping[str, Held]
+        self, tiles: StoredTiles, places: Sequence[Place], args: Arguments, held: Mapping[str, StoredTensor]
     ) -> dict[Any, Tensor]:
         """Updates a parameter that is cut into tiles at these places. held: the full-size states, by name."""
         tiles = replace(tiles, pieces=places)

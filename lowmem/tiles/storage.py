@@ -278,7 +278,7 @@ class Integer(Storage):
 
 
 @dataclass(frozen=True)
-class Shown(Storage):
+class RoundedCopy(Storage):
     """A weight that is stored in `held`, with the parameter as a copy rounded to the parameter's dtype. Where the
     parameter differs from that copy, it has been modified since, and its value replaces the stored weight.
     """
@@ -382,10 +382,10 @@ def of_weight(rounding: str, dtype: torch.dtype) -> Storage:
     held = of_state(rounding, True, dtype)
     if held.parts[0].dtype == dtype and not held.is_quantized:
         return held
-    return Shown(dtype, held, "weight32" if held == FLOAT32 else "codes")
+    return RoundedCopy(dtype, held, "weight32" if held == FLOAT32 else "codes")
 
 
-class Held(NamedTuple):
+class StoredTensor(NamedTuple):
     """A weight or full-size state as a sweep reads and writes it: its storage and the stored tensors."""
 
     storage: Storage

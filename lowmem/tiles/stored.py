@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import is_fake
 
 from lowmem.tiles.layout import Layout, Place, cut
 from lowmem.tiles.rounding import mix
-from lowmem.tiles.storage import Held, Storage, Uniform
+from lowmem.tiles.storage import Storage, StoredTensor, Uniform
 from lowmem.tiles.sweep import Reading, Scalars, States, Tiles
 from lowmem.tiles.tile import DIMS, RawTile, Sums, Vectors, extent, summed
 
@@ -48,7 +48,7 @@ class StoredTiles(Tiles):
     """
 
     layout: Layout
-    weight: Held
+    weight: StoredTensor
     grad: Tensor
     reading: Reading = NO_READING
     scalars: Scalars = NO_SCALARS
@@ -126,15 +126,15 @@ class StoredTiles(Tiles):
             value = value if low == 1 << 31 else value + (low - (1 << 31))
         return value.view([n if d in DIMS[kind] else 1 for d, n in enumerate(rect.size)])
 
-    def _views(self, held: Held) -> list[list[Tensor]]:
+    def _views(self, held: StoredTensor) -> list[list[Tensor]]:
         """Returns views of each tensor of a storage, one per rectangle [b, r, c / group]."""
         return [self.layout.views(each, part.group) for each, part in zip(held.parts, held.storage.parts, strict=True)]
 
 
-def _at(place: Place, storage: Storage, views: Sequence[Sequence[Tensor]]) -> Held:
+def _at(place: Place, storage: Storage, views: Sequence[Sequence[Tensor]]) -> StoredTensor:
     """Returns the tile at a place, given views of each tensor of its storage."""
     pairs = zip(views, storage.parts, strict=True)
-    return Held(storage, tuple(cut(each[place.rectangle], place.inner, part.group) for each, part in pairs))
+    return StoredTensor(storage, tuple(cut(each[place.rectangle], place.inner, part.group) for each, part in pairs))
 
 
 class Totals:
@@ -164,7 +164,7 @@ def over_ranks(across: Across, local: Sums) -> Sums:
     return Sums.of(total)
 
 
-def begin_storage(layout: Layout, weight: Held) -> None:
+def begin_storage(layout: Layout, weight: StoredTensor) -> None:
     """Initializes the tensors that a storage adds to a parameter, before its first update. The weight is rounded to
     nearest, so that it changes as little as possible.
     """

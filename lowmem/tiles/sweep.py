@@ -16,7 +16,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from lowmem.tiles.rounding import mix, nearest
-from lowmem.tiles.storage import FLOAT32, Held
+from lowmem.tiles.storage import FLOAT32, StoredTensor
 from lowmem.tiles.tile import (
     SQUARE,
     ApplyFn,
@@ -32,12 +32,12 @@ from lowmem.tiles.tile import (
 )
 from lowmem.tiles.transfers import to_device
 
-__all__ = ["Given", "Reading", "Scalars", "Sweep", "Tiles", "Vectors"]
+__all__ = ["Reading", "Scalars", "Sweep", "TileInputs", "Tiles", "Vectors"]
 
-States = Mapping[str, Held]
+States = Mapping[str, StoredTensor]
 
 
-class Given(TypedDict, total=False):
+class TileInputs(TypedDict, total=False):
     """The tensors that tile functions read by name in addition to the gradient and the weight.
 
     full: full-size states.  row: one value per row, [B, R].  col: one per column, [B, C].  scalar: a scalar, or [B].
@@ -93,7 +93,7 @@ class Tiles(ABC):
     shape: tuple[int, int, int]
     members: int
     device: torch.device
-    weight: Held
+    weight: StoredTensor
     reading: Reading
     scalars: Scalars
 
@@ -128,12 +128,12 @@ class Tiles(ABC):
             vectors["noise", ""] = mix(line + self.noise_keys())
         return vectors
 
-    def _raw(self, grad: Tensor, param: Held, full: States, vectors: Vectors) -> RawTile:
+    def _raw(self, grad: Tensor, param: StoredTensor, full: States, vectors: Vectors) -> RawTile:
         """Returns a tile. grad: [b, r, c].  vectors: the parts for this tile."""
         return RawTile(grad, param, self.reading, full, {**self.scalars.singles, **vectors})
 
 
-def _split(given: Given) -> tuple[States, Vectors]:
+def _split(given: TileInputs) -> tuple[States, Vectors]:
     """Splits arguments into full-size states and vectors (rows, columns and scalars)."""
     named = {"row": given.get("row"), "col": given.get("col"), "scalar": given.get("scalar")}
     vectors = {(kind, name): value for kind, values in named.items() for name, value in (values or {}).items()}
@@ -203,7 +203,7 @@ class Sweep:
         """Makes later writes unconditional, for rules that handle non-finite gradients themselves."""
         self._guarded = False
 
-    def reduce(self, fn: ReduceFn, **given: Unpack[Given]) -> Sums:
+    def reduce(self, fn: ReduceFn, **given: Unpack[TileInputs]) -> Sums:
         """Returns the sums that `fn` requests: rows [B, R], columns [B, C], scalars [B], all float32.
 
         The first reduce of a sweep also measures the gradient. If a rule writes first, or does not reduce, measuring
@@ -215,7 +215,7 @@ class Sweep:
             self._measured = sums.scalar.pop(SQUARE)
         return sums
 
-    def apply(self, fn: ApplyFn, **given: Unpack[Given]) -> None:
+    def apply(self, fn: ApplyFn, **given: Unpack[TileInputs]) -> None:
         """Writes the values that `fn` returns for each tile: `param`, and states by their names in `full`."""
         full, vectors = _split(given)
         draws = any(each.storage.draws for each in (self._tiles.weight, *full.values()))
@@ -262,7 +262,7 @@ class Sweep:
         param.grad = grad.to(param.dtype)
         yield param
         if not is_cast:
-            self.apply(_replaced, full={"value": Held(FLOAT32, (param.detach(),))})
+            self.apply(_replaced, full={"value": StoredTensor(FLOAT32, (param.detach(),))})
 
 
 def _nothing(t: Tile) -> Sums:

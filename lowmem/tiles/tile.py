@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lowmem.tiles.graph import realized, tied
 from lowmem.tiles.rounding import mix, nearest, random_bits
-from lowmem.tiles.storage import Held, Uniform
+from lowmem.tiles.storage import StoredTensor, Uniform
 
 Named = dict[str, Tensor]
 
@@ -94,16 +94,16 @@ class Reading:
 class RawTile(NamedTuple):
     """The stored tensors of one tile.
 
-    grad: [b, r, c].  param, full: `Held` [b, r, c / group].  reading: see `Reading`.  vectors, by kind and name: row
-    [b, r, 1], col [b, 1, c], scalar [] or [b, 1, 1] (including the numbers of the rule), finite [b, 1, 1] (False leaves
-    everything unchanged), noise int32 [b, r, 1] (an element's random bits depend on it and on the column in the tile).
-    finite and noise are omitted if they are not needed.
+    grad: [b, r, c].  param, full: `StoredTensor` [b, r, c / group].  reading: see `Reading`.
+    vectors, by kind and name: row [b, r, 1], col [b, 1, c], scalar [] or [b, 1, 1] (including the numbers of the rule),
+    finite [b, 1, 1] (False leaves everything unchanged), noise int32 [b, r, 1] (an element's random bits depend on it
+    and on the column in the tile). finite and noise are omitted if they are not needed.
     """
 
     grad: Tensor
-    param: Held
+    param: StoredTensor
     reading: Reading
-    full: Mapping[str, Held]
+    full: Mapping[str, StoredTensor]
     vectors: Vectors
 
 
@@ -141,7 +141,7 @@ class Tile:
     """
 
     def __init__(self, raw: RawTile) -> None:
-        self._raw, self.full = raw, Fields(raw.full, read=Held.decode)
+        self._raw, self.full = raw, Fields(raw.full, read=StoredTensor.decode)
         self.row, self.col, self.scalar = (Fields(raw.vectors, kind) for kind in ("row", "col", "scalar"))
 
     @functools.cached_property

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from lowmem.errors import UnsupportedError
 from lowmem.tiles.graph import Size, Sizes, trace
-from lowmem.tiles.storage import Held, Storage
+from lowmem.tiles.storage import Storage, StoredTensor
 from lowmem.tiles.sweep import Scalars, States, Sweep, Tiles
 from lowmem.tiles.tile import DIMS, RawTile, Reading, Sums, Vectors, extent
 
@@ -161,9 +161,9 @@ class Passes(Tiles):
         (self._grad,), self.weight = self.full.pop(GRAD).parts, self.full.pop("param")
         self._names = {held: name for name, held in self.full.items()}
 
-    def _small(self, storage: Storage, cols: int) -> Held:
+    def _small(self, storage: Storage, cols: int) -> StoredTensor:
         """Returns a tile with one group of elements."""
-        return Held(storage, tuple(torch.zeros(1, 1, cols // p.group, dtype=p.dtype) for p in storage.parts))
+        return StoredTensor(storage, tuple(torch.zeros(1, 1, cols // p.group, dtype=p.dtype) for p in storage.parts))
 
     def complete_grad(self) -> Tensor:
         raise UnsupportedError("the rule steps on the parameter as one tensor")

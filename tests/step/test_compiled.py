@@ -24,7 +24,7 @@ from lowmem.tiles import stages, storage, stored
 from lowmem.tiles.blocks import BLOCK_SUMS, blocks
 from lowmem.tiles.layout import Layout, View
 from lowmem.tiles.rounding import widen, widen8
-from lowmem.tiles.storage import Held
+from lowmem.tiles.storage import StoredTensor
 from lowmem.tiles.stored import NO_READING, StoredTiles
 from lowmem.tiles.sweep import Scalars, Sweep
 
@@ -423,7 +423,8 @@ def test_many_columns_compiled():
     record, weights = opt._records[param], torch.zeros(2, count, dtype=torch.bfloat16)
     scalars, key = Scalars.of(record.rule.scalars(record.group.live, 1)), torch.tensor(7, dtype=torch.int32)
     tiles = [
-        StoredTiles(layout, Held(record.program.weight, (w,)), grad, NO_READING, scalars, keys=key) for w in weights
+        StoredTiles(layout, StoredTensor(record.program.weight, (w,)), grad, NO_READING, scalars, keys=key)
+        for w in weights
     ]
     record.rule.update(Sweep(tiles[0]), record.program.spec, {})
     opt._updates.compilation.run(record, tiles[1], {})

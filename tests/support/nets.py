@@ -9,7 +9,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.utils.checkpoint import checkpoint
 
 from lowmem import placements
-from lowmem.placements.base import Placed
+from lowmem.placements.base import ParamEntry
 from lowmem.tiles.layout import Span
 
 STEPS = 10
@@ -119,7 +119,7 @@ def plain_step(opt, *losses, clip_norm=None):
 def records_of(*params):
     """Parameters called p0, p1, ..., as placements see them, for parts of a step without an optimizer."""
     spans = [Span(tuple(param.shape), 0, param.numel(), param.numel()) for param in params]
-    return [Placed(f"p{n}", p, span) for n, (p, span) in enumerate(zip(params, spans, strict=True))]
+    return [ParamEntry(f"p{n}", p, span) for n, (p, span) in enumerate(zip(params, spans, strict=True))]
 
 
 def weights(*nets):

@@ -7,7 +7,7 @@ import torch
 from lowmem import rules
 from lowmem.tiles.layout import Layout
 from lowmem.tiles.rounding import noise_key
-from lowmem.tiles.storage import Float, Held, Integer, Uniform, of_state, of_weight
+from lowmem.tiles.storage import Float, Integer, StoredTensor, Uniform, of_state, of_weight
 from lowmem.tiles.stored import StoredTiles
 from lowmem.tiles.sweep import Reading, Scalars, Sweep
 from lowmem.tiles.tile import extent
@@ -109,7 +109,7 @@ class Parameter:
     def expect(self, grad, step, reading):
         """Updates the reference."""
         held = {
-            name: Held(s, tuple(self.expected[name, n] for n, _ in enumerate(s.parts)))
+            name: StoredTensor(s, tuple(self.expected[name, n] for n, _ in enumerate(s.parts)))
             for name, s in self.storages.items()
         }
         weight, small = held.pop("param"), {name: state for (_, name), state in self.expected_small.items()}

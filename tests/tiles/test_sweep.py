@@ -15,7 +15,7 @@ from lowmem.rules import resolve
 from lowmem.rules.rule import TABLE
 from lowmem.tiles import rounding, storage, stored
 from lowmem.tiles.layout import WIDEST, Layout, View
-from lowmem.tiles.storage import FLOAT32, Float, Held
+from lowmem.tiles.storage import FLOAT32, Float, StoredTensor
 from lowmem.tiles.stored import StoredTiles
 from lowmem.tiles.sweep import Reading, Scalars, Sweep
 from lowmem.tiles.tile import Fields, Sums
@@ -42,7 +42,7 @@ def update(rule, shape, *, dtype=torch.bfloat16, rounding_name="nearest", steps=
         grad = torch.randn(shape, generator=source).to(dtype) if grads is None else grads[step - 1]
         tiles = StoredTiles(
             Layout.of(shape, spec.view),
-            Held(weight, (param, *extra.values())),
+            StoredTensor(weight, (param, *extra.values())),
             grad,
             Reading(limit=torch.tensor(2.0)),
             Scalars.of(rule.scalars({**hyper, "lr": 0.1 / step}, step), torch.get_default_device()),
@@ -68,7 +68,7 @@ def new_states(spec, shape, dtype):
 def with_storages(spec, states):
     """States as a sweep takes them: with a storage if they have the parameter's size."""
     full = {name for name, each in spec.states.items() if each.extent == "full"}
-    return {name: Held(Float(t.dtype), (t,)) if name in full else t for name, t in states.items()}
+    return {name: StoredTensor(Float(t.dtype), (t,)) if name in full else t for name, t in states.items()}
 
 
 def assert_same_to_float32_rounding(got, want):
@@ -113,7 +113,9 @@ def test_reduce_sums_over_tiles(shape, tile, clipped):
     param, grad = torch.randn(shape), torch.randn(shape)
     limit = torch.tensor(0.5) if clipped else None
     reading = Reading(inverse_scale=torch.tensor(2.0), limit=limit)
-    one = Sweep(StoredTiles(Layout.of(shape, View.matrix(3)), Held(FLOAT32, (param,)), grad, reading, tile=tile))
+    one = Sweep(
+        StoredTiles(Layout.of(shape, View.matrix(3)), StoredTensor(FLOAT32, (param,)), grad, reading, tile=tile)
+    )
     sums = one.reduce(everything)
     scaled = 2.0 * grad.double()
     product = (scaled.clamp(-0.5, 0.5) if clipped else scaled) * param.double()
@@ -137,7 +139,7 @@ def test_temporaries_of_one_update(rule, rounding_name):
     extra = [torch.zeros(shape, dtype=part.dtype) for part in weight.parts[1:]]
     with Memory() as memory:
         given = {"scalars": Scalars.of(rule.scalars(rule.defaults, 1)), "keys": key(1)}
-        one = StoredTiles(Layout.of(shape, spec.view), Held(weight, (param, *extra)), grad, **given)
+        one = StoredTiles(Layout.of(shape, spec.view), StoredTensor(weight, (param, *extra)), grad, **given)
         rule.update(Sweep(one), spec, with_storages(spec, states))
     kept = sum(tensor.untyped_storage().nbytes() for tensor in (param, grad, *extra, *states.values()))
     assert kept <= memory.most <= kept + 8 * MIB
@@ -154,7 +156,7 @@ def halfway(t):
 def rounded_at(start, count=64, tile=None, seed=7):
     """The columns from `start` on, as a shard that has these columns rounds them."""
     shard = torch.zeros(count, dtype=torch.bfloat16)
-    weight = Held(Float(torch.bfloat16, draws=True), (shard,))
+    weight = StoredTensor(Float(torch.bfloat16, draws=True), (shard,))
     layout = Layout.of((MANY,), View.vector(1), start, start + count)
     Sweep(StoredTiles(layout, weight, torch.zeros_like(shard), keys=key(seed), tile=tile)).apply(halfway)
     return shard
@@ -191,7 +193,7 @@ def both_halfway(t):
 def test_each_row_and_each_tensor_has_its_own_noise():
     """Of two stacked parameters with a state, each of two slices of three rows."""
     shape, rounds = (4, 3, 64), Float(torch.bfloat16, draws=True)
-    weight, state = (Held(rounds, (torch.zeros(shape, dtype=torch.bfloat16),)) for _ in range(2))
+    weight, state = (StoredTensor(rounds, (torch.zeros(shape, dtype=torch.bfloat16),)) for _ in range(2))
     keys = torch.tensor([[7], [7 << 20]], dtype=torch.int32)
     tiles = StoredTiles(Layout.of(shape, View.matrix(3)), weight, torch.zeros(shape), members=2, keys=keys)
     Sweep(tiles).apply(both_halfway, full={"state": state})
