@@ -18,10 +18,10 @@ from lowmem.errors import ConfigError, UnsupportedError
 from lowmem.placements import nbytes, shape_of, streaming_of
 from lowmem.placements.streaming import moves
 from lowmem.run import images
-from lowmem.run.description import describe
+from lowmem.run.description import describe, recomputed
 from lowmem.run.fake import LONGEST, MICRO_BATCHES, offloaded_to_nvme, running
 from lowmem.run.fake_ranks import fake_ranks
-from lowmem.run.memory import BUFFERS, STATES, WEIGHTS, StepMemory
+from lowmem.run.memory import ACTIVATIONS, BUFFERS, STATES, WEIGHTS, StepMemory
 from lowmem.run.recipe import Recipe
 from lowmem.step.room import HEADROOM
 from lowmem.tiles.quantized import in_codes
@@ -127,7 +127,10 @@ def _without_files(step: StepMemory, streaming: Any, optimizer: Any) -> StepMemo
 
 def _store(step: StepMemory, trainer: Any, memory: int | None) -> tuple[StepMemory, str]:
     """Divides the stored gradients between a device with `memory` bytes and the host, and describes the division."""
-    automatic, here = trainer.optimizer._parameters.config.store_bytes is None, 0
+    args = trainer.args
+    optimizer = trainer.optimizer
+    automatic = optimizer._parameters.config.store_bytes is None
+    here = 0
     if automatic and memory is not None:
         here = min(step.host_gradients, max(0, int(memory * (1 - HEADROOM)) - step.peak))
     there = step.host_gradients - here
@@ -136,7 +139,18 @@ def _store(step: StepMemory, trainer: Any, memory: int | None) -> tuple[StepMemo
     if automatic and memory is None:
         text += ", less if the device has room (--memory)"
     if there:
-        text += f": {2 * there / LINK:,.1f} s of copies per micro-batch at {LINK / 1e9:.0f} GB/s"
+        seconds = 2 * there / LINK
+        text += f": {seconds:,.1f} s of copies per micro-batch at {LINK / 1e9:.0f} GB/s"
+        others = args.gradient_accumulation_steps - 1
+        if others:
+            more = others * step.items[ACTIVATIONS] / 2**30
+            text += f". One batch in place of {others + 1} saves {others * seconds:,.1f} s and takes "
+            text += f"about {more:,.2f} GiB more"
+        elif optimizer.placement == "local":
+            tokens = args.per_device_train_batch_size * (args.max_length or LONGEST)
+            passes = 6 if recomputed(args) else 4  # operations per token and parameter
+            work = passes * tokens * sum(param.numel() for param in trainer.model.parameters())
+            text += f". A second backward (policy two_pass) would take {work / 100e12:,.1f} s at 100 TFLOP/s"
     return replace(step, host_peak=step.host_peak - here), text
 
 
