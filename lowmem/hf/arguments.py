@@ -309,7 +309,9 @@ def complete(fused: FusedConfig, args: TrainingArguments, sharded: Sharding | No
     if sharded is not None and args.torch_compile:
         raise UnsupportedError("torch_compile=True: with fsdp or deepspeed the model is not compiled; omit it")
     check_arguments(args, fused)
-    scale = "dynamic" if args.fp16 and fused.loss_scale is None else fused.loss_scale
+    scale = fused.loss_scale
+    if scale is None and args.fp16:
+        scale = "dynamic" if sharded is None else sharded.loss_scale()
     try:
         completed = replace(fused, clip_norm=args.max_grad_norm or None, loss_scale=scale)
         norm = None if completed.clip_norm is None else f"clip_norm={completed.clip_norm}"

@@ -24,6 +24,7 @@ from lowmem import placements
 from lowmem.errors import ConfigError, UnsupportedError, did_you_mean
 from lowmem.hf import check_version
 from lowmem.hf.deferred import shard_unit
+from lowmem.options import DynamicScale
 from lowmem.placements.ranks import set_timeout
 from lowmem.tiles.quantized import in_codes
 
@@ -45,11 +46,6 @@ _DECIDED_ELSEWHERE: dict[str, tuple[tuple[Any, ...], str]] = {
     "prescale_gradients": ((False,), "gradients are always divided by the number of ranks before they are summed"),
     "gradient_predivide_factor": ((1.0,), "gradients are always divided by the number of ranks before they are summed"),
     "amp.enabled": ((False,), "use the trainer's bf16 or fp16"),
-    "fp16.loss_scale": ((0,), "fused.loss_scale is the loss scale"),
-    "fp16.initial_scale_power": ((16,), "fused.loss_scale is the loss scale"),
-    "fp16.loss_scale_window": ((1000,), "fused.loss_scale is the loss scale"),
-    "fp16.hysteresis": ((2,), "fused.loss_scale is the loss scale"),
-    "fp16.min_loss_scale": ((1,), "fused.loss_scale is the loss scale"),
     "torch_autocast.enabled": ((False,), "use the trainer's bf16, with weights in bfloat16"),
     "tensor_parallel.autotp_size": ((0, 1), "only ZeRO-3 shards the model"),
     "data_types.grad_accum_dtype": ((), "fused.accumulation_dtype is the dtype in which micro-batches are summed"),
@@ -90,6 +86,10 @@ class Sharding:
 
     def release(self, model: nn.Module) -> None:
         """Frees parameters that are still gathered after a forward without backward."""
+
+    def loss_scale(self) -> float | str | DynamicScale:
+        """Returns the loss scale for float16, unless the optimizer's options set it."""
+        return "dynamic"
 
 
 def prepare(sharding: Sharding | None, model: Any, args: TrainingArguments, *, quantizes: bool) -> None:
@@ -208,6 +208,18 @@ class Zero3Sharding(Sharding):
     def release(self, model: nn.Module) -> None:
         for param in model.parameters():
             placements.release(param)
+
+    def loss_scale(self) -> float | str | DynamicScale:
+        """Returns the loss scale of the `fp16` section."""
+        fp16 = self._config.config.get("fp16", {})
+        if fixed := fp16.get("loss_scale"):
+            return float(fixed)
+        return DynamicScale(
+            init_scale=2.0 ** fp16.get("initial_scale_power", 16),
+            growth_interval=fp16.get("loss_scale_window", 1000),
+            min_scale=float(fp16.get("min_loss_scale", 1)),
+            hysteresis=fp16.get("hysteresis", 2),
+        )
 
 
 def _check_fsdp2(config: dict[str, Any]) -> None:
