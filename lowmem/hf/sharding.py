@@ -7,7 +7,7 @@ and their code shards the model, but the model is not wrapped, and `lowmem.place
 import copy
 import os
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 from unittest.mock import patch
 
 import torch
@@ -87,7 +87,7 @@ class Sharding:
     def release(self, model: nn.Module) -> None:
         """Frees parameters that are still gathered after a forward without backward."""
 
-    def loss_scale(self) -> float | str | DynamicScale:
+    def loss_scale(self) -> float | Literal["dynamic"] | DynamicScale:
         """Returns the loss scale for float16, unless the optimizer's options set it."""
         return "dynamic"
 
@@ -209,7 +209,7 @@ class Zero3Sharding(Sharding):
         for param in model.parameters():
             placements.release(param)
 
-    def loss_scale(self) -> float | str | DynamicScale:
+    def loss_scale(self) -> float | Literal["dynamic"] | DynamicScale:
         """Returns the loss scale of the `fp16` section."""
         fp16 = self._config.config.get("fp16", {})
         if fixed := fp16.get("loss_scale"):
