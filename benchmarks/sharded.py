@@ -232,21 +232,17 @@ def on_ranks(name: str, options: Options) -> Figures:
 
 
 def tables(report: Any) -> dict[str, str]:
-    """Returns a table with a row for each method, and a short version."""
+    """Returns a table with a row for each method."""
     results = report["results"]
     rows = []
-    short = []
     for name, row in results.items():
         sizes = {what: f"{row[what] / 2**20:.{4 if what == 'sums' else 1}f}" for what in SENT}
         peer = PEERS[name.partition(",")[0]]
         ratios = {"× floor": ratio(results, name, FLOOR), "× peer": ratio(results, name, peer)}
-        peak = f"{row['tensor_peak'] / 2**20:.1f}"
-        memory = {"tensors, MiB": peak, "process, MiB": f"{row['resident'] / 2**20:.1f}"}
+        memory = {"tensors, MiB": f"{row['tensor_peak'] / 2**20:.1f}", "process, MiB": f"{row['resident'] / 2**20:.1f}"}
         columns = {f"{what}, MiB": text for what, text in sizes.items()}
         rows.append({"per rank": name, "s/step": f"{row['seconds']:.3f}", **ratios, **columns, **memory})
-        sent = " + ".join(f"{row[what] / 2**20:.1f}" for what in SENT)
-        short.append({"per rank": name, "× floor": ratios["× floor"], "sent, MiB": sent, "tensors, MiB": peak})
-    return {"": markdown(rows), "short": markdown(short)}
+    return {"": markdown(rows)}
 
 
 @command

@@ -49,7 +49,7 @@ def run(
 
 
 def ratios(report: Any, base: str) -> dict[str, str]:
-    """Returns a table with a row for each method, relative to `base`, and a short version."""
+    """Returns a table with a row for each method, relative to `base`."""
     results, settings = report["results"], report["settings"]
     known = results.get(base, {})
     rows = []
@@ -63,8 +63,7 @@ def ratios(report: Any, base: str) -> dict[str, str]:
         }  # fmt: skip
         first = {"first step, s": f"{row['first_step']:.1f}"} if "first_step" in row else {}
         rows.append({"method": name, **columns, **first})
-    short = [{key: row[key] for key in ("method", f"× {base}", "tensors over weights, MiB")} for row in rows]
-    return {"": markdown(rows), "short": markdown(short)}
+    return {"": markdown(rows)}
 
 
 tables = partial(ratios, base=FLOOR)
