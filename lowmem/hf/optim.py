@@ -83,12 +83,13 @@ def read(optimizer: Any, fused: FusedConfig) -> tuple[FusedConfig, list[dict[str
         fresh = cls([nn.Parameter(torch.zeros(2, 2))], **hyper)
     except TypeError as error:  # an option without a default
         raise ConfigError(f"this trainer creates a {cls.__name__}, whose options cannot be read: {error}") from error
-    hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-    if hooks or _settings(optimizer) != _settings(fresh) or bool(optimizer.state) != bool(fresh.state):
+    hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks or "step" in vars(optimizer)
+    others = _settings(optimizer) != _settings(fresh) or bool(optimizer.state) != bool(fresh.state)
+    if hooks or (others and fused.rule is None):
         raise ConfigError(
             f"this trainer creates a {cls.__name__} with hooks around its step, a schedule, states, or options that "
-            "are not in its `defaults`, which a fused optimizer does not support. Omit them, or pass a FusedOptimizer "
-            "in `optimizers`"
+            "are not in its `defaults`, which a fused optimizer does not support. Omit them"
+            + ("" if hooks else ", or name the optimizer in fused.rule, with its options in FusedConfig")
         )
     groups = [
         {key: value for key, value in group.items() if key not in defaults or value != defaults[key]}

@@ -151,14 +151,12 @@ def test_custom_behavior_that_would_be_lost_raises_before_the_first_step(make, c
     assert all(map(torch.equal, start, weights(trainer)))
 
 
-def test_suggestions_of_error_messages_work(make, tiny_llama):
+def test_suggestions_of_error_messages_work(make):
     ends_alike(make, Partial, optim="adamw_torch", max_grad_norm=0.0)
-    model = tiny_llama()
-    options = {"rule": "torch.optim.SGD", "lr": 0.1, "momentum": 0.5}
-    optimizer = lowmem.FusedOptimizer(model.named_parameters(), **options)
-    trainer = make(fused(Hides), model=model, optimizers=(optimizer, None), optim="adamw_torch_fused", max_grad_norm=0)
+    rule = lowmem.FusedConfig(rule="torch.optim.SGD", momentum=0.5)
+    trainer = make(fused(Hides), fused=rule, optim="adamw_torch_fused")
     trainer.train()
-    assert trainer.optimizer is optimizer
+    assert trainer.optimizer.param_groups[0]["momentum"] == 0.5
 
 
 # -- loops and methods -------------------------------------------------------------------------------------------------
