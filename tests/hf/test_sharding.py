@@ -227,7 +227,7 @@ def test_settings_of_fsdp_that_would_have_no_effect_raise(config, variables, mes
     require_sharding("fsdp2")
     for name, value in variables.items():
         monkeypatch.setenv(f"FSDP_{name}", value)
-    args = TrainingArguments(**quiet(tmp_path, use_cpu=True, fsdp=True, fsdp_config=config))
+    args = TrainingArguments(**quiet(tmp_path, use_cpu=True, fsdp=True, fsdp_config={"version": 2, **config}))
     with pytest.raises(LowmemError, match=message):
         FusedTrainer("not a model", args, fused=FusedConfig(rule="adalomo"))
 
@@ -238,7 +238,7 @@ def test_the_variables_that_accelerate_launch_always_sets_agree_with_fsdp2(monke
     for name, value in prepare_multi_gpu_env(launch_command_parser().parse_args([*words.split(), "script.py"])).items():
         if name.startswith("FSDP_"):
             monkeypatch.setenv(name, value)
-    args = TrainingArguments(**quiet(tmp_path, use_cpu=True, fsdp=True))
+    args = TrainingArguments(**quiet(tmp_path, use_cpu=True, fsdp=True, fsdp_config={"version": 2}))
     assert isinstance(requested(args, None), FSDP2Sharding)
 
 
