@@ -10,6 +10,7 @@ import lowmem.hf  # noqa: F401, first, because it says which packages are not in
 
 # isort: split
 import logging
+import re
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -324,6 +325,16 @@ class FusedTrainerMixin(_Base):
         save_weights(self.model, folder, write=self.args.should_save, save=self._save)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        super().create_model_card(*args, **kwargs)
+        card = Path(self.args.output_dir, "README.md")
+        base = getattr(self.model.config, "_name_or_path", "")
+        if self.is_world_process_zero() and card.exists() and Path(base).is_dir():
+            where = getattr(self, "hub_model_id", None) or self.args.output_dir
+            # TRL 1.16 (base_trainer.py) writes None for a model from a directory or outside the Hub
+            text = card.read_text("utf-8").replace('model="None"', f'model="{where}"')
+            card.write_text(re.sub(r"\[None\]\(\S*\)", lambda _: f"`{Path(base).name}`", text), "utf-8")
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         write = self.args.should_save

@@ -8,7 +8,7 @@ from lowmem.errors import require_packages
 
 # The oldest and the newest tested minor version (docs/reference/limits.md). docs/reference/tested.md lists failures.
 TESTED = {
-    "torch": ("2.9", "2.15"),
+    "torch": ("2.11", "2.15"),
     "transformers": ("5.6", "5.24"),
     "trl": ("1.0", "1.16"),
     "accelerate": ("1.8", "1.15"),

@@ -173,6 +173,7 @@ class Batch:
         self._sent_pointers = list[int]()
         self._copied = torch.cuda.Event() if on_gpu else None
         self._buffer = self._grads = torch.empty(len(members), dtype=torch.int64, pin_memory=on_gpu)
+        self._numbers = self._buffer.numpy()
         self._results = torch.zeros(len(source.results), len(members), dtype=torch.float64, device=self.device)
         rows = dict(zip(source.results, self._results, strict=True))
         self._result = BatchResult(rows.get("square_sums"), rows.get("sizes"))
@@ -207,7 +208,7 @@ class Batch:
             if self._copied is not None:
                 self._copied.synchronize()
             self._sent_pointers = pointers
-            self._buffer.numpy()[:] = pointers
+            self._numbers[:] = pointers
             self._grads = self._buffer.to(self.device, non_blocking=True)
             if self._copied is not None:
                 self._copied.record()

@@ -211,7 +211,7 @@ def _counts(trainer: Any, loaded: Any, name: str) -> str:
     if not packed and len(tokenized) < len(loaded):
         parts.append(f"{len(loaded) - len(tokenized):,} dropped by max_length={limit}")
     if whole.cut:
-        advice = "; packing_strategy: bfd_split or wrapped keeps them" if packed else ""
+        advice = "; packing_strategy: wrapped keeps them" if packed else ""
         parts.append(f"{whole.cut:,} longer than max_length={limit} ({whole.over:,} tokens cut off{advice})")
     if not has_labels:
         return f"{', '.join(parts)}; columns {', '.join(tokenized.column_names)}"

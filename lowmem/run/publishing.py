@@ -2,7 +2,6 @@
 folder are not uploaded, because they contain paths, the command line and the environment.
 """
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +31,7 @@ def publish(trainer: Any, recipe: Recipe, folder: Path, topics: dict[str, str]) 
     card = folder / "README.md"
     rows = "".join(f"| {topic} | {text} |\n" for topic, text in topics.items())
     training = f"\n## Training\n\n| | |\n| --- | --- |\n{rows}\n[All arguments]({ARGUMENTS})\n\n![loss](loss.png)\n"
-    # TRL 1.16 (base_trainer.py) writes None for a base model from a directory
-    base = f"`{Path(str(recipe.model.model_name_or_path)).name}`"
-    text = re.sub(r"\[None\]\(\S*\)", lambda _: base, card.read_text(encoding="utf-8"))
-    text = text.replace('model="None"', f'model="{trainer.hub_model_id}"')
-    write_file(card, (text + training).encode())
+    write_file(card, (card.read_text(encoding="utf-8") + training).encode())
     write_file(folder / ARGUMENTS, shared_arguments(recipe).encode())
     _upload(trainer, folder, "End of training", allow_patterns=[*_MODEL, card.name, ARGUMENTS, "loss.png"])
 

@@ -43,8 +43,8 @@ KERNELS = {"cuda"}
 Update = Stages | OneTile | Kernels
 
 # Compiled updates by rule, or by its class if the rule has no attributes. Parameters of all sizes share them.
-# None where a kind of parameters cannot be traced.
-_TRACED: WeakKeyDictionary[Any, dict[tuple[ParamSpec, Kind], "TracedCode | None"]] = WeakKeyDictionary()
+# None for each kind of parameters that cannot be traced.
+_TRACED: WeakKeyDictionary[Any, dict[tuple[ParamSpec, Kind] | Kind, "TracedCode | None"]] = WeakKeyDictionary()
 
 
 class BoundUpdate(NamedTuple):
@@ -330,22 +330,24 @@ def traced(program: Program, kind: Kind, variant: Any) -> Update | None:
     variant: for kernels, whether parameters are single lines, and whether they are aligned; otherwise whether they are
     one tile, and the forms of their tiles.
     """
-    rule, spec, key = program.rule, program.spec, (program.spec, kind)
+    rule, spec = program.rule, program.spec
     updates = _TRACED.setdefault(_key(rule), {})
+    if kind in updates:
+        return None
     try:
-        if key not in updates:
-            updates[key] = TracedCode(
+        if (found := updates.get((spec, kind))) is None:
+            found = TracedCode(
                 trace_update(kind, lambda sweep, states: rule.update(sweep, spec, states), alike=spec.alike)
             )
-        if (found := updates[key]) is None:
-            return None
+            updates[spec, kind] = found
         update, compiling = found.code(*variant)
     except Exception as error:  # from the rule or PyTorch's tracer, such as for a branch on a tensor's value
         if None not in updates.values():  # once per rule
             reason = f"{type(error).__name__}: {error}".partition("\n")[0]
             shape = list(program.span.shape)
             logger.warning("updates of rule %s are not compiled: %s (parameters such as %s)", rule.name, reason, shape)
-        updates[key] = None
+        updates.pop((spec, kind), None)
+        updates[kind] = None  # without the spec, which may refer to a parameter group
         return None
     for compiles in compiling:
         compiles()

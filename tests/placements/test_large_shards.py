@@ -74,8 +74,9 @@ def test_large_parameters_as_on_one_device(ranks_of, case, spoil):
     # a larger rate saturates tanh, whose gradient is then a difference that depends on the order of sums
     kind, settings = case[0], {"lr": 1e-3, **SETTINGS[case[1]]}
     assert all(param.numel() > SMALL for name, param in make_large().named_parameters() if "bias" not in name)
-    alone, norms, skipped = train(make_large(), lambda x: x, settings, spoil)
     third_party = settings["rule"] == "torch.optim.AdamW"  # which takes a gradient that is not finite
+    spoil = math.inf if third_party and spoil > 1 else spoil
+    alone, norms, skipped = train(make_large(), lambda x: x, settings, spoil)
     assert any(skipped) is (spoil > 1 and not third_party)
     for weights, shared_norms, shared_skipped in ranks_of(3).run(shared, kind, settings, spoil):
         assert shared_skipped == skipped
