@@ -250,8 +250,8 @@ def pins(stack):
 
 
 def test_tested_versions():
-    """The page has the recorded runs, whose versions are pinned by the stacks and known to lowmem. `floor` is tested with
-    every change."""
+    """The page has the recorded runs. Stacks pin their versions, and lowmem knows them. `floor` is tested by every
+    change."""
     runs = json.loads(stacks.RESULTS.read_text())
     written = re.search(f"(?s){stacks.MARKS[0]}(.*){stacks.MARKS[1]}", stacks.PAGE.read_text())[1]
     assert written.splitlines() == "\n".join(stacks.tables(runs)).splitlines()
