@@ -266,8 +266,7 @@ class FusedTrainerMixin(_Base):
         self._run = resuming.Run(folder, checkpoint.earlier_steps(folder, Path(self.args.output_dir)))
         arguments.check_callbacks(self.callback_handler.callbacks, resumed=folder is not None)
         if resume_from_checkpoint or args:  # the `train` of a class may not have arguments
-            resumed = None if folder is None else str(folder)
-            args = (resumed, *args)
+            args = (None if folder is None else str(folder), *args)
         return super().train(*args, **kwargs)
 
     def _get_output_dir(self, trial: Any) -> str:
@@ -293,8 +292,7 @@ class FusedTrainerMixin(_Base):
 
     def _rotate(self, run_dir: Path) -> None:
         """Removes old checkpoints, unless the last steps had non-finite gradients."""
-        step = self.state.global_step
-        streak = self.optimizer.nonfinite_streak
+        step, streak = self.state.global_step, self.optimizer.nonfinite_streak
         if self.is_world_process_zero() and streak:
             logger.warning(
                 "older checkpoints were not removed when step %d was saved, because the last %d step(s) had non-finite "
