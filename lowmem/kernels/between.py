@@ -8,6 +8,7 @@ depends on another sum, it needs one more loop, which recomputes the values that
     column factors                  ┐ a loop over columns
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -159,8 +160,7 @@ class Between:
         for node in nodes:
             if not self.is_sum(node):
                 inner.store(node)
-        main.lines += [f"for first in range(0, {limit}, {BLOCK}):", f"    at = first + tl.arange(0, {BLOCK})"]
-        main.lines += [f"    here = at < {limit}", *(f"    {line}" for line in inner.lines)]
+        main.loop(limit, inner.lines)
         for total, node in zip(totals, sums, strict=True):
             value = main.assign(f"tl.sum({total.code}, 0)", (), torch.float32)
             if op_name(node) == "mean":
@@ -215,16 +215,17 @@ class Scope(Printer):
             base += " - index" if self._limit == "B" else f" - index % {self._limit}"
         return self.assign(f"tl.load({base} + at, mask=here, other=0)", self._shape, dtype)
 
+    def loop(self, limit: str, body: Iterable[str]) -> None:
+        """Prints a loop over blocks of elements. at: the numbers of its elements.  here: those below `limit`."""
+        self.lines += [f"for first in range(0, {limit}, {BLOCK}):", f"    at = first + tl.arange(0, {BLOCK})"]
+        self.lines += [f"    here = at < {limit}", *(f"    {line}" for line in body)]
+
     def _sum(self, place: str, node: fx.Node) -> Value:
         """Adds the parts of a sum over a parameter: partial sums, or the total over ranks."""
         place = self.text.once(f"work + {place}")
         count = self.text.once(self._between.columns.load("parts", self._between.sums[node]))
         total = self.assign(f"tl.zeros([{BLOCK}], tl.float32)").code
-        self.lines += [
-            f"for first in range(0, {count}, {BLOCK}):",
-            f"    at = first + tl.arange(0, {BLOCK})",
-            f"    {total} += tl.load({place} + at, mask=at < {count}, other=0.0)",
-        ]
+        self.loop(count, [f"{total} += tl.load({place} + at, mask=here, other=0.0)"])
         return self.assign(f"tl.sum({total}, 0)", (), torch.float32)
 
     def reshaped(self, node: fx.Node, value: Value) -> Value:
