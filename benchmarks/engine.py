@@ -1,7 +1,7 @@
 """All code in benchmarks/ that uses lowmem's internals."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -10,7 +10,7 @@ from torch import Tensor, fx
 import lowmem
 from lowmem.kernels import Kernels
 from lowmem.placements import Ranks, release
-from lowmem.step import compiled
+from lowmem.step import compiled, updates
 from lowmem.step.compiled import has_compiler
 from lowmem.tiles import stages
 
@@ -25,9 +25,11 @@ def update_one(opt: lowmem.FusedOptimizer, param: Tensor, grad: Tensor) -> None:
 
 
 @contextmanager
-def without_computing(*, kernels: bool = False) -> Iterator[None]:
+def without_computing(*, kernels: bool = False, waiting: bool = False) -> Iterator[None]:
     """Replaces compiled code by functions that return the results of their first call, and removes kernel launches. No
-    compiler is needed. kernels: update CPU tensors with the code for GPUs.
+    compiler is needed.
+
+    kernels: update CPU tensors with the code for GPUs.  waiting: large gradients wait, as on a GPU with free memory.
     """
 
     def first_results(graph: fx.GraphModule, sizes: Any, example: Sequence[Any]) -> Callable[..., Any]:
@@ -48,6 +50,7 @@ def without_computing(*, kernels: bool = False) -> Iterator[None]:
         mock.patch.object(stages, "compiled", first_results),
         mock.patch.multiple(compiled, **replaced),
         mock.patch.multiple(Kernels, **launches),
+        mock.patch.object(updates, "unused_memory", lambda device: 1 << 40) if waiting else nullcontext(),
     ):
         yield
 

@@ -3,9 +3,10 @@
     python -m benchmarks.host [--count 32 --repeats 20 --rounds 5]
 
 Compiled code and kernel launches are replaced by functions that compute nothing, so only host time is measured. A GPU
-waits for the host if its kernels take less time. For torch's `AdamW(fused=True)`, one optimizer per parameter steps in
-a hook; its time includes updating 160 × 160 elements. The result is thread time: the minimum over all steps for each
-parameter except the first (which starts the step), averaged over parameters.
+waits for the host if its kernels take less time. With "waiting", gradients are updated together when they have as many
+elements as the largest one. For torch's `AdamW(fused=True)`, one optimizer per parameter steps in a hook; its time
+includes updating 160 × 160 elements. The result is thread time: the minimum over all steps for each parameter except
+the first (which starts the step), averaged over parameters.
 """
 
 import math
@@ -32,9 +33,14 @@ SHAPE = 160, 160  # updates of at least 2¹⁴ elements are compiled
 Register = Callable[[Sequence[Tensor]], object]
 
 
-def microseconds(register: Register, count: int, repeats: int, dtype: torch.dtype) -> list[float]:
-    """Times the hooks of `count` parameters, after three warm-up steps."""
-    params = [nn.Parameter(torch.randn(SHAPE).to(dtype)) for _ in range(count)]
+def microseconds(
+    register: Register, count: int, repeats: int, dtype: torch.dtype, *, waiting: bool = False
+) -> list[float]:
+    """Times the hooks of `count` parameters, after three warm-up steps. waiting: all but one are updated together."""
+    shapes = [SHAPE] * count
+    if waiting:
+        shapes[-1] = (count - 1) * SHAPE[0], SHAPE[1]  # its gradient comes first
+    params = [nn.Parameter(torch.randn(shape).to(dtype)) for shape in shapes]
     begins, ends = list[int](), list[int]()
     for param in params:
         param.register_post_accumulate_grad_hook(lambda _: begins.append(time.thread_time_ns()))
@@ -56,12 +62,16 @@ def fused(params: Sequence[Tensor], rule: str) -> object:
     return lowmem.FusedOptimizer(params, rule=rule, lr=1e-5, compile=True)
 
 
-def timed_in_turn(timed: Callable[[Register], list[float]]) -> dict[str, list[float]]:
+def timed_in_turn(timed: Callable[..., list[float]]) -> dict[str, list[float]]:
     """Times each method of updating once."""
     times = {BASE: timed(hooked)}
     for kernels, code in ((False, "compiled for a CPU"), (True, "kernels of a GPU")):
         with without_computing(kernels=kernels):
             times |= {f"{rule}, {code}": timed(partial(fused, rule=rule)) for rule in RULES}
+    with without_computing(kernels=True, waiting=True):
+        times |= {
+            f"{rule}, kernels of a GPU, waiting": timed(partial(fused, rule=rule), waiting=True) for rule in RULES
+        }
     return times
 
 

@@ -23,6 +23,9 @@ class Changes:
     Args:
         records: the records of all parameters.
         device: the device of the reported share.
+
+    Attributes:
+        is_due: whether this step is measured.
     """
 
     def __init__(self, records: Mapping[Tensor, ParamRecord], device: torch.device) -> None:
@@ -30,13 +33,13 @@ class Changes:
         self._sampled: set[ParamRecord] = set()
         self._counts: list[Tensor] = []  # per update: numbers of changed and of counted elements
         self._share = torch.full((), torch.nan, device=device)  # of the last measured step
-        self._step, self._is_due = 1, True  # the current step, and whether it is measured
+        self._step, self.is_due = 1, True
 
     def watch(self, records: Sequence[ParamRecord], weight: StoredTensor, grad: Tensor) -> Callable[[], None] | None:
         """Samples a weight, or a stack of weights, before its update. Returns a function to call after the update,
         which counts the changes, or None if the weight is not in the sample.
         """
-        if not self._is_due:
+        if not self.is_due:
             return None
         if not self._sampled:
             trained = [record for record in self._records.values() if record.trained]
@@ -58,9 +61,9 @@ class Changes:
         """
         if self._counts:
             changed, counted = torch.stack([count.to(self._share.device) for count in self._counts]).sum(0)
-            self._share, self._is_due = changed / counted, False
+            self._share, self.is_due = changed / counted, False
         self._step += 1
-        self._is_due |= self._step == 2 or self._step % EVERY == 0
+        self.is_due |= self._step == 2 or self._step % EVERY == 0
         self._sampled.clear()  # if none was updated, all are frozen, so the next step samples other parameters
         self._counts.clear()
         return self._share

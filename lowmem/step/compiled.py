@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from lowmem.errors import ConfigError
-from lowmem.kernels import Batch, Kernels, Member, Values, is_line
+from lowmem.kernels import Kernels, Member, is_line
 from lowmem.kernels import try_compiler as try_triton
 from lowmem.placements.ranks import on_rank
 from lowmem.rules import ParamSpec, UpdateRule
@@ -27,7 +27,7 @@ from lowmem.tiles.graph import try_compiler
 from lowmem.tiles.layout import Place
 from lowmem.tiles.quantized import QuantizedWeight
 from lowmem.tiles.stages import OneTile, Stages
-from lowmem.tiles.storage import Float
+from lowmem.tiles.storage import Float, StoredTensor
 from lowmem.tiles.stored import StoredTiles
 from lowmem.tiles.tile import extent
 from lowmem.tiles.traced import GRAD, Arguments, Kind, TracedUpdate, signature, trace_update
@@ -50,30 +50,17 @@ _TRACED: WeakKeyDictionary[Any, dict[tuple[ParamSpec, Kind] | Kind, "TracedCode 
 class BoundUpdate(NamedTuple):
     """The compiled update of one parameter, with the arguments that do not change from step to step.
 
-    made_for: its cache key; see `Compilation.bind`.  places: the places of the tiles.  args: the states as arguments.
+    made_for: its cache key; see `made_for`.  form: the form of its reading.  places: the places of the tiles.
+    args: the states as arguments.
     alive: weak references to the states. When one of them is freed or replaced, the views of all states are freed.
     """
 
     made_for: Any
+    form: Any
     update: Update
     places: Sequence[Place]
     args: Arguments
     alive: Sequence[ReferenceType[Tensor]]
-
-
-class PendingUpdate(NamedTuple):
-    """A parameter whose update is launched together with updates of other parameters.
-
-    place: the indices of its group's numbers and of its noise key in `StepValues`.
-    shard: this rank's shard of the weight.
-    """
-
-    record: ParamRecord
-    tiles: StoredTiles
-    states: Mapping[str, Tensor]
-    place: tuple[int, int]
-    bound: BoundUpdate
-    shard: Tensor
 
 
 class Compilation:
@@ -98,9 +85,6 @@ class Compilation:
         self._new: dict[tuple[Program, Any], Update | None] = {}  # code on which ranks have not yet agreed
         self._own: str | None = None  # the error of this rank
         self._bound: dict[ParamRecord, BoundUpdate] = {}
-        # batches launched in this step, and in the last step
-        self._batches: dict[tuple[ParamRecord, ...], tuple[list[BoundUpdate], Batch]] = {}
-        self._earlier = self._batches
         self._warns = self._requested is True  # whether to warn about updates that are not compiled
 
     @property
@@ -134,7 +118,6 @@ class Compilation:
     def begin(self, step: int) -> None:
         """Begins a step. If its number is a power of 10, clears an earlier compiler error."""
         self._step = step
-        self._earlier, self._batches = self._batches, {}
         if str(step).rstrip("0") == "1":
             self.failure = None
             self._allow_decoding()
@@ -163,47 +146,31 @@ class Compilation:
         """Returns whether kernels update a parameter, unless its tensors do not allow it."""
         return self.active and record.param.device.type in KERNELS and not record.program.rule.materializes
 
-    def launch(self, batch: Sequence[PendingUpdate], values: Values) -> Result:
-        """Updates parameters that have the same kernels, with one launch per pass. If sharded, every rank calls it."""
-        records = tuple(each.record for each in batch)
-        bounds, known = [each.bound for each in batch], self._batches.get(records) or self._earlier.get(records)
-        if known is None or any(one is not other for one, other in zip(known[0], bounds, strict=True)):
-            kernels, ranks = bounds[0].update, records[0].program.ranks
-            assert isinstance(kernels, Kernels)
-            members = [_member(each.record, each.tiles, each.states, each.place) for each in batch]
-            known = bounds, Batch(kernels, members, ranks)
-        self._batches[records] = known
-        results = known[1].run([each.tiles.grad for each in batch], values)
-        measured = values.reading.square_sums
-        square_sums = results.square_sums if measured is None else measured
-        assert square_sums is not None
-        return Result(square_sums, results.sizes)
+    def is_current(self, record: ParamRecord, bound: BoundUpdate, made_for: tuple[Any, ...]) -> bool:
+        """Returns whether `bind` would return the same update again, if the form of the reading has not changed."""
+        return self._bound.get(record) is bound and bound.made_for == made_for
 
     def bind(
-        self, record: ParamRecord, tiles: StoredTiles, states: Mapping[str, Tensor], place: tuple[int, int] = (0, 0)
+        self, record: ParamRecord, tiles: StoredTiles, states: Mapping[str, Any], place: tuple[int, int] = (0, 0)
     ) -> BoundUpdate | None:
         """Returns the compiled update of a parameter, or None if it has no compiled code. Every rank calls it for the
-        same parameters, even if its shard is empty. place: see `PendingUpdate`.
+        same parameters, even if its shard is empty. place: see `kernel_updates.PendingUpdate`.
         """
-        program, made_for = record.program, None
-        if program.rule.materializes:
+        if record.program.rule.materializes:
             self._warn(record)
             return None
-        varying = tiles.grad.dtype, tiles.scalars.names, tiles.reading.form
-        # a dispatch mode (fake tensors, a memory tracker) must see every operation, but compiled code hides them
-        if _get_current_dispatch_mode() is None:
-            tensors = *tiles.weight.parts, *filter(torch.is_tensor, states.values())  # users may add other values
-            is_aligned = tiles.grad.data_ptr() % 16 == 0
-            made_for = program, varying, place, tiles.grad.is_contiguous(), is_aligned, *map(Tensor.data_ptr, tensors)
+        key = None
+        if not is_observed():
+            key = made_for(record, tiles.grad, tiles.weight, states, tiles.scalars.names, place)
         bound = self._bound.get(record)
-        if bound is None or bound.made_for != made_for:
-            bound = self._bind(record, tiles, states, varying, made_for)
+        if bound is None or bound.made_for != key or bound.form != tiles.reading.form:
+            bound = self._bind(record, tiles, states, key)
             if bound is None:
                 self._warn(record)
         return bound
 
     def _bind(
-        self, record: ParamRecord, tiles: StoredTiles, states: Mapping[str, Tensor], varying: Any, made_for: Any
+        self, record: ParamRecord, tiles: StoredTiles, states: Mapping[str, Any], made_for: Any
     ) -> BoundUpdate | None:
         """Finds or compiles the code of an update and prepares its constant arguments, unless `made_for` is None."""
         self._bound.pop(record, None)
@@ -216,7 +183,7 @@ class Compilation:
         fits = fits and all(each.is_contiguous() and each.device == tiles.device for each in (tiles.grad, *parts))
         places, several = list[Place](), self._parameters.placement.several
         if tiles.device.type in KERNELS:
-            member = _member(record, tiles, data, (0, 0))
+            member = member_of(record, tiles, data, (0, 0))
             # shards are treated as unaligned, because ranks would have to agree on alignment
             aligned = program.ranks is None and member.is_aligned and tiles.grad.data_ptr() % 16 == 0
             fits = fits and member.fits
@@ -231,7 +198,7 @@ class Compilation:
         args: Arguments = {}
         for name, kept in program.small.items() if fits else ():
             args[kept.extent, name] = data[name].view((*extent(kept.extent, tiles.shape), *kept.extra))
-        key = varying, variant
+        key = tiles.grad.dtype, tiles.scalars.names, tiles.reading.form, variant
         if key not in program.compiled and (program, key) not in self._new:
             kind = Kind(
                 ((GRAD, Float(tiles.grad.dtype)), ("param", program.weight), *program.states.items()),
@@ -253,12 +220,12 @@ class Compilation:
             args = {}
         bound = self._bound
         alive = [ref(state, lambda _: bound.pop(record, None)) for state in tensors.values()]
-        bound[record] = BoundUpdate(made_for, update, places, args, alive)
+        bound[record] = BoundUpdate(made_for, tiles.reading.form, update, places, args, alive)
         return bound[record]
 
     def _warn(self, record: ParamRecord) -> None:
         """Warns once about an update that is not compiled although compile=True. Compiler errors are raised instead."""
-        if self._warns and self.failure is None and not (self._new or _get_current_dispatch_mode()):
+        if self._warns and self.failure is None and not (self._new or is_observed()):
             self._warns = False
             cause = "the shape or strides of the parameter do not allow it"
             if not is_traceable(record.rule):
@@ -285,13 +252,37 @@ class Compilation:
             return
         self.failure = self._parameters.placement.agree(self._own)
         if self.failure is None:
-            for (program, varying), update in self._new.items():
-                program.compiled[varying] = update
+            for (program, key), update in self._new.items():
+                program.compiled[key] = update
         else:
             cost = ", but take tens of launches per pass and 4M elements" if torch.cuda.is_available() else ""
             again = "" if self._requested is True else f" until step {10 ** len(str(self._step))}"
             logger.warning("updates are not compiled%s%s, because compiling failed: %s", again, cost, self.failure)
         self._own, self._new = None, {}
+
+
+def is_observed() -> bool:
+    """Returns whether a dispatch mode (fake tensors, a memory tracker) must see every operation. Compiled code hides
+    them.
+    """
+    return _get_current_dispatch_mode() is not None
+
+
+def made_for(
+    record: ParamRecord,
+    grad: Tensor,
+    weight: StoredTensor,
+    states: Mapping[str, Any],
+    numbers: tuple[str, ...],
+    place: tuple[int, int],
+) -> tuple[Any, ...]:
+    """Returns what a bound update depends on, except for the form of its reading.
+
+    numbers: the names of its group's numbers.  place: see `kernel_updates.PendingUpdate`.
+    """
+    tensors = *weight.parts, *[each for each in states.values() if isinstance(each, Tensor)]  # users may add values
+    pointers = [each.data_ptr() for each in tensors]
+    return record.program, grad.dtype, grad.is_contiguous(), grad.data_ptr() % 16 == 0, numbers, place, pointers
 
 
 def _numbers(tiles: StoredTiles) -> Arguments:
@@ -354,7 +345,7 @@ def traced(program: Program, kind: Kind, variant: Any) -> Update | None:
     return update
 
 
-def _member(record: ParamRecord, tiles: StoredTiles, states: Mapping[str, Tensor], place: tuple[int, int]) -> Member:
+def member_of(record: ParamRecord, tiles: StoredTiles, states: Mapping[str, Tensor], place: tuple[int, int]) -> Member:
     """Returns the tensors of a parameter as kernel arguments."""
     program = record.program
     held = {"param": tiles.weight, **program.held(states)}
@@ -377,7 +368,7 @@ def missing_compiler(device: str, *, tries: bool) -> str | None:
     """Returns why updates cannot be compiled for a type of device, or None. tries: whether to compile a test."""
     if not tries:
         return None if has_compiler(device) else f"no compiler for {device!r} is installed{on_rank()}"
-    if device == "meta" or _get_current_dispatch_mode():
+    if device == "meta" or is_observed():
         return None
     try:
         if device in KERNELS:

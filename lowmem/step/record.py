@@ -1,6 +1,6 @@
 """Parameter records: one parameter of an optimizer with its group, program and tensors."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,7 +9,7 @@ from torch import Tensor
 from lowmem.errors import StepError
 from lowmem.placements.base import ParamEntry, Shard
 from lowmem.rules import ENGINE_KEYS, UpdateRule
-from lowmem.step.program import Program, make_program, rounding_of
+from lowmem.step.program import Program, Result, make_program, rounding_of
 from lowmem.tiles.storage import ROUNDED_DTYPES
 
 Group = dict[str, Any]
@@ -122,6 +122,11 @@ class ParamRecord(ParamEntry):
             for part, saved in zip(quantized.parts, tensors.values(), strict=True):
                 part.copy_(saved)
 
+    def written(self, shard: Shard, tensor: Tensor) -> None:
+        """Called when an update has changed this rank's shard of the weight, which `Shard.read` returned."""
+        shard.write(self.param, tensor)
+        self.version = shard.version(self.param) if self.extra else None
+
     def refuse_leftover(self) -> None:
         """Raises `StepError` if the parameter has a gradient to which the next one would be added."""
         if self.param.grad is not None and self.trained:
@@ -129,6 +134,18 @@ class ParamRecord(ParamEntry):
                 f"parameter {self.name!r} already has a gradient in .grad, which would be added to the gradient of "
                 "this step. Call zero_grad() first. Gradients cannot accumulate in .grad, because the hooks free them."
             )
+
+
+def store(records: Sequence[ParamRecord], result: Result) -> None:
+    """Stores the results of updates in the records of their parameters."""
+    sizes = [None] * len(records) if result.sizes is None else _each(result.sizes)
+    for record, square_sum, size in zip(records, _each(result.square_sums), sizes, strict=True):
+        record.square_sum, record.size = square_sum, size
+
+
+def _each(values: Tensor) -> Sequence[Tensor]:
+    """Splits a tensor into tensors of one element."""
+    return [values] if values.numel() == 1 else values.view(-1).split(1)
 
 
 def weights_in_words(records: Iterable[ParamRecord]) -> str:

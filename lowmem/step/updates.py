@@ -1,30 +1,27 @@
 """Updates parameters: alone, stacked, or by kernels together. Some shards are measured first."""
 
-import functools
 from collections import defaultdict, deque
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import accumulate, chain
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lowmem.kernels import Values
 from lowmem.step.changes import Changes
 from lowmem.step.clipping import Clipping, Decision
-from lowmem.step.compiled import Compilation, PendingUpdate, is_traceable
+from lowmem.step.compiled import Compilation, is_traceable
 from lowmem.step.cycle import StepCycle
+from lowmem.step.inputs import StepInputs, program_of
+from lowmem.step.kernel_updates import KernelUpdates, Waiting
 from lowmem.step.parameters import Parameters
 from lowmem.step.program import Program, Result
-from lowmem.step.record import AddedGroup, ParamRecord
+from lowmem.step.record import ParamRecord, store
 from lowmem.step.room import unused_memory
 from lowmem.tiles.quantized import tensors_of
-from lowmem.tiles.rounding import noise_key
 from lowmem.tiles.storage import Float, RoundedCopy, StoredTensor
 from lowmem.tiles.stored import StoredTiles, begin_storage, separate
-from lowmem.tiles.sweep import Reading, Scalars, Sweep
-from lowmem.tiles.transfers import to_device
+from lowmem.tiles.sweep import Sweep
 
 # Maximum elements of a small parameter, for which launching an update takes longer than the update itself. If small
 # parameters are stacked, they are not compiled: eager torch sums so few elements in a fixed order, so a parameter gets
@@ -65,35 +62,6 @@ class Queue:
         return taken
 
 
-@dataclass(frozen=True, eq=False)
-class StepValues:
-    """Values of a step that have been copied to a device.
-
-    numbers: the numbers of all groups, float64.  places: index of each group's first number.  names: of its numbers.
-    keys: the keys of the parameters' random bits, int32.  drawing: index of the key of each parameter that has one.
-    reading: how gradients are read if there is no decision before the updates.
-    """
-
-    numbers: Tensor
-    places: Mapping[AddedGroup, int]
-    names: Mapping[AddedGroup, tuple[str, ...]]
-    keys: Tensor
-    drawing: Mapping[ParamRecord, int]
-    reading: Reading
-
-    @functools.cached_property
-    def scalars(self) -> Mapping[AddedGroup, Scalars]:
-        """The numbers by group."""
-        lengths = [len(names) for names in self.names.values()]
-        of_each = zip(self.names.items(), self.numbers.float().split(lengths), self.numbers.split(lengths), strict=True)
-        return {group: Scalars(names, *numbers) for (group, names), *numbers in of_each}
-
-    @functools.cached_property
-    def key_of(self) -> Mapping[ParamRecord, Tensor]:
-        """The keys by parameter, as scalars."""
-        return dict(zip(self.drawing, self.keys.unbind(), strict=True))
-
-
 class Observer:
     """Observes the gradients and the updates of a step. A plan uses it to measure their memory."""
 
@@ -122,11 +90,10 @@ class Updates:
     def __init__(self, parameters: Parameters, cycle: StepCycle, clipping: Clipping) -> None:
         self._parameters, self._shard, self.cycle, self.clipping = parameters, parameters.shard, cycle, clipping
         self._states, self.changes = parameters.states, Changes(parameters.records, parameters.device)
-        self.compilation = Compilation(parameters)
+        self._inputs, self.compilation = StepInputs(parameters, cycle, clipping), Compilation(parameters)
+        self._kernels = KernelUpdates(parameters.shard, cycle, self._inputs, self.compilation, self.changes)
         self._batching = parameters.config.batching
-        self._numbers: dict[AddedGroup, Mapping[str, float]] = {}  # of this step
-        self._sent: dict[torch.device, StepValues] = {}  # in this step
-        self._together: dict[Program, int] = {}  # number of its parameters per stack
+        self._per_stack: dict[Program, int] = {}  # number of its parameters per stack
         # gradients that wait for kernels, large and small (True); for a full stack, by program and dtype; and gradients
         # of shards that wait to be measured
         self._waiting = {False: Queue(), True: Queue()}
@@ -149,33 +116,17 @@ class Updates:
 
     def begin(self, step: int) -> None:
         """Begins a step: every rule computes the numbers of its groups, or raises."""
-        self._numbers = {group: group.rule.scalars(group.live, step) for group in self._parameters.groups}
-        self._sent.clear()
+        self._inputs.begin(step)
+        self.compilation.begin(step)
+        self._kernels.begin()
         self._room.clear()
         self._steps += 1
-        self.compilation.begin(step)
         for record in self._parameters.records.values():
             record.size = None
 
-    def _sent_to(self, device: torch.device) -> StepValues:
-        """Copies the values that updates of this step read to a device, all at once."""
-        if device not in self._sent:
-            drawing = [each for each in self._parameters.records.values() if each.claimed and each.program.draws]
-            keys = [noise_key(self.cycle.seed, self.cycle.step, each.name) for each in drawing]
-            starts = accumulate(map(len, self._numbers.values()), initial=0)
-            self._sent[device] = StepValues(
-                to_device([*chain(*(each.values() for each in self._numbers.values()))], torch.float64, device),
-                dict(zip(self._numbers, starts, strict=False)),
-                {group: tuple(numbers) for group, numbers in self._numbers.items()},
-                to_device(keys, torch.int32, device),
-                {record: n for n, record in enumerate(drawing)},
-                Reading(*self.clipping.factors(device)),
-            )
-        return self._sent[device]
-
     def _measure(self, record: ParamRecord, grad: Tensor) -> Tensor:
         """Returns the sum of squares of this rank's shard of an unscaled gradient, float64 [1]."""
-        reading, held = self._sent_to(grad.device).reading, StoredTensor(Float(grad.dtype), (grad,))
+        reading, held = self._inputs.on(grad.device).reading, StoredTensor(Float(grad.dtype), (grad,))
         return Sweep(StoredTiles(record.program.layout, held, grad, reading)).square_sums
 
     def put(self, record: ParamRecord, grad: Tensor, decision: Decision | None, waiting: int = 0) -> None:
@@ -221,13 +172,13 @@ class Updates:
     def _update(self, record: ParamRecord, grad: Tensor, decision: Decision | None) -> None:
         """Updates a parameter alone, or puts it into a stack and updates the stack if it is full."""
         program = record.program
-        if (count := self._together.get(program)) is None:
+        if (count := self._per_stack.get(program)) is None:
             # stacked shards have to be one tile on every rank, and quantized tensors are not copied
             alone = program.ranks is not None and not program.layout.one_line
             alone |= program.weight.is_quantized
             alone |= program.span.numel > SMALL or not self._batching or program.rule.materializes
             count = 1 if alone else min(STACK // max(1, program.span.numel), program.spec.together or STACK)
-            self._together[program] = count
+            self._per_stack[program] = count
         if count == 1:
             self._update_one(record, grad, decision)
             return
@@ -277,11 +228,12 @@ class Updates:
         with self._shard.lend(param, self._states[param]) as state, self._shard.lend(param, record.extra) as extra:
             held = StoredTensor(record.program.weight, (*tensors_of(shard), *extra.values()))
             self._run([record], held, grad, state, decision)
-        self._written(record, shard)
+        record.written(self._shard, shard)
 
     def _update_together(self, queue: Queue, decision: Decision | None) -> None:
         """Updates the parameters in a queue by kernels."""
-        waiting = queue.take()
+        if not (waiting := queue.take()):
+            return
         for record, _ in waiting:
             self.begin_state(record)
         if not self._shard.moves:
@@ -292,48 +244,11 @@ class Updates:
             with lend(param, self._states[param]) as state, lend(param, record.extra) as extra:
                 self._launch([(record, grad, state, extra)], decision)
 
-    def _launch(
-        self,
-        waiting: Sequence[tuple[ParamRecord, Tensor, dict[str, Any], dict[str, Tensor]]],
-        decision: Decision | None,
-    ) -> None:
-        """Updates parameters, with one launch per pass for all that have the same kernels. waiting: each record with
-        its gradient, its states and the other tensors of its weight's storage.
-        """
-        batches = defaultdict[Any, list[PendingUpdate]](list)
-        for record, grad, state, extra in waiting:
-            program, shard, sent = record.program, self._shard.read(record.param), self._sent_to(grad.device)
-            held = StoredTensor(program.weight, (*tensors_of(shard), *extra.values()))
-            tiles = self._tiles([record], held, grad, decision)
-            place = sent.places[record.group], sent.drawing.get(record, 0)
-            bound = self.compilation.bind(record, tiles, state, place)
-            if bound is None:
-                self._run([record], held, grad, state, decision)
-                self._written(record, shard)
-                continue
-            clips = record.group if decision is not None and decision.own_clips else None
-            like = bound.update, grad.dtype, program.ranks, clips
-            batches[like].append(PendingUpdate(record, tiles, state, place, bound, shard))
-        for batch in batches.values():
-            records, tiles = [each.record for each in batch], batch[0].tiles
-            reading = tiles.reading
-            if decision is not None and len(batch) > 1:
-                reading = self.clipping.reading(records, tiles.grad, decision)
-            counts = [self.changes.watch([each.record], each.tiles.weight, each.tiles.grad) for each in batch]
-            self.cycle.moved = True
-            sent = self._sent_to(tiles.device)
-            self._note(records, self.compilation.launch(batch, Values(sent.numbers, sent.keys, reading)))
-            for count_changes in filter(None, counts):
-                count_changes()
-            shards = [each.shard for each in batch]
-            torch.autograd.graph.increment_version(shards)  # torch does not see the kernels' writes
-            for record, shard in zip(records, shards, strict=True):
-                self._written(record, shard)
-
-    def _written(self, record: ParamRecord, shard: Tensor) -> None:
-        """Called when an update has changed this rank's shard of a parameter."""
-        self._shard.write(record.param, shard)
-        record.version = self._shard.version(record.param) if record.extra else None
+    def _launch(self, flush: Sequence[Waiting], decision: Decision | None) -> None:
+        """Updates parameters by kernels, and those that kernels cannot update one by one."""
+        for each in self._kernels.update(flush, decision):
+            self._run([each.record], each.weight, each.grad, each.states, decision)
+            each.record.written(self._shard, each.shard)
 
     def _update_shards(self) -> None:
         """Measures the waiting shards in one collective, and updates their parameters."""
@@ -383,51 +298,19 @@ class Updates:
     ) -> None:
         """Runs the program of parameters on their tensors, and stores the results in their records."""
         self.cycle.moved = True
-        count_changes, tiles = self.changes.watch(records, held, grad), self._tiles(records, held, grad, decision)
         first, result = records[0], None
+        # compiled code on a GPU does not allocate temporaries of the size of a tile
+        planned = self.compilation.active and first.program.span.numel > SMALL and grad.device.type == "meta"
+        count_changes = self.changes.watch(records, held, grad)
+        tiles = self._inputs.tiles(records, held, grad, decision, tile=PLANNED_TILE if planned else None)
         is_small = self._batching and first.program.span.numel <= SMALL
         if self.compilation.active and not (is_small or self.compilation.by_kernels(first)):
             result = self.compilation.run(first, tiles, state)
         if result is None:
-            result = self.observer.update(self._program(records), tiles, state)
-        self._note(records, result)
+            result = self.observer.update(program_of(records), tiles, state)
+        store(records, result)
         if count_changes is not None:
             count_changes()
-
-    @staticmethod
-    def _program(records: Sequence[ParamRecord]) -> Program:
-        """Returns the program of a parameter, or of a stack of parameters."""
-        program = records[0].program
-        return program if len(records) == 1 else program.stacked(len(records))
-
-    def _tiles(
-        self, records: Sequence[ParamRecord], held: StoredTensor, grad: Tensor, decision: Decision | None
-    ) -> StoredTiles:
-        """Returns the tiles of a parameter, or of a stack of parameters."""
-        program, sent, keys = self._program(records), self._sent_to(grad.device), None
-        if program.draws:
-            each = [sent.key_of[record] for record in records]
-            keys = each[0] if len(each) == 1 else torch.stack(each)[:, None]
-        # compiled code on a GPU does not allocate temporaries of the size of a tile
-        planned = self.compilation.active and program.span.numel > SMALL and grad.device.type == "meta"
-        return StoredTiles(
-            program.layout,
-            held,
-            grad,
-            sent.reading if decision is None else self.clipping.reading(records, grad, decision),
-            sent.scalars[records[0].group],
-            members=len(records),
-            keys=keys,
-            across=program.ranks,
-            tile=PLANNED_TILE if planned else None,
-        )
-
-    @staticmethod
-    def _note(records: Sequence[ParamRecord], result: Result) -> None:
-        """Stores the results of updates in the records of their parameters."""
-        sizes = [None] * len(records) if result.sizes is None else _each(result.sizes)
-        for record, square_sum, size in zip(records, _each(result.square_sums), sizes, strict=True):
-            record.square_sum, record.size = square_sum, size
 
 
 def initial_tensors(program: Program, names: Iterable[str], shard: Tensor) -> dict[str, Tensor]:
@@ -439,8 +322,3 @@ def initial_tensors(program: Program, names: Iterable[str], shard: Tensor) -> di
     if extra := tuple(new[name] for name in program.extra_names if name in new):
         begin_storage(program.layout, StoredTensor(program.weight, (shard, *extra)))
     return new
-
-
-def _each(values: Tensor) -> Sequence[Tensor]:
-    """Splits a tensor into tensors of one element."""
-    return [values] if values.numel() == 1 else values.view(-1).split(1)
