@@ -7,7 +7,7 @@ unscaled, clamped by value, and multiplied by one clip coefficient, which is com
 import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -71,6 +71,12 @@ class Decision:
         """Maps names to the sum of squares of the unscaled gradient, float64 [1], and to the flag in `updated`, [1]."""
         of_each = zip(self.norms.square().split(1), self.updated.split(1), strict=True)
         return dict(zip(self.names, of_each, strict=True))
+
+    @functools.cached_property
+    def form(self) -> tuple[Any, ...]:
+        """The properties that the form of the readings of its gradients depends on; see `Reading.form`."""
+        clips = [(group, *(clip is None for clip in clips)) for group, clips in self.own_clips.items()]
+        return self.clip_coef is None, self.measured, self.prepared, *clips
 
 
 class Clipping:

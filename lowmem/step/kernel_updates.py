@@ -18,7 +18,6 @@ from lowmem.step.program import Result
 from lowmem.step.record import ParamRecord, store
 from lowmem.tiles.quantized import tensors_of
 from lowmem.tiles.storage import StoredTensor
-from lowmem.tiles.sweep import Reading
 
 # A parameter's record, its gradient, its states, and the other tensors of its weight's storage.
 Waiting = tuple[ParamRecord, Tensor, dict[str, Any], dict[str, Tensor]]
@@ -41,14 +40,14 @@ class PendingUpdate(NamedTuple):
 
 
 class Together(NamedTuple):
-    """Updates that the same launches run.
-
-    members: their positions among the updates of a flush.  form: the form of their reading.
-    """
+    """Updates that the same launches run. members: their positions among the updates of a flush."""
 
     members: Sequence[int]
-    form: Any
     batch: Batch
+
+
+# What the kernels of a flush depend on: the form of the decision, and the parameters.
+Key = tuple[Any, tuple[ParamRecord, ...]]
 
 
 class KernelUpdates:
@@ -64,7 +63,7 @@ class KernelUpdates:
         self._shard, self._cycle, self._inputs = shard, cycle, inputs
         self._compilation, self._changes = compilation, changes
         # flushes of this step, and of the last step
-        self._flushes: dict[tuple[ParamRecord, ...], tuple[Sequence[BoundUpdate], Sequence[Together]]] = {}
+        self._flushes: dict[Key, tuple[Sequence[BoundUpdate], Sequence[Together]]] = {}
         self._earlier = self._flushes
 
     def begin(self) -> None:
@@ -74,14 +73,13 @@ class KernelUpdates:
     def update(self, waiting: Sequence[Waiting], decision: Decision | None) -> Sequence[PendingUpdate]:
         """Updates parameters. Returns those that kernels cannot update. If sharded, every rank calls it."""
         flush = [self._pending(*each) for each in waiting]
-        together = self._bound(flush)
-        readings = self._readings(flush, together or (), decision)
-        if together is None or [each.form for each in together] != [reading.form for reading in readings]:
-            together = self._bind(flush, decision)
-            readings = self._readings(flush, together, decision)
-        for each, reading in zip(together, readings, strict=True):
-            self._run([flush[n] for n in each.members], each.batch, reading)
-        updated = {n for each in together for n in each.members}
+        key = None if decision is None else decision.form, tuple([each.record for each in flush])
+        together = self._bound(key, flush) or self._bind(key, flush, decision)
+        for members, batch in together:
+            self._run([flush[n] for n in members], batch, decision)
+        if sum([len(members) for members, _ in together]) == len(flush):
+            return ()
+        updated = {n for members, _ in together for n in members}
         return [pending for n, pending in enumerate(flush) if n not in updated]
 
     def _pending(
@@ -92,26 +90,18 @@ class KernelUpdates:
         place = values.places[record.group], values.drawing.get(record, 0)
         return PendingUpdate(record, grad, shard, weight, states, values.names[record.group], place)
 
-    def _readings(
-        self, flush: Sequence[PendingUpdate], together: Sequence[Together], decision: Decision | None
-    ) -> list[Reading]:
-        """Returns how the gradients of each batch are read."""
-        batches = [[flush[n] for n in each.members] for each in together]
-        return [self._inputs.reading([each.record for each in batch], batch[0].grad, decision) for batch in batches]
-
-    def _bound(self, flush: Sequence[PendingUpdate]) -> Sequence[Together] | None:
+    def _bound(self, key: Key, flush: Sequence[PendingUpdate]) -> Sequence[Together] | None:
         """Returns how these parameters were updated in the last step, or None if their updates must be bound again."""
-        records = tuple([each.record for each in flush])
-        found = self._flushes.get(records) or self._earlier.get(records)
+        found = self._flushes.get(key) or self._earlier.get(key)
         if found is None or is_observed():
             return None
         for (record, grad, _, weight, states, numbers, place), bound in zip(flush, found[0], strict=True):
             if not self._compilation.is_current(record, bound, made_for(record, grad, weight, states, numbers, place)):
                 return None
-        self._flushes[records] = found
+        self._flushes[key] = found
         return found[1]
 
-    def _bind(self, flush: Sequence[PendingUpdate], decision: Decision | None) -> Sequence[Together]:
+    def _bind(self, key: Key, flush: Sequence[PendingUpdate], decision: Decision | None) -> Sequence[Together]:
         """Binds updates, and groups those that the same launches can run. Updates without kernels are in no group."""
         bounds, alike = list[BoundUpdate](), defaultdict[Any, list[int]](list)
         tiles = [self._inputs.tiles([each.record], each.weight, each.grad, decision) for each in flush]
@@ -124,23 +114,26 @@ class KernelUpdates:
         for (kernels, _, ranks, _), members in alike.items():
             assert isinstance(kernels, Kernels)
             tensors = [member_of(flush[n].record, tiles[n], flush[n].states, flush[n].place) for n in members]
-            together.append(Together(members, tiles[members[0]].reading.form, Batch(kernels, tensors, ranks)))
+            together.append(Together(members, Batch(kernels, tensors, ranks)))
         if len(bounds) == len(flush):
-            self._flushes[tuple([each.record for each in flush])] = bounds, together
+            self._flushes[key] = bounds, together
         return together
 
-    def _run(self, members: Sequence[PendingUpdate], batch: Batch, reading: Reading) -> None:
+    def _run(self, members: Sequence[PendingUpdate], batch: Batch, decision: Decision | None) -> None:
         """Launches the kernels, and stores the results in the records."""
         watched = members if self._changes.is_due else ()
         counts = [self._changes.watch([each.record], each.weight, each.grad) for each in watched]
-        values = self._inputs.on(members[0].grad.device)
+        records, grads = [each.record for each in members], [each.grad for each in members]
+        values = self._inputs.on(grads[0].device)
+        reading = self._inputs.reading(records, grads[0], decision)
         self._cycle.moved = True
-        results = batch.run([each.grad for each in members], Values(values.numbers, values.keys, reading))
+        results = batch.run(grads, Values(values.numbers, values.keys, reading))
         square_sums = results.square_sums if reading.square_sums is None else reading.square_sums
         assert square_sums is not None
-        store([each.record for each in members], Result(square_sums, results.sizes))
+        store(records, Result(square_sums, results.sizes))
         for count_changes in filter(None, counts):
             count_changes()
-        torch.autograd.graph.increment_version([each.shard for each in members])  # torch does not see kernels write
-        for each in members:
-            each.record.written(self._shard, each.shard)
+        shards = [each.shard for each in members]
+        torch.autograd.graph.increment_version(shards)  # torch does not see the kernels' writes
+        for record, shard in zip(records, shards, strict=True):
+            record.written(self._shard, shard)

@@ -141,7 +141,7 @@ class Updates:
         is_small = program.span.numel <= SMALL
         if self.compilation.by_kernels(record):
             queue, most = self._waiting[is_small], STACK if is_small else waiting or self._may_wait(record, grad)
-            if program.span.numel + queue.elements > most:
+            if queue.gradients and program.span.numel + queue.elements > most:
                 self._update_together(queue, decision)
             queue.add(record, separate(grad) if is_small else grad)
             del grad
