@@ -102,7 +102,6 @@ def both(make, fused=(), train=lambda trainer: trainer.train(), **arguments):
 CASES = {
     "clipped in two passes": ({"policy": "two_pass"}, {"max_grad_norm": 0.1}),
     "accumulated": ({"policy": "deferred"}, {"max_grad_norm": 0.1, "gradient_accumulation_steps": 2}),
-    "autocast": ({}, {"bf16": True, "use_cpu": not torch.cuda.is_available()}),
     "dropout in a model of another dtype": ({}, {"dtype": "bfloat16", "packing": True, "max_length": 16}),
 }  # fmt: skip
 
@@ -131,10 +130,6 @@ def test_trainers_of_trl(sft, row, lora):
         streaming = placements.streaming_of(trainer.model)
         trained = sum(param.nbytes for param in streaming.owners if param.requires_grad)
         assert streaming.written == 3 * 3 * trained  # in each step, with two states
-
-
-def test_reference_that_is_computed_before_training(sft):
-    both(sft, row="DPO", precompute_ref_log_probs=True)
 
 
 def test_homes_in_files(sft, tmp_path):
@@ -192,15 +187,6 @@ def test_evaluated_saved_and_resumed(sft, tmp_path):
     files = [tmp_path / run / "checkpoint-4" / "model.safetensors" for run in ("local", "streamed")]
     assert files[0].read_bytes() == files[1].read_bytes()
     assert streamed.evaluate()["eval_loss"] == expected[-2]["eval_loss"]
-
-
-def test_saved_models(sft, tmp_path):
-    trainer = both(sft)
-    trainer.save_model(str(tmp_path / "saved"))
-    trainer.model.save_pretrained(tmp_path / "pretrained")
-    for name in ("saved", "pretrained"):
-        model = AutoModelForCausalLM.from_pretrained(tmp_path / name)
-        assert_equal(weights(model), weights(trainer.model))
 
 
 def test_evaluation_and_generation_without_training(sft):
