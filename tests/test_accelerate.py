@@ -112,53 +112,6 @@ def test_rejected_calls_change_no_weight(options, settings, message):
     assert same(weights(loop.net), weights(make_net()))
 
 
-def test_the_loss_scale_of_fp16():
-    """The optimizer that was not prepared has a backward, and scales the loss instead of Accelerate."""
-    loop = Loop(fused(loss_scale=8.0), scaler=torch.amp.GradScaler("cpu", enabled=False))
-    for batch in loop.loader:
-        with loop.accelerator.accumulate(loop.model):
-            loop.opt.backward(loss_of(loop.model, batch) / loop.accelerator.gradient_accumulation_steps)
-            loop.prepared.step()
-            loop.scheduler.step()
-            loop.prepared.zero_grad()
-    assert loop.opt.last_step.step == 3
-    assert same(weights(loop.net), Loop(ordinary).train(epochs=1))
-
-
-def test_an_optimizer_that_is_not_prepared():
-    """The loop itself asks Accelerate whether a step is due."""
-    net = make_net()
-    accelerator = Accelerator(gradient_accumulation_steps=2, cpu=True)
-    opt = fused()(net)
-    with accelerator.accumulate():
-        accelerator.backward(loss_of(net, ROWS[0]))
-    with accelerator.accumulate():
-        accelerator.backward(loss_of(net, ROWS[1]))
-        with pytest.raises(StepError, match=r"2 backwards came before this step\(\)"):
-            opt.step()
-
-
-@pytest.mark.parametrize("steps", [False, True])
-def test_a_later_loop_without_accelerate(steps):
-    """Accelerate's state is left over from a loop that ended between micro-batches."""
-
-    def run(make):
-        loop = Loop(make)
-        with loop.accelerator.accumulate(loop.model):
-            loop.accelerator.backward(loss_of(loop.model, ROWS[0]))
-        assert not loop.accelerator.sync_gradients
-        net = make_net()
-        opt = make(net)
-        for row in ROWS[:3]:
-            loss_of(net, row).backward()
-            if steps or make is ordinary:
-                opt.step()
-                opt.zero_grad()
-        return weights(net)
-
-    assert same(run(fused()), run(ordinary))
-
-
 @pytest.mark.troubleshooting("cannot save in the middle of step")
 def test_saving_between_micro_batches_raises(tmp_path):
     loop = Loop(fused())

@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from lowmem.run import environment
-
 ROOT = Path(__file__).parents[1]
 
 
@@ -128,13 +126,3 @@ def test_version_names_what_a_report_needs(tmp_path):
     assert f'\nversion = "{versions["lowmem"]}"\n' in (ROOT / "pyproject.toml").read_text()
     assert versions["torch"] == metadata.version("torch") and versions["python"] == platform.python_version()
     assert {"transformers", "trl", "accelerate", "datasets", "deepspeed"} <= set(versions)
-
-
-def test_characters_unknown_to_the_console_are_replaced(tmp_path, monkeypatch):
-    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
-    assert "column means of g?" in python(tmp_path, "-m", "lowmem", "rules", "adalomo")
-
-
-def test_version_says_what_is_not_installed(monkeypatch):
-    monkeypatch.setattr(environment, "PACKAGES", ("torch", "no_such_package"))
-    assert environment.versions()["no_such_package"] is None

@@ -1,9 +1,7 @@
 """Benchmarks against peers: commands measure and write their results, and methods train as documented."""
 
 import json
-import os
 import shlex
-import signal
 from functools import partial
 
 import pytest
@@ -11,11 +9,10 @@ import torch
 from support import runs
 from transformers import LlamaConfig
 
-from benchmarks import defaults, host, measurement, memory, methods, step, update
+from benchmarks import defaults, host, memory, methods, step, update
 from benchmarks.measurement import SIZES, Workload
 from benchmarks.methods import FLOOR, drop_gradients, fused, hooked, ordinary
 from benchmarks.pages import ROOT
-from benchmarks.processes import MeasurementError, alone
 from lowmem import FusedConfig
 
 SMALL = ("--size", "1M", "--tokens", "8", "--steps", "1", "--rounds", "1")
@@ -132,29 +129,3 @@ def test_the_settings_count_the_parameters_that_the_model_has(size):
     count = workload.settings()["parameters"]
     assert (count, workload.settings()["weights"]) == (sum(p.numel() for p in params), sum(p.nbytes for p in params))
     assert count == pytest.approx(float(size[:-1]) * {"M": 1e6, "B": 1e9}[size[-1]], rel=0.06)
-
-
-def test_a_step_counts_its_allocations_and_frees():
-    live = [torch.zeros(2**20)]
-
-    def transient():
-        for _ in range(3):
-            torch.zeros(2**20)
-
-    def replaced():
-        live.append(torch.zeros(2**20))
-        del live[0]
-
-    nothing = measurement.peak_of_tensors(lambda: None)
-    assert nothing >= live[0].nbytes
-    assert measurement.peak_of_tensors(transient) == nothing + 4 * 2**20
-    assert measurement.peak_of_tensors(replaced) == nothing + 4 * 2**20
-    assert measurement.peak_of_temporaries(transient) == 4 * 2**20
-
-
-def test_a_process_returns_its_result_its_error_or_its_status(tmp_path):
-    assert alone(os.getpid, folder=tmp_path / "new") != os.getpid()
-    with pytest.raises(MeasurementError, match=r"^json.decoder.JSONDecodeError: Expecting value: line 1 column 1 .*$"):
-        alone(json.loads, "")
-    with pytest.raises(MeasurementError, match=f"^its process exited with status {-signal.SIGABRT}$"):
-        alone(os.abort)

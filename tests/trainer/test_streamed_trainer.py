@@ -20,7 +20,6 @@ from lowmem.errors import ConfigError, UnsupportedError
 from lowmem.hf.deferred import _Deferred
 from lowmem.step import changes
 from lowmem.tiles.quantized import tensors_of
-from lowmem.trainer import FusedTrainer
 from scripts.make_model import make_model
 
 LAYERS = 4
@@ -132,15 +131,6 @@ def test_trainers_of_trl(sft, row, lora):
         assert streaming.written == 3 * 3 * trained  # in each step, with two states
 
 
-def test_homes_in_files(sft, tmp_path):
-    local, streamed = sft(row="DPO", run="local"), sft({**STREAMED, "home": str(tmp_path / "home")}, row="DPO")
-    for trainer in (local, streamed):
-        trainer.train()
-    assert_same(local, streamed)
-    for model in (streamed.model, streamed.ref_model):
-        assert str(placements.streaming_of(model).units[0].home) == str(tmp_path / "home")
-
-
 @pytest.mark.parametrize(("device_memory", "streams"), [("5MiB", 3), ("1GiB", 0)])
 def test_layers_that_fit_stay_on_the_device(sft, device_memory, streams):
     local, streamed = sft(run="local"), sft({**STREAMED, "device_memory": device_memory})
@@ -151,22 +141,6 @@ def test_layers_that_fit_stay_on_the_device(sft, device_memory, streams):
     assert len(placements.streaming_of(streamed.model).units) == streams
     with pytest.raises(ConfigError, match="device_memory is 1,048,576 bytes, but two layers"):
         sft({**STREAMED, "device_memory": "1MiB"})
-
-
-def test_model_in_memory_and_model_init(make, tiny_llama):
-    for given in ("model", "model_init"):
-        new = lambda: tiny_llama(attention_dropout=0.1, **SIZES)  # noqa: E731
-        trainers = []
-        for placement in ("auto", "streamed"):
-            fused = FusedConfig(rule="adalomo", placement=placement)
-            if given == "model":
-                trainers.append(make(model=new(), fused=fused, **CHECKPOINTS))
-            else:
-                args = TrainingArguments(**builders.quiet(make().args.output_dir, max_grad_norm=0.0, **CHECKPOINTS))
-                rows = make().train_dataset
-                trainers.append(FusedTrainer(model_init=new, args=args, train_dataset=rows, fused=fused))
-            trainers[-1].train()
-        assert_same(*trainers)
 
 
 # -- saved, resumed, evaluated -----------------------------------------------------------------------------------------
