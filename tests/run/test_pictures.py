@@ -59,17 +59,3 @@ def test_the_loss_picture_shows_training_evaluation_norm_and_rate(records):
 def test_the_metric_a_method_improves_has_a_panel(metrics, labels):
     axes = pictures.loss_picture(steps(2, **metrics), "one").axes
     assert [each.get_ylabel() for each in axes] == labels
-
-
-def test_smoothing_keeps_constants_and_skips_gaps():
-    assert pictures._smoothed([2.0, math.nan, *[2.0] * 30]) == pytest.approx([2.0] * 32)
-    middle = pictures._smoothed([0.0] * 20 + [1.0] + [0.0] * 20)
-    assert middle.argmax() == 20 and middle.max() < 0.5
-
-
-def test_clip_coefficient_and_loss_scale_have_panels():
-    scales, coefs = [8.0, 8.0, 4.0, 4.0], [0.25, 0.0, None, 1.0]
-    *_, clip, scale = pictures.loss_picture(steps(4, clip_coef=coefs, loss_scale=scales), "one").axes
-    assert (clip.get_ylabel(), scale.get_ylabel(), scale.get_xlabel()) == ("clip coefficient", "loss scale", "step")
-    assert clip.lines[0].get_ydata() == pytest.approx([0.25, 0.0, math.nan, 1.0], nan_ok=True)
-    assert scale.get_yscale() == "log" and scale.lines[0].get_ydata().tolist() == scales
