@@ -23,7 +23,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lowmem
 from lowmem import cli
-from lowmem.errors import StepError
 
 LR = 0.05  # of the example for Lightning
 ROOT = Path(__file__).parents[1]
@@ -232,12 +231,6 @@ def test_lightning_loop_accumulates_and_clips(lightning_loop):
     got, _ = fit(lightning_loop, clipped, **options)
     want, _ = fit(lightning_loop, lightning_loop.Automatic, adamw, **options, gradient_clip_val=0.5)
     assert same(weights(got), weights(want))
-
-    with pytest.raises(StepError, match=r"clip_grad_norm_\(\): .*clip_norm=0\.5"):
-        fit(lightning_loop, lightning_loop.Automatic, gradient_clip_val=0.5)
-    plain = {"backward": lightning_loop.lightning.LightningModule.backward}
-    with pytest.raises(StepError, match=r"3 backwards came before this step\(\).*opt\.accumulate\(\)"):
-        fit(lightning_loop, type("Plain", (lightning_loop.Automatic,), plain), **options)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -54,19 +54,6 @@ def test_only_models_that_generate_are_asked(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["llava"], indirect=True)
-def test_positions_of_images_do_not_limit_texts(write, tmp_path):
-    """The tower has 17 of them."""
-    ended = runs.train(tmp_path, "sft", "--config", write(rows=[{"text": "the old cat sat " * 20}] * 2))
-    assert ended.status == 0, ended.err
-
-
-@pytest.mark.parametrize("kind", ["llava"], indirect=True)
-def test_rewards_of_images_are_refused_without_a_list_of_classes(write, tmp_path):
-    ended = runs.train(tmp_path, "reward", "--config", write("reward", runs.FILES["preferences.jsonl"]))
-    assert ended.status == 2 and "Unrecognized configuration class" in ended.err and len(ended.err) < 800
-
-
-@pytest.mark.parametrize("kind", ["llava"], indirect=True)
 def test_rows_with_images_are_counted_and_shown(write, tmp_path):
     rows = vision.rows(tmp_path)
     rows[0]["messages"] = runs.user("where 0") + runs.assistant(runs.SENTENCES[0] + " the old cat sat" * 3)

@@ -16,10 +16,7 @@ from support.trainers import assert_same_run, both, losses
 from lowmem.options import LayersConfig
 
 # Rows that differ from others in what transformers and TRL do alone; only with LOWMEM_FULL.
-LIKE_OTHERS = {
-    "several labels", "regression", "token classification", "image classification", "DPO, several losses",
-    "KTO, precomputed", "GRPO, several iterations", "RLOO, several iterations",
-}  # fmt: skip
+LIKE_OTHERS = {"DPO, several losses", "KTO, precomputed", "GRPO, several iterations", "RLOO, several iterations"}
 ROWS = [row for row in builders.ROWS if FULL or row not in LIKE_OTHERS]
 # Each row in one of these ways, in turn; with LOWMEM_FULL in all of them.
 WAYS = {
