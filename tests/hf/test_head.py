@@ -170,7 +170,10 @@ TRAINERS = {
     "DPO, two losses": ("DPO", {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.5]}),
     "KTO": ("KTO", {}),
 }
-RARE = ("SFT, selective checkpointing", "DPO, smoothed")
+RARE = {
+    "SFT, with a loss of the model", "SFT, clipped in two passes", "SFT, selective checkpointing", "DPO, padding-free",
+    "DPO, smoothed",
+}  # fmt: skip
 
 
 class Rows(TorchDispatchMode):

@@ -40,9 +40,8 @@ def planned(path, *words, device="gpu", command="sft", ranks=1):
     return plan.plan(parse(command, ["--config", path, *words], device=device), ranks).step
 
 
-@pytest.mark.parametrize("device", ["gpu", "cpu"])
-def test_weights_and_states(write, device):
-    step = planned(write(fused={"rule": "adamw"}), device=device)
+def test_weights_and_states(write):
+    step = planned(write(fused={"rule": "adamw"}))
     assert step.items["weights"] == 2 * PARAMETERS
     assert step.items["optimizer states"] == pytest.approx(4 * PARAMETERS, rel=0.01)
     assert step.largest_gradient == 2 * 4096 * 64
@@ -108,7 +107,7 @@ def test_a_plan_is_the_memory_of_a_real_step(write, case, computed, tmp_path):
     [
         ("gemma2", 2, {}),  # which transformers computes without sdpa, like the next one
         ("gpt_oss", 2, {}),  # with experts as products of groups, in float32
-        ("deepseek_v3", 2, {}),  # whose values have another head size than its keys
+        *([("deepseek_v3", 2, {})] if FULL else []),  # whose values have another head size than its keys
         ("mistral", 1, {"sliding_window": 32}),  # shorter than a row
     ],
 )
@@ -142,20 +141,18 @@ def test_options_change_the_memory(write):
     assert groups.items["optimizer states"] == pytest.approx(4 * 2 * 4096 * 64, rel=0.05)
 
 
-@pytest.mark.parametrize("device", ["gpu", "cpu"])
-def test_options_of_layers_change_the_memory(write, device):
-    """A tiled MLP, and on a GPU inputs of the two checkpointed layers on the host."""
+def test_options_of_layers_change_the_memory(write):
+    """A tiled MLP, and inputs of the two checkpointed layers on the host."""
     long = {"max_length": 1024, "per_device_train_batch_size": 1, "vocab_size": 128}
     path = write(**long, fused={"rule": "adalomo", "rounding": "nearest"})  # next to no temporaries
-    plain = planned(path, device=device)
-    tiled = planned(path, "--layers.mlp_tile", "64", device=device)
+    plain = planned(path)
+    tiled = planned(path, "--layers.mlp_tile", "64")
     assert tiled.items["temporaries"] < plain.items["temporaries"]
-    if device == "gpu":
-        one_input = 2 * 1024 * 64
-        on_host = planned(path, "--activation_checkpointing_kwargs", '{"offload": true}')
-        assert plain.peak - on_host.peak >= one_input
-        assert plain.host_peak <= 192  # the numbers of the rule, and what becomes of the step
-        assert on_host.host_peak == pytest.approx(2 * one_input, abs=192)
+    one_input = 2 * 1024 * 64
+    on_host = planned(path, "--activation_checkpointing_kwargs", '{"offload": true}')
+    assert plain.peak - on_host.peak >= one_input
+    assert plain.host_peak <= 192  # the numbers of the rule, and what becomes of the step
+    assert on_host.host_peak == pytest.approx(2 * one_input, abs=192)
 
 
 def test_the_verdict_compares_the_peak_with_the_budget(write, tmp_path, monkeypatch):
@@ -277,7 +274,7 @@ def test_suggestions_respect_the_other_arguments(write, changes, absent, present
         ("qwen3_8b_dpo_24gb", "qwen3-8b"),
         ("qwen3_4b_chat_16gb", "qwen3-4b"),
         ("qwen3_8b_chat_24gb", "qwen3-8b"),
-    ][: None if FULL else 3],
+    ][: None if FULL else 2],
 )
 def test_shipped_configurations_are_planned(config, model, tmp_path):
     """With two layers and 4096 tokens of their models, and the memory that the others would add."""
@@ -334,7 +331,7 @@ def test_ranks_share_the_weights(write, device):
     assert again.items["weights"] == pytest.approx(2 * PARAMETERS / 2, rel=0.01)
 
 
-@pytest.mark.parametrize("where", ["cpu", "nvme"])
+@pytest.mark.parametrize("where", ["cpu", "nvme"] if FULL else ["nvme"])
 def test_offloaded_weights_are_on_the_host_or_on_the_disk(write, where, tmp_path):
     config = json.loads((runs.CONFIGS[0].parent / "zero3_offload.json").read_text())
     config["zero_optimization"]["offload_param"] |= {"device": where, "nvme_path": "/nowhere", "buffer_size": 10**6}
@@ -360,7 +357,7 @@ BROADCAST = ["--fsdp", "--fsdp_config", '{"cpu_ram_efficient_loading": true}']
         ("float32", None, [], 1, 2 * 4096 * 64 / PARAMETERS),  # one weight on its way to the GPU
         ("float32", {"rule": "adalomo", "weight_format": "int12"}, [], 1, 2),
         ("float32", None, ["--deepspeed", "configs/zero3.json"], 2, 0),
-    ],
+    ][: None if FULL else 5],
 )
 def test_weights_that_are_changed_when_they_are_loaded(write, tmp_path, files, fused, words, ranks, on_host):
     path = write(save_strategy="steps", **({"fused": fused} if fused else {}))

@@ -94,6 +94,6 @@ def test_code_is_searched(monkeypatch):
     monkeypatch.setattr(search, "HELD_OUT", len(ids[0]))
     monkeypatch.setattr(search, "functions", lambda: TensorDataset(*torch.cat([ids, ids], 1)))
     monkeypatch.setattr(search, "sentences", lambda: TensorDataset(*ids))
-    task = search.Search(updates=20, batch=8)
+    task = search.Search(updates=20, batch=8, compiled=False)
     run = training.train(task, task.model(), "adamw", 1e-2, {}, formats.format_of("float32"))
     assert run["mrr"] > run["curve"][0][2] and run["loss"] < run["curve"][0][1] / 2

@@ -218,21 +218,6 @@ def test_save_total_limit_keeps_the_best_and_newest_checkpoints(there, step, lim
     assert [each.step for each in checkpoint.candidates(tmp_path)] == left[::-1]
 
 
-@pytest.mark.parametrize("absolute", ["the run directory", "the checkpoint"])
-def test_the_best_checkpoint_is_kept_for_any_spelling_of_its_path(make, absolute, tmp_path, monkeypatch):
-    """One of `output_dir` and the checkpoint that is resumed from is relative."""
-    settings = {**SAVES, "eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True, "max_steps": 3}
-    settings |= {"metric_for_best_model": "loss", "greater_is_better": True}  # the first is the best
-    monkeypatch.chdir(tmp_path)
-    make(**settings).train()
-    run, checkpoint_1 = tmp_path / "run", tmp_path / "run" / "checkpoint-1"
-    path, resumed_from = ("run", checkpoint_1) if absolute == "the checkpoint" else (run, "run/checkpoint-1")
-    trainer = make(**settings, output_dir=str(path), save_total_limit=2)
-    trainer.train(resume_from_checkpoint=str(resumed_from))
-    assert Path(trainer.state.best_model_checkpoint).resolve() == checkpoint_1
-    assert names(run) == ["checkpoint-1", "checkpoint-3"]
-
-
 def test_equal_runs_have_equal_files(make, tmp_path):
     """Except for the arguments, which have the path of the run, and what was logged, which has times."""
     fused = FusedConfig(rounding="compensated", rule="adamw")
@@ -249,7 +234,7 @@ def test_equal_runs_have_equal_files(make, tmp_path):
 LOGGED = ("step", "loss", "grad_norm", "clip_coef", "loss_scale")
 ACCUMULATED = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4}
 RESUMED = {  # options of the optimizer, arguments of the trainer, the steps after which the run is resumed
-    "each step": ({}, {}, range(1, 8) if FULL else (1, 4, 5, 6)),
+    "each step": ({}, {}, range(1, 8) if FULL else (1, 5)),
     "scaled": (
         {"loss_scale": DynamicScale(init_scale=64.0, growth_interval=2)}, {"max_grad_norm": 0.7, **ACCUMULATED}, [3],
     ),

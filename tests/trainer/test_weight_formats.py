@@ -47,7 +47,7 @@ def test_the_saved_model_is_an_ordinary_model(trainer, tmp_path):
 
 
 def test_a_quantized_model_is_evaluated_and_learns(trainer):
-    run = trainer("int12", max_steps=30, learning_rate=5e-2)
+    run = trainer("int12", max_steps=15, learning_rate=5e-2)
     before = run.evaluate()["eval_loss"]
     run.train()
     assert run.evaluate()["eval_loss"] < before - 0.1
