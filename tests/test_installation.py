@@ -19,21 +19,6 @@ def python(folder, *arguments):
     return process.stdout.strip()
 
 
-def test_an_editable_install_is_imported_next_to_its_clone(tmp_path):
-    """There the folder `lowmem` is the clone, which without `__init__.py` would be an empty namespace package."""
-    pytest.importorskip("setuptools", "77")
-    package = tmp_path / "lowmem" / "lowmem"
-    package.mkdir(parents=True)
-    (package / "__init__.py").touch()
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, tmp_path / "lowmem")
-    python(tmp_path / "lowmem", "-c", "from setuptools.build_meta import build_editable; build_editable('..')")
-    (wheel,) = tmp_path.glob("*.whl")
-    zipfile.ZipFile(wheel).extractall(tmp_path / "site-packages")
-    load = "import site; site.addsitedir('site-packages'); import lowmem; print(lowmem.__file__)"
-    assert python(tmp_path, "-ES", "-c", load) == str(package / "__init__.py")
-
-
 def test_the_packages_have_all_modules_and_their_types(tmp_path):
     """The wheel is built from what is in the source distribution, as `python -m build` does."""
     pytest.importorskip("setuptools", "77")

@@ -12,8 +12,7 @@ TESTS = Path(__file__).parent
 STREAMED = [
     f"placements/test_streamed.py::test_{name}"
     for name in (
-        "same_bits_as_local_training[adamw-deferred-torch.bfloat16-False]",
-        "failed_backward", "homes_in_files[adamw]", "traffic_of_a_step", "peak_of_a_step[immediate]",
+        "same_bits_as_local_training[adamw-deferred-torch.bfloat16-False]", "traffic_of_a_step",
         "a_parameter_is_used_outside_of_its_layer",
     )
 ]  # fmt: skip

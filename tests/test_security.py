@@ -256,15 +256,6 @@ def test_a_run_folder_with_links_to_files_is_not_written_to(tmp_path, name):
     assert precious.read_text() == "precious"
 
 
-def test_a_run_folder_and_its_checkpoints_can_be_links(tmp_path):
-    checkpoints(tmp_path / "disk", 1)
-    checkpoints(tmp_path / "other", 2)
-    (tmp_path / "disk" / "checkpoint-2").symlink_to(tmp_path / "other" / "checkpoint-2")
-    (tmp_path / "run").symlink_to(tmp_path / "disk")
-    with resumed(tmp_path / "run"):
-        assert [each.step for each in checkpoint.candidates(tmp_path / "run")] == [2, 1]
-
-
 def test_the_best_checkpoint_is_one_of_the_run(make, tmp_path):
     """transformers removes every other checkpoint than the best when a run with save_total_limit=1 ends."""
     saving = {"save_strategy": "steps", "save_steps": 2}

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from support.nets import assert_same
 from support.products import FULL
 from support.ranks import Ranks
-from support.trainers import SHARDED, both, build, joined, llama, losses, quiet, require_sharding
+from support.trainers import SHARDED, both, joined, losses, quiet, require_sharding
 from transformers import BitsAndBytesConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 import lowmem
@@ -197,40 +197,9 @@ def test_adapters_that_transformers_adds_are_refused_where_they_would_be_saved(m
     make(None, change=add).train()
 
 
-# --- Trainers of TRL ----------------------------------------------------------------------------------------------
-
-
-def of_trl(kind, config, folder, mixin, adapted=False, seed=0, **options):
-    """A trainer of TRL, which gets a `peft_config`, or a model that has adapters."""
-    model = llama()
-    torch.manual_seed(seed)
-    keywords = {"ref_model": None} if kind == "DPO" else {}
-    if adapted:
-        keywords["model"] = peft.get_peft_model(model, CONFIGS[config]())
-    else:
-        keywords |= {"model": model, "peft_config": CONFIGS[config]()}
-    seeds = {"seed": seed + 42, "data_seed": 42, "max_grad_norm": 0.0}
-    return build(kind, folder / ("run" if mixin else "ordinary"), mixin, keywords, **seeds, **SAVES, **options)
-
-
-TRL = {
-    "DPO of LoRA": ("DPO", "LoRA", {}),
-    "DPO of adapters with a reference copy": ("DPO", "LoRA", {"adapted": True}),
-}
-
-
-@pytest.mark.parametrize(("kind", "config", "options"), TRL.values(), ids=TRL)
-def test_trl_trainers_train_adapters_the_same_and_resume(kind, config, options, tmp_path):
-    """The reference of DPO is the model without its adapter, or a frozen copy of an adapter that the model had."""
-    assert_trained_and_resumed_alike(
-        lambda mixin, seed=0: of_trl(kind, config, tmp_path, mixin, seed=seed, **options), tmp_path
-    )
-
-
-def test_prefix_tuning_with_activation_checkpointing_raises(tmp_path):
-    message = "PREFIX_TUNING: .*Set gradient_checkpointing=False"
-    with pytest.raises(ValueError, match=message):
-        of_trl("SFT", "prefix tuning", tmp_path, True).train()
+def test_prefix_tuning_with_activation_checkpointing_raises(make):
+    with pytest.raises(UnsupportedError, match="PREFIX_TUNING: .*Set gradient_checkpointing=False"):
+        make("prefix tuning", gradient_checkpointing=True).train()
 
 
 # --- Quantized and sharded base models ----------------------------------------------------------------------------

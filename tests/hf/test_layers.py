@@ -26,11 +26,6 @@ def llama():
     return hf.LlamaForCausalLM(hf.LlamaConfig(vocab_size=20, **SIZES))
 
 
-def resnet():
-    sizes = {"embedding_size": 4, "hidden_sizes": [4], "depths": [1], "layer_type": "basic"}
-    return hf.ResNetForImageClassification(hf.ResNetConfig(**sizes))
-
-
 def vit():
     return hf.ViTForImageClassification(hf.ViTConfig(**SIZES, image_size=4, patch_size=2))
 
@@ -38,8 +33,6 @@ def vit():
 # A model, its input embedding and its output embedding.
 MODELS = [
     (llama, nn.Embedding, nn.Linear),
-    (lambda: hf.BertModel(hf.BertConfig(vocab_size=20, **SIZES)), nn.Embedding, None),
-    (resnet, None, None),
     (vit, nn.Module, None),
     (Several, None, None),
 ]

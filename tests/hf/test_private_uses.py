@@ -140,16 +140,3 @@ def test_tested_versions_and_their_patch_releases_do_not_warn(installed, version
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         hf.check_version("trl")
-
-
-def test_deepspeed_is_imported_only_by_functions_of_zero3():
-    """It is an optional dependency: everything else works without it."""
-    importing = set()
-    for path in (ROOT / "lowmem").rglob("*.py"):
-        tree = ast.parse(path.read_text())
-        for node in ast.walk(tree):
-            modules = [a.name for a in node.names] if isinstance(node, ast.Import) else [getattr(node, "module", None)]
-            if any(module and module.split(".")[0] == "deepspeed" for module in modules):
-                assert node not in tree.body, path
-                importing.add(path.name)
-    assert importing == {"sharding.py", "zero3.py", "fake_ranks.py"}

@@ -2,7 +2,6 @@
 
 import json
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +10,6 @@ from support.runs import in_use
 from lowmem.errors import ConfigError, LowmemError
 from lowmem.run import environment
 from lowmem.run.folder import RunFolder
-from lowmem.run.terminal import train_command
 
 
 def use(folder, resume=None):
@@ -98,13 +96,6 @@ def test_an_invalid_output_directory_raises(tmp_path):
     with pytest.raises(ConfigError, match="has no run to resume"):
         use(tmp_path / "none", resume="last")
     assert not (tmp_path / "none").exists()
-
-
-def test_the_launcher_of_several_processes_is_not_guessed(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "16")  # of two machines
-    assert train_command("sft", Path("run")) == (
-        "lowmem sft --config run/config.yaml --resume_from_checkpoint last, with the same launcher"
-    )
 
 
 def test_the_environment_says_where_and_with_what(tmp_path, monkeypatch):

@@ -22,13 +22,6 @@ def records():
     return lines
 
 
-def steps(count, **metrics):
-    """Records of `count` logged steps; a metric is a list with a value for each."""
-    rows = [dict(zip(metrics, values, strict=True)) for values in zip(*metrics.values(), strict=True)]
-    assert len(rows) == count
-    return [{"step": n, "loss": 1.0, **row, **MEMORY} for n, row in enumerate(rows, start=1)]
-
-
 def test_a_picture_is_drawn(records, tmp_path):
     for logged in ([{"step": 1, "train_loss": 1.0}], [{"step": 0, "loss": 6.0}, *records]):
         pictures.draw(tmp_path, logged)
@@ -45,17 +38,3 @@ def test_the_loss_picture_shows_training_evaluation_norm_and_rate(records):
     assert (norm.get_ylabel(), rate.get_ylabel(), rate.get_xlabel()) == ("gradient norm", "learning rate", "step")
     for axes in pictures.loss_picture(records[:1], "one").axes:  # a single step is shown as a point
         assert any(len(line.get_xdata()) == 1 and line.get_marker() == "o" for line in axes.lines)
-
-
-@pytest.mark.parametrize(
-    ("metrics", "labels"),
-    [
-        ({"rewards/accuracies": [0.5, 1.0], "rewards/margins": [0.0, 9.0]}, ["loss", "accuracy", "reward margin"]),
-        ({"accuracy": [0.5, 1.0], "margin": [0.0, 9.0]}, ["loss", "accuracy", "reward margin"]),
-        ({"mean_token_accuracy": [0.5, 1.0]}, ["loss"]),
-        ({"reward": [0.1, None], "kl": [0.0, 0.1]}, ["reward", "loss", "KL divergence"]),
-    ],
-)
-def test_the_metric_a_method_improves_has_a_panel(metrics, labels):
-    axes = pictures.loss_picture(steps(2, **metrics), "one").axes
-    assert [each.get_ylabel() for each in axes] == labels

@@ -105,29 +105,6 @@ def test_each_logging_step_prints_one_aligned_line(trainer, run_dir):
     assert "trained in 0:00:" in lines[-1] and "52 tokens" in lines[-1]
 
 
-RECORD = {"step": 7, "grad_norm": 3.0, "tokens_per_second": 50.0, "peak_memory": 2**30}
-
-
-@pytest.mark.parametrize(
-    ("logged", "main", "shown", "hidden"),  # the last in a line of 80 columns
-    [
-        ({"loss": -1e-9, "reward": 0.3125}, "reward", "reward   0.3125", "loss"),
-        ({"loss": 0.0, "reward": None}, "reward", "reward      nan", "loss"),
-        ({"loss": 0, "rewards/accuracies": 1, "rewards/margins": 2}, "loss", "loss   0.0000  accuracy  1.000", "marg"),
-        ({"loss": 0.5, "rewards/margins": 0.1}, "loss", "loss   0.5000", "accuracy"),
-        ({"loss": 0.5, "accuracy": 1.0, "margin": 2.0}, "loss", "loss   0.5000  accuracy  1.000", "margin"),
-    ],
-)  # fmt: skip
-def test_a_line_shows_the_metric_a_method_improves(logged, main, shown, hidden):
-    record = {**RECORD, "learning_rate": 1e-3, **logged}
-    line, wide = (report._log_line(record, 10, width, 3600, main) for width in (80, 200))
-    assert f"step  7/10  {shown}  grad norm" in line and line.count(" 1:00:00 left") == 1 and hidden not in line
-    for margin in {"margin", "rewards/margins"} & logged.keys():
-        assert f"  margin {logged[margin]:>6.3f}" in wide
-    end = {"step": 10, "train_loss": 0.0, "train_runtime": 1, "tokens": 5, "peak_memory": 0}
-    assert ("mean loss" in report._log_line(end, 10, 200, main=main)) == (main == "loss")
-
-
 def test_trackers_receive_the_metrics_of_metrics_jsonl(trainer, run_dir):
     """Also metrics that are logged alone. The tracker callbacks of transformers read `logs`."""
     seen = []

@@ -66,12 +66,6 @@ def test_runs_that_cannot_be_done(words, message, tmp_path, capsys):
     assert message in capsys.readouterr().err
 
 
-def test_the_best_rate_is_the_least_of_those_that_tie():
-    run, losses = grid.run_of("search", "adamw"), {1e-3: 2.0, 3.2e-3: 1.004, 1e-2: 1.0, 3.2e-2: 1.5}
-    done = grid.Done([{**run, "lr": lr, "loss": loss} for lr, loss in losses.items()])
-    assert done.best({**run, "seed": 2}) == {**run, "seed": 2, "lr": 3.2e-3}
-
-
 def test_chats_are_trained(monkeypatch):
     """By a tiny model."""
     for cached in (chat.chats, chat.prose):

@@ -15,7 +15,7 @@ from support.trainers import build
 from transformers import AutoModelForCausalLM, TrainingArguments
 
 import lowmem
-from lowmem import FusedConfig, FusedOptimizer, LayersConfig, placements
+from lowmem import FusedConfig, LayersConfig, placements
 from lowmem.errors import ConfigError, UnsupportedError
 from lowmem.hf.deferred import _Deferred
 from lowmem.step import changes
@@ -163,15 +163,6 @@ def test_evaluated_saved_and_resumed(sft, tmp_path):
     assert streamed.evaluate()["eval_loss"] == expected[-2]["eval_loss"]
 
 
-def test_evaluation_and_generation_without_training(sft):
-    rows = {"eval_dataset": builders.ROWS["SFT"]()[3]["train_dataset"]}
-    local, streamed = (sft(placement, keywords=rows) for placement in ({}, STREAMED))
-    assert local.evaluate()["eval_loss"] == streamed.evaluate()["eval_loss"]
-    ids = torch.tensor([[5, 6, 7]], device=local.args.device)
-    answers = [trainer.model.generate(ids, max_new_tokens=6, do_sample=False) for trainer in (local, streamed)]
-    assert torch.equal(*answers)
-
-
 # -- loading -----------------------------------------------------------------------------------------------------------
 
 
@@ -260,12 +251,6 @@ def test_several_processes(sft, monkeypatch):
 def test_options(options, message):
     with pytest.raises(ConfigError, match=message):
         FusedConfig(**{**STREAMED, **options})
-
-
-def test_options_of_trainers_in_a_loop(tiny_llama):
-    model = tiny_llama(**SIZES)
-    with pytest.raises(ConfigError, match=r"In a loop, call lowmem.stream\(model, device, home"):
-        FusedOptimizer(model.named_parameters(), model=model, placement="streamed", device_memory="2GiB")
 
 
 # -- the command line --------------------------------------------------------------------------------------------------
