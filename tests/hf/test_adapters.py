@@ -198,7 +198,7 @@ def test_adapters_that_transformers_adds_are_refused_where_they_would_be_saved(m
 
 
 def test_prefix_tuning_with_activation_checkpointing_raises(make):
-    with pytest.raises(UnsupportedError, match="PREFIX_TUNING: .*Set gradient_checkpointing=False"):
+    with pytest.raises(UnsupportedError, match=r"PREFIX_TUNING: .*Set gradient_checkpointing=False"):
         make("prefix tuning", gradient_checkpointing=True).train()
 
 
