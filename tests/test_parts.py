@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from support import simgpu
+from support.products import FULL
 
 TESTS = Path(__file__).parent
 STREAMED = [
@@ -23,6 +24,8 @@ PARTS = {
     ],
     "TRITON_INTERPRET": ["kernels/test_kernels.py"],
 }  # fmt: skip
+# Tests of kernels that take the interpreter several seconds each; only with LOWMEM_FULL.
+SLOW = "shards_of_ranks or aligned_tensors or quantized_weights or programs_of_a_launch"
 
 
 @pytest.mark.skipif(simgpu.compiler() is None, reason="needs a C++ compiler")
@@ -32,6 +35,8 @@ def test_a_part_of_the_suite(switch):
     if switch == "TRITON_INTERPRET":
         pytest.importorskip("triton")
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *(str(TESTS / path) for path in PARTS[switch])]
+    if switch == "TRITON_INTERPRET" and not FULL:
+        command += ["-k", f"not ({SLOW})"]
     done = subprocess.run(
         command, cwd=TESTS.parent, env=os.environ | {switch: "1"}, capture_output=True, text=True, check=False
     )
