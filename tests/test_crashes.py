@@ -45,15 +45,10 @@ STEPS = 24 if FULL else 12
 
 def inputs(folder):
     """The words of a run of a few seconds that saves, evaluates, rotates checkpoints and draws."""
-    saves = {
-        "save_strategy": "steps",
-        "save_steps": 2,
-        "save_total_limit": 2,
-        "eval_strategy": "steps",
-        "eval_steps": 6,
-    }
-    drawn = {"model_init_kwargs": {"attention_dropout": 0.1}, "test_split_size": 0.2, "learning_rate": 0.02}
-    config = runs.write(folder, max_steps=STEPS, max_length=64, **saves, **drawn)
+    saves = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 2}
+    scores = {"eval_strategy": "steps", "eval_steps": 6, "test_split_size": 0.2}
+    dropout = {"attention_dropout": 0.1}
+    config = runs.write(folder, max_steps=STEPS, learning_rate=0.02, model_init_kwargs=dropout, **saves, **scores)
     return ["lowmem", "sft", f"--config={config}"]
 
 
