@@ -12,7 +12,7 @@ from lowmem.run import fake, plan
 from lowmem.run.recipe import parse
 
 
-@pytest.fixture(scope="module", params=vision.IMAGES if FULL else ["llava"])
+@pytest.fixture(scope="module", params=vision.KINDS if FULL else ["llava"])
 def kind(request):
     return request.param
 
@@ -82,10 +82,7 @@ MEMORY = {"max_length": 128, "dtype": "bfloat16", "bf16": False}
 
 @pytest.mark.parametrize(
     ("kind", "command", "rows"),
-    [
-        ("idefics3", "dpo", None),
-        *([("llava", "sft", None), ("gemma3", "sft", runs.FILES["texts.jsonl"])] if FULL else []),
-    ],
+    [("idefics3", "dpo", None), *([("llava", "sft", runs.FILES["texts.jsonl"])] if FULL else [])],
     indirect=["kind"],
 )
 def test_a_plan_is_the_memory_of_real_steps(write, command, rows):

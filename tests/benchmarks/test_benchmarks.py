@@ -10,7 +10,6 @@ from support import runs
 from transformers import LlamaConfig
 
 from benchmarks import defaults, host, memory, methods, step, update
-from benchmarks.measurement import SIZES, Workload
 from benchmarks.methods import FLOOR, drop_gradients, fused, hooked, ordinary
 from benchmarks.pages import ROOT
 from lowmem import FusedConfig
@@ -110,12 +109,3 @@ def test_methods_train_as_documented(tiny_llama):
 
 
 # -- measurements ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_the_settings_count_the_parameters_that_the_model_has(size):
-    workload = Workload(size, batch=1, tokens=8, dtype="bfloat16", steps=1)
-    params = list(workload.model("meta").parameters())
-    count = workload.settings()["parameters"]
-    assert (count, workload.settings()["weights"]) == (sum(p.numel() for p in params), sum(p.nbytes for p in params))
-    assert count == pytest.approx(float(size[:-1]) * {"M": 1e6, "B": 1e9}[size[-1]], rel=0.06)

@@ -219,15 +219,6 @@ def test_suggestions_to_save_memory_are_valid_configurations(write, fused, advis
     assert not [record for record in caplog.records if record.name.startswith("lowmem")]
 
 
-@pytest.mark.parametrize(("words", "advised"), [("", True), ("--fsdp", False), ("--use_peft", False)])
-def test_reductions_that_a_sharded_model_or_adapters_do_not_have_are_not_proposed(write, words, advised):
-    path = write(fused={"rule": "adalomo"}, per_device_train_batch_size=4, max_length=64)
-    recipe = parse("sft", ["--config", path, *words.split()], device="gpu")
-    found = [each.words for each in reductions.reductions(recipe)]
-    assert ("--fused.weight_format int12" in found) == advised
-    assert "--per_device_train_batch_size 1" in found and "--max_length 32" in found
-
-
 BY_NAME = {"rule": "adafactor", "factor_map": [["embed|head|proj|norm", "HEURISTIC"]]}
 KWARGS = {"use_reentrant": False, "every_n_layers": 2}
 
@@ -236,6 +227,9 @@ KWARGS = {"use_reentrant": False, "every_n_layers": 2}
     ("changes", "absent", "present"),
     [
         ({"optim": "adagrad", "fused": None}, "--fused.rule", "--max_length 32"),
+        ({}, "--fsdp", "--fused.weight_format int12"),
+        ({"fsdp": True}, "--fused.weight_format", "--per_device_train_batch_size 1"),
+        ({"use_peft": True}, "--fused.weight_format", "--per_device_train_batch_size 1"),
         ({"fused": {"rule": "adamw", "betas": [0.9, 0.99]}}, "--fused.rule", "--fused.state_storage 8bit"),
         ({"fused": BY_NAME}, "--fused.state_storage", "--max_length 32"),
         ({"gradient_checkpointing_kwargs": KWARGS}, "--fused.state_storage", json.dumps(KWARGS | {"offload": True})),
