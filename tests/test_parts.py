@@ -24,8 +24,9 @@ PARTS = {
     ],
     "TRITON_INTERPRET": ["kernels/test_kernels.py"],
 }  # fmt: skip
-# Tests of kernels that take the interpreter several seconds each; only with LOWMEM_FULL.
-SLOW = "shards_of_ranks or aligned_tensors or quantized_weights or programs_of_a_launch"
+# Tests that take long, or that others resemble; only with LOWMEM_FULL.
+MORE = "shards_of_ranks or aligned_tensors or quantized_weights or programs_of_a_launch or storages_in_groups"
+MORE += " or options_of_adafactor or sums_equal_grad or narrow_gradients"
 
 
 @pytest.mark.skipif(simgpu.compiler() is None, reason="needs a C++ compiler")
@@ -35,8 +36,8 @@ def test_a_part_of_the_suite(switch):
     if switch == "TRITON_INTERPRET":
         pytest.importorskip("triton")
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *(str(TESTS / path) for path in PARTS[switch])]
-    if switch == "TRITON_INTERPRET" and not FULL:
-        command += ["-k", f"not ({SLOW})"]
+    if not FULL:
+        command += ["-k", f"not ({MORE})"]
     done = subprocess.run(
         command, cwd=TESTS.parent, env=os.environ | {switch: "1"}, capture_output=True, text=True, check=False
     )
