@@ -25,6 +25,7 @@ PROMPT = {"num_virtual_tokens": 3, **CAUSAL}
 LORA = {"r": 4, "target_modules": ["q_proj", "v_proj"], "lora_dropout": 0.1, **CAUSAL}
 CONFIGS = {
     "LoRA": lambda: peft.LoraConfig(**LORA),
+    "DoRA": lambda: peft.LoraConfig(use_dora=True, **LORA),
     "modules to save": lambda: peft.LoraConfig(modules_to_save=["lm_head", "norm"], **LORA),
     "embedding": lambda: peft.LoraConfig(**{**LORA, "target_modules": ["q_proj", "embed_tokens"]}),
     "tokens": lambda: peft.LoraConfig(trainable_token_indices=[1, 5], **LORA),
@@ -32,7 +33,8 @@ CONFIGS = {
     "prompt tuning": lambda: peft.PromptTuningConfig(**PROMPT),
     "prefix tuning": lambda: peft.PrefixTuningConfig(**PROMPT),
 }
-KINDS = CONFIGS if FULL else ["LoRA", "modules to save", "embedding", "prompt tuning"]
+KINDS = [*CONFIGS] if FULL else ["LoRA", "modules to save", "embedding", "prompt tuning"]
+CONFIGS["p-tuning"] = lambda: peft.PromptEncoderConfig(encoder_hidden_size=8, **PROMPT)
 
 
 @pytest.fixture
@@ -115,6 +117,15 @@ def test_parameters_that_peft_does_not_save_are_refused_where_they_would_be_save
     with pytest.raises(UnsupportedError, match=r"2 of .* such as 'base_model.*norm.weight.*modules_to_save"):
         make(change=unfreeze, **SAVES).train()
     make(change=unfreeze).train()
+
+
+def test_p_tuning_trains_as_in_the_ordinary_trainer_but_is_not_resumed(make):
+    """An encoder computes the prompts."""
+    ordinary, fused = both(lambda mixin: make("p-tuning", mixin))
+    assert losses(fused) == losses(ordinary)
+    assert_same(state(fused), state(ordinary))
+    with pytest.raises(UnsupportedError, match=r"such as 'prompt_encoder\.default\..*set save_strategy to 'no'"):
+        make("p-tuning", **SAVES).train()
 
 
 def second_adapter(model):

@@ -224,14 +224,6 @@ def test_other_modules_are_saved_as_weights_only(tmp_path):
     assert_same_state(module, other)
 
 
-def test_weights_of_another_dtype_are_cast(tmp_path):
-    for kind in FEW:
-        model, other = new(kind, dtype=torch.float32), new(kind, seed=1)
-        model.save_pretrained(tmp_path / kind)
-        load(other, tmp_path / kind)
-        assert_same_state(model.to(torch.bfloat16), other.to(torch.bfloat16))
-
-
 def mapped():
     """Bytes of pages of mapped files that are resident."""
     (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssFile"))
