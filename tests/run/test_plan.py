@@ -227,7 +227,7 @@ KWARGS = {"use_reentrant": False, "every_n_layers": 2}
     ("changes", "absent", "present"),
     [
         ({"optim": "adagrad", "fused": None}, "--fused.rule", "--max_length 32"),
-        ({}, "--fsdp", "--fused.weight_format int12"),
+        ({}, "--deepspeed", "--fused.weight_format int12"),
         ({"fsdp": True}, "--fused.weight_format", "--per_device_train_batch_size 1"),
         ({"use_peft": True}, "--fused.weight_format", "--per_device_train_batch_size 1"),
         ({"fused": {"rule": "adamw", "betas": [0.9, 0.99]}}, "--fused.rule", "--fused.state_storage 8bit"),
