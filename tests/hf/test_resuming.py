@@ -302,12 +302,3 @@ def test_fingerprints_cover_only_the_columns_that_are_trained_on():
     assert fingerprint(both.add_column("labels", ROWS)) != usual
     texts = [Dataset.from_list([{"prompt": text}]) for text in ("a", "b")]
     assert fingerprint(texts[0]) != fingerprint(texts[1])
-
-
-def test_fingerprints_of_lists_and_streams():
-    rows = [{"input_ids": row} for row in ROWS[:20]]
-    other = [*rows[:-1], {"input_ids": [7]}]
-    assert fingerprint(rows) == fingerprint([dict(row) for row in rows]) != fingerprint(other)
-    streams = [Dataset.from_list(each).to_iterable_dataset() for each in (rows, rows, other)]
-    assert fingerprint(streams[0]) == fingerprint(streams[1]) != fingerprint(streams[2])
-    assert fingerprint(Indexed(rows)) is fingerprint(Stream(rows)) is None
