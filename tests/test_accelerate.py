@@ -112,6 +112,30 @@ def test_rejected_calls_change_no_weight(options, settings, message):
     assert same(weights(loop.net), weights(make_net()))
 
 
+def test_the_loss_scale_of_fp16():
+    """The optimizer that was not prepared has a backward, and scales the loss instead of Accelerate."""
+    loop = Loop(fused(loss_scale=8.0), scaler=torch.amp.GradScaler("cpu", enabled=False))
+    for batch in loop.loader:
+        with loop.accelerator.accumulate(loop.model):
+            loop.opt.backward(loss_of(loop.model, batch) / loop.accelerator.gradient_accumulation_steps)
+            loop.prepared.step()
+            loop.scheduler.step()
+            loop.prepared.zero_grad()
+    assert loop.opt.last_step.step == 3
+    assert same(weights(loop.net), Loop(ordinary).train(epochs=1))
+
+
+def test_an_optimizer_that_is_not_prepared():
+    """The loop itself asks Accelerate whether a step is due."""
+    net = make_net()
+    accelerator, opt = Accelerator(gradient_accumulation_steps=2, cpu=True), fused()(net)
+    for row in ROWS[:2]:
+        with accelerator.accumulate():
+            accelerator.backward(loss_of(net, row))
+    with pytest.raises(StepError, match=r"2 backwards came before this step\(\)"):
+        opt.step()
+
+
 @pytest.mark.troubleshooting("cannot save in the middle of step")
 def test_saving_between_micro_batches_raises(tmp_path):
     loop = Loop(fused())

@@ -129,6 +129,29 @@ FEWER = {
 }
 
 
+@pytest.fixture
+def few_modules(monkeypatch):
+    """For scripts that read all modules of Python."""
+    path, folder = sysconfig.get_path, str(Path(asyncio.__file__).parent)
+    monkeypatch.setattr(sysconfig, "get_path", lambda name, *rest: folder if name == "stdlib" else path(name, *rest))
+
+
+@pytest.mark.usefixtures("few_modules")
+def test_scripts_make_the_same_files_each_time(tmp_path, monkeypatch):
+    files = []
+    for name in "ab":
+        data, model = tmp_path / f"{name}.jsonl", tmp_path / name
+        for script, words in (
+            ("make_docstrings", ["--out", data, "--limit", 50, "--seed", 3]),
+            ("make_model", ["--data", data, "--out", model, "--vocab-size", 280, "--hidden-size", 16, "--layers", 1]),
+        ):
+            monkeypatch.setattr(sys, "argv", [script, *map(str, words)])
+            runpy.run_path(str(ROOT / "scripts" / f"{script}.py"), run_name="__main__")
+        files.append([data.read_bytes(), {path.name: path.read_bytes() for path in model.iterdir()}])
+    assert files[0] == files[1] and files[0][0].count(b"\n") == 50
+
+
+@pytest.mark.usefixtures("few_modules")
 def test_quickstart(tmp_path, monkeypatch):
     """Every cell, with fewer rows and steps, in this process and without Jupyter."""
     pictures = []
@@ -144,9 +167,6 @@ def test_quickstart(tmp_path, monkeypatch):
         else:
             runpy.run_path(words[0], run_name="__main__")
 
-    path = sysconfig.get_path
-    few = str(Path(asyncio.__file__).parent)  # in place of all modules of Python
-    monkeypatch.setattr(sysconfig, "get_path", lambda name, *rest: few if name == "stdlib" else path(name, *rest))
     for name in ("configs", "scripts"):
         (tmp_path / name).symlink_to(ROOT / name)
     monkeypatch.chdir(tmp_path)

@@ -169,6 +169,8 @@ def test_fsdp1_raises():
         ({"cpu_ofload": True}, {}, "Did you mean 'cpu_offload'"),
         ({}, {"VERSION": "1"}, "FSDP_VERSION of accelerate launch is 1, but fsdp_config.version is 2"),
         ({}, {"STATE_DICT_TYPE": "SHARDED_STATE_DICT"}, "fsdp_config.state_dict_type is FULL_STATE_DICT"),
+        ({}, {"OFFLOAD_PARAMS": "true"}, "fsdp_config.cpu_offload is False"),
+        ({}, {"ACTIVATION_CHECKPOINTING": "true"}, "fsdp_config.activation_checkpointing is False"),
         ({}, {"RESHARD_AFTER_FORWARD": "false"}, "fsdp_config.reshard_after_forward is True"),
         ({}, {"TRANSFORMER_CLS_TO_WRAP": "Block"}, "fsdp_config.transformer_layer_cls_to_wrap is not set"),
         ({}, {"IGNORED_MODULES": "head"}, "--fsdp_ignored_modules is not supported"),

@@ -38,3 +38,15 @@ def test_the_loss_picture_shows_training_evaluation_norm_and_rate(records):
     assert (norm.get_ylabel(), rate.get_ylabel(), rate.get_xlabel()) == ("gradient norm", "learning rate", "step")
     for axes in pictures.loss_picture(records[:1], "one").axes:  # a single step is shown as a point
         assert any(len(line.get_xdata()) == 1 and line.get_marker() == "o" for line in axes.lines)
+
+
+@pytest.mark.parametrize(
+    ("metrics", "labels"),
+    [
+        ({"rewards/accuracies": 0.5, "rewards/margins": 9.0}, ["loss", "accuracy", "reward margin"]),
+        ({"reward": 0.1, "kl": 0.0}, ["reward", "loss", "KL divergence"]),
+    ],
+)
+def test_the_metric_a_method_improves_has_a_panel(metrics, labels):
+    steps = [{"step": step, "loss": 1.0, **metrics, **MEMORY} for step in (1, 2)]
+    assert [axes.get_ylabel() for axes in pictures.loss_picture(steps, "one").axes] == labels

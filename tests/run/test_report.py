@@ -5,6 +5,7 @@ import io
 import json
 import math
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -105,6 +106,27 @@ def test_each_logging_step_prints_one_aligned_line(trainer, run_dir):
     assert "trained in 0:00:" in lines[-1] and "52 tokens" in lines[-1]
 
 
+RECORD = {"step": 7, "grad_norm": 3.0, "tokens_per_second": 50.0, "peak_memory": 2**30, "learning_rate": 1e-3}
+
+BOTH = "loss   0.5000  accuracy  1.000"
+
+
+@pytest.mark.parametrize(
+    ("logged", "main", "shown", "hidden"),  # the last in a line of 100 columns
+    [
+        ({"loss": -1e-9, "reward": 0.3125}, "reward", "reward   0.3125", "loss"),
+        ({"loss": 0.5, "rewards/accuracies": 1, "rewards/margins": 2}, "loss", BOTH, "margin"),
+        ({"loss": 0.5, "accuracy": 1.0, "margin": 2.0}, "loss", BOTH, "margin"),
+    ],
+)  # fmt: skip
+def test_a_line_shows_the_metric_a_method_improves(logged, main, shown, hidden):
+    more = {"clip_coef": 0.0012, "loss_scale": 0.5, "nonfinite_steps": 1234}
+    line, wide = (report._log_line({**RECORD, **logged, **more}, 10, width, 3600, main) for width in (100, 200))
+    assert f"step  7/10  {shown}  grad norm" in line and " 1:00:00 left" in line and hidden not in line
+    assert "  clip  0.0012  scale        0.5  lr 1.00e-03  " in wide and wide.endswith("  skipped steps 1,234")
+    assert "margin" not in logged or "  margin  2.000" in wide
+
+
 def test_trackers_receive_the_metrics_of_metrics_jsonl(trainer, run_dir):
     """Also metrics that are logged alone. The tracker callbacks of transformers read `logs`."""
     seen = []
@@ -164,6 +186,17 @@ def test_metrics_count_tokens_without_padding(trainer, run_dir):
         assert line["weight_bytes"] == sum(p.numel() for p in trained.model.parameters()) * 4
 
 
+def test_throughput_excludes_the_time_of_evaluation(trainer, run_dir, clock):
+    class Slow(TrainerCallback):
+        def on_evaluate(self, args, state, control, **kwargs):
+            clock[0] += 1000.0
+
+    trained = trainer(eval_strategy="steps", eval_steps=1)
+    trained.add_callback(Slow())
+    train(trained, run_dir)
+    assert [line["tokens_per_second"] for line in metrics(run_dir) if "loss" in line] == [13.0] * 4
+
+
 def test_the_time_left_does_not_count_compilation(trainer, run_dir, clock):
     class Compile(TrainerCallback):
         def on_step_end(self, args, state, control, optimizer=None, **kwargs):
@@ -176,6 +209,17 @@ def test_the_time_left_does_not_count_compilation(trainer, run_dir, clock):
     printed = train(trained, run_dir)
     assert "compiled the optimizer in 1000.0 s" in printed
     assert re.findall(r"(\S+) left", printed) == ["0:00:03", "0:00:02", "0:00:01", "0:00:00"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the peak cannot be reset")
+def test_the_peak_excludes_memory_allocated_before(trainer, run_dir):
+    trained = trainer(max_steps=1)
+    torch.full((1 << 28,), 1.0)  # 1 GiB, freed at once
+    before = report._memory(torch.device("cpu"))
+    assert before["peak_memory"] >= 1 << 30
+    train(trained, run_dir)
+    for line in metrics(run_dir):
+        assert line["peak_memory"] - before["memory"] < 1 << 29
 
 
 def test_non_finite_metrics_are_valid_json(trainer, run_dir):
