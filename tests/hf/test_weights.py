@@ -11,7 +11,7 @@ from support.ranks import Ranks
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.multiprocessing.reductions import StorageWeakRef
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from lowmem import files, placements
 from lowmem.errors import CheckpointError
@@ -170,6 +170,19 @@ def test_experts_in_files_are_views_of_the_full_weight():
         for name, expert in layout.convert(group, [experts]).items():
             assert expert.shape == layout.tensors[name].shape
             assert expert.untyped_storage().data_ptr() == experts.data_ptr()
+
+
+def test_conversions_that_read_shapes_of_the_model_get_logical_ones(tmp_path, shard):
+    pytest.importorskip("transformers.core_model_loading", reason="this transformers converts nothing")
+    text = {**SIZES, **EXPERTS, "num_experts": 3, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+    text["rope_parameters"]["mrope_section"] = [2, 1, 1]
+    vision = {"depth": 1, "hidden_size": 32, "num_heads": 4, "intermediate_size": 48, "out_hidden_size": 32}
+    config = AutoConfig.for_model("qwen3_vl_moe", text_config=text, vision_config=vision)
+    model = AutoModelForImageTextToText.from_config(config)
+    model.save_pretrained(tmp_path / "theirs")
+    shard(model)
+    save(model, tmp_path / "ours")
+    assert_same_files(tmp_path / "theirs", tmp_path / "ours")
 
 
 def test_a_rank_that_does_not_write_gathers_in_the_same_order(tmp_path, shard):

@@ -4,6 +4,8 @@ import time
 
 import datasets
 import pytest
+from huggingface_hub.utils import tqdm as of_the_hub
+from transformers.utils import logging
 
 from lowmem.run import terminal
 
@@ -24,3 +26,16 @@ def test_a_long_stage_prints_lines_with_its_rows(seconds, capsys):
     lines = capsys.readouterr().err.splitlines()
     assert 0 < len(lines) <= (time.monotonic() - started) / seconds
     assert all(line.startswith("Tokenizing") and "/40 [" in line for line in lines)
+
+
+@pytest.mark.parametrize("library", [of_the_hub, logging.tqdm])
+def test_bars_of_downloads_and_of_weights(library, seconds, capsys):
+    """Also the one that is refreshed at every update, and the one that leaves it to its file whether it is shown."""
+    with library(total=4000, desc="model.safetensors", unit="B", unit_scale=True, disable=None) as bar:
+        for _ in range(40):
+            time.sleep(0.02)
+            bar.update(100)
+            bar.refresh()
+    lines = capsys.readouterr().err.splitlines()
+    assert 0 < len(lines) <= 3
+    assert all(line.startswith("model.safetensors") and "/4.00k" in line for line in lines)
