@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs lint, type checks and the test suite in an environment that it creates. Arguments are passed to pytest.
 #   scripts/test.sh           the checks that every change must pass
-#   scripts/test.sh --full    all combinations of options instead of all pairs, or of each option in turn
+#   scripts/test.sh --full    all combinations of options, all cases of judges and all slow tests, instead of samples
 #   scripts/test.sh --compiled  the tests of updates, also compiling updates of small parameters
 #   scripts/test.sh --simgpu  the tests for GPUs, on a GPU simulated in host memory (tests/support/simgpu)
 #   scripts/test.sh --gpu     the same tests on a GPU of this machine

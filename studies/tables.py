@@ -10,7 +10,7 @@ from benchmarks.pages import markdown, panels
 from benchmarks.reports import formatted
 from studies.formats import format_of
 from studies.grid import Done, Run, run_of
-from studies.tasks import METHODS, MOMENTUM, TASKS, USUAL, usual
+from studies.tasks import METHODS, MOMENTUM, TASKS
 
 SCORES = ("loss", "old", "mrr", "old mrr", "exact")
 MAIN = ("adamw", "adalomo", MOMENTUM)
@@ -23,7 +23,7 @@ def tables(report: Any) -> dict[str, str]:
     done = Done(report["runs"])
     rows = {
         **{task: _methods(done, task) for task in ONE_TASK},
-        "rates": _rates(done), "shares": _shares(done),
+        "shares": _shares(done),
         "batch": _methods(done, "docstrings", *(task for task in TASKS if task.startswith("docstrings, batch"))),
     }  # fmt: skip
     return {name: markdown(some) for name, some in rows.items() if some}
@@ -61,28 +61,6 @@ def _mean(values: pd.Series, sign: str = "") -> str:
     return f"{values.mean():{sign}.3f}{spread}"
 
 
-def _rates(done: Done) -> list[Row]:
-    """Compares the learning rate that follows from the weights with the learning rate that reaches AdamW's loss."""
-    rows = []
-    for (task, (start, rms)), name in itertools.product(USUAL.items(), MAIN[1:]):
-        adamw = done.losses(run_of(task, "adamw"))
-        losses = done.losses(run_of(task, name))
-        if start not in adamw.index or len(losses) < 3:
-            continue
-        lr = usual(task, name)
-        falling = losses[: losses.idxmin()]
-        equal = float(np.exp(np.interp(-adamw[start], -falling, np.log(falling.index))))
-        there = float(np.interp(np.log(lr), np.log(falling.index), falling))
-        rows.append(
-            {
-                "task": task, "method": name, "rms(w)": f"{rms:.3f}", "AdamW's lr": f"{start:g}",
-                "its loss": f"{adamw[start]:.3f}", "lr from the weights": f"{lr:.2g}",
-                "over AdamW": f"{there - adamw[start]:+.3f}", "lr with equal loss": f"{equal:.2g} (× {equal / lr:.2f})",
-            }
-        )  # fmt: skip
-    return rows
-
-
 def _shares(done: Done) -> list[Row]:
     """Returns the share of float32's improvement that other formats reach at the same learning rate."""
     rows = []
@@ -114,7 +92,7 @@ def draw(report: Any) -> Any:
     """
     done = Done(report["runs"])
     tasks = [task for task in ONE_TASK if task in set(done.rows.task)]
-    title = "StoredTensor-out loss after fine-tuning, in nats, first seed"
+    title = "Held-out loss after fine-tuning, in nats, first seed"
     figure, rows = panels(title, (4 * len(tasks) + 2, 7), len(tasks), 2, squeeze=False)
     for task, (above, below) in zip(tasks, rows.T, strict=True):
         for name, color in COLORS.items():

@@ -16,13 +16,11 @@ class Method(NamedTuple):
     """A rule with its options.
 
     Attributes:
-        relative: whether the learning rate is relative to the size of the weights.
         states: number of full-size states.
     """
 
     rule: str
     options: dict[str, Any] = {}  # noqa: RUF012
-    relative: bool = False
     states: int = 0
 
 
@@ -31,15 +29,15 @@ CLIPPED = {"clip_norm": 1.0, "store": "device"}
 SMALL_MATRICES = {"min_dim_size_to_factor": 32}
 MOMENTUM = "adafactor, momentum"  # one byte per weight in 8 bits
 METHODS = {
-    "adalomo": Method("adalomo", relative=True),
+    "adalomo": Method("adalomo"),
     "adamw": Method("adamw", NO_DECAY, states=2),
-    "adafactor": Method("adafactor", SMALL_MATRICES, relative=True),
-    "adafactor_t2t": Method("adafactor_t2t", relative=True),
+    "adafactor": Method("adafactor", SMALL_MATRICES),
+    "adafactor_t2t": Method("adafactor_t2t"),
     "lion": Method("lion", NO_DECAY, states=1),
     "lomo": Method("lomo", CLIPPED),
-    "lans": Method("lans", relative=True, states=2),
-    "scaled_adam": Method("scaled_adam", relative=True, states=2),
-    MOMENTUM: Method("adafactor", {**SMALL_MATRICES, "beta1": 0.9}, relative=True, states=1),
+    "lans": Method("lans", states=2),
+    "scaled_adam": Method("scaled_adam", states=2),
+    MOMENTUM: Method("adafactor", {**SMALL_MATRICES, "beta1": 0.9}, states=1),
 }
 
 LLAMA = LlamaTask()
@@ -52,14 +50,6 @@ TASKS: dict[str, Task] = {
     "docstrings, 20M": replace(LLAMA, size="20M", compiled=True),
     **{f"docstrings, batch {size}": replace(LLAMA, batch=size, updates=600 // size) for size in (1, 16, 64)},
 }
-# The usual learning rate of AdamW, and the root mean square of the weights
-USUAL = {"search": (2e-5, 0.058), "docstrings": (2e-5, 0.099), "chats": (2e-5, 0.18)}
-
-
-def usual(task: str, method: str) -> float:
-    """Returns the learning rate that corresponds to AdamW's usual learning rate."""
-    adamw, rms = USUAL[task]
-    return float(f"{adamw / (rms if METHODS[method].relative else 1.0):.2g}")
 
 
 def train(run: Run) -> Run:

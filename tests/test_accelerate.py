@@ -128,35 +128,12 @@ def test_the_loss_scale_of_fp16():
 def test_an_optimizer_that_is_not_prepared():
     """The loop itself asks Accelerate whether a step is due."""
     net = make_net()
-    accelerator = Accelerator(gradient_accumulation_steps=2, cpu=True)
-    opt = fused()(net)
-    with accelerator.accumulate():
-        accelerator.backward(loss_of(net, ROWS[0]))
-    with accelerator.accumulate():
-        accelerator.backward(loss_of(net, ROWS[1]))
-        with pytest.raises(StepError, match=r"2 backwards came before this step\(\)"):
-            opt.step()
-
-
-@pytest.mark.parametrize("steps", [False, True])
-def test_a_later_loop_without_accelerate(steps):
-    """Accelerate's state is left over from a loop that ended between micro-batches."""
-
-    def run(make):
-        loop = Loop(make)
-        with loop.accelerator.accumulate(loop.model):
-            loop.accelerator.backward(loss_of(loop.model, ROWS[0]))
-        assert not loop.accelerator.sync_gradients
-        net = make_net()
-        opt = make(net)
-        for row in ROWS[:3]:
-            loss_of(net, row).backward()
-            if steps or make is ordinary:
-                opt.step()
-                opt.zero_grad()
-        return weights(net)
-
-    assert same(run(fused()), run(ordinary))
+    accelerator, opt = Accelerator(gradient_accumulation_steps=2, cpu=True), fused()(net)
+    for row in ROWS[:2]:
+        with accelerator.accumulate():
+            accelerator.backward(loss_of(net, row))
+    with pytest.raises(StepError, match=r"2 backwards came before this step\(\)"):
+        opt.step()
 
 
 @pytest.mark.troubleshooting("cannot save in the middle of step")

@@ -125,9 +125,8 @@ def test_the_rules_of_groups_and_a_statistic_are_reported(tmp_path, run_dir):
     assert len(names) == 2 and f"of the norm is {names[0]}" in ended.out
 
 
-@pytest.mark.parametrize("command", ["grpo", "rloo"])
-def test_policies_are_trained(command, tmp_path, run_dir):
-    ended = train(tmp_path, command, "--config", write(tmp_path, command, save_strategy="steps", save_steps=2))
+def test_a_policy_is_trained(tmp_path, run_dir):
+    ended = train(tmp_path, "rloo", "--config", write(tmp_path, "rloo", save_strategy="steps", save_steps=2))
     assert (ended.status, ended.err) == (0, "")
     assert len(logged(run_dir)) == 2 and (run_dir / "checkpoint-2" / "optimizer.safetensors").exists()
 
@@ -234,12 +233,6 @@ def test_one_process_per_visible_gpu(words, count, tmp_path, monkeypatch):
         assert launched[4:] == [f"--nproc_per_node={count}", "-m", "lowmem", "sft", "--config", path, *words.split()]
 
 
-def test_another_number_of_processes_than_the_launcher_started_raises(tmp_path, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    ended = lowmem("sft", "--config", write(tmp_path), "--num_processes", 2)
-    assert ended.status == 2 and "--num_processes is 2, but the launcher started a run of 1" in ended.err
-
-
 def test_ctrl_c_before_training_or_twice_leaves_no_files(tmp_path, run_dir, monkeypatch):
     def interrupted(*_, **__):
         raise KeyboardInterrupt
@@ -334,21 +327,17 @@ BEST = {"metric_for_best_model": "foo", "eval_strategy": "steps", "eval_steps": 
 
 # Command, what is otherwise in its file, arguments, the message, and what else is otherwise.
 MISTAKES = {
-    "unknown key": ("sft", {"learning_rat": 1}, "", "unknown key 'learning_rat'. Did you mean 'learning_rate'?"),
     "no pad token": ("sft", {"model_name_or_path": "model"}, "", "`pad_token`", no_pad_token),
     "LoRA without PEFT": ("sft", {"use_peft": True}, "", "PEFT", missing("peft")),
     "DeepSpeed is not installed": ("sft", ZERO, "", "Run: pip install deepspeed", missing("deepspeed")),
     "DeepSpeed without a launcher": ("sft", ZERO, "", "Start it with a launcher"),
     "a folder that cannot be written": ("sft", {"output_dir": "/proc/run"}, "", "/proc/run: cannot be written: "),
-    "no checkpoint to resume": ("sft", {}, "--resume_from_checkpoint none", "there is no directory none. Use 'last'"),
     "no model": ("sft", {"model_name_or_path": None}, "", "no model: set model_name_or_path"),
     "no such model": ("sft", {"model_name_or_path": "no/such"}, "", "error: model_name_or_path 'no/such': there is no"),
     "no reward": ("grpo", {"reward_model_name_or_path": None}, "", "no reward: set reward_funcs"),
     "unknown reward": ("grpo", {"reward_funcs": ["no_module.f"]}, "", "reward_funcs: 'no_module.f' is not a reward"),
-    "a schedule without its arguments": ("sft", {"lr_scheduler_type": "warmup_stable_decay"}, "", "'num_decay_steps'"),
     "no chat template": ("sft", {"model_name_or_path": "model"}, "", "Set chat_template_path to a .jinja", no_template),
     "an unknown metric": ("sft", BEST, "", "metric_for_best_model 'foo' is unknown. An evaluation has loss, "),
-    "a model to resume from": ("sft", {}, "--resume_from_checkpoint {model}", "does not contain optimizer.safetensors"),
     "a plan of GRPO": ("plan grpo", {}, "", "grpo cannot be planned: its step also generates"),
 }  # fmt: skip
 
@@ -359,7 +348,7 @@ def test_mistakes_exit_with_one_message_and_leave_no_files(case, tmp_path, monke
     path = write(tmp_path, command.split()[-1], **changes)
     for change in more:
         change(tmp_path, monkeypatch)
-    ended = train(tmp_path, *command.split(), "--config", path, *words.format(model=assets() / "model").split())
+    ended = train(tmp_path, *command.split(), "--config", path, *words.split())
     assert ended.status == 2, ended
     assert message in ended.err and "Traceback" not in ended.err
     assert ended.err.count("\n") == 1, ended.err
@@ -396,14 +385,10 @@ def test_arguments_that_cannot_work_end_a_run_before_it_loads_anything(
     [
         ("stf", "invalid choice: 'stf'"),
         ("plan", "the following arguments are required: COMMAND"),
-        ("plan stf", "invalid choice: 'stf'"),
-        ("generate", "the following arguments are required: RUN_DIR, PROMPT"),
-        ("rules adamw lion", "unknown arguments: lion"),
         ("rules adamww", "Did you mean 'adamw'"),
         ("rules --model x", "--model needs the name of a rule"),
         ("sft", "no data: set dataset_name"),
         ("generate . hello --max-new-tokens 0", "--max-new-tokens=0 is out of range; allowed: a whole number >= 1"),
-        ("generate . hello --temperature nan", "--temperature=nan is out of range"),
     ],
 )
 def test_mistakes_before_a_file_is_read(words, message, tmp_path):
@@ -477,15 +462,6 @@ def test_lowmem_rules_prints_the_learning_rate_for_a_model(tmp_path):
     assert f"AdamW's 2e-05 corresponds to about {0.9 * 2e-5 / size:.2g} to {1.3 * 2e-5 / size:.2g} for" in ended.out
     assert "  clip_threshold: 1.0\n" in ended.out and "arXiv:2310.10195" in ended.out
     assert lowmem("rules", "adalomo", "--model", tmp_path / "none").status == 2
-
-
-@pytest.mark.parametrize("command", ["", "plan", "profile", "inspect", "generate"])
-def test_the_example_of_a_command_has_a_separate_line(command, monkeypatch):
-    """It can be copied, whatever the width of the terminal."""
-    monkeypatch.setenv("COLUMNS", "40")
-    ended = lowmem(*command.split(), "--help")
-    *_, title, example = ended.out.splitlines()
-    assert (ended.status, title) == (0, "example:") and example.startswith(f"  lowmem {command}")
 
 
 def test_devices_are_looked_for_after_env_is_set(tmp_path, monkeypatch):

@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from lowmem.run import environment
-
 ROOT = Path(__file__).parents[1]
 
 
@@ -19,21 +17,6 @@ def python(folder, *arguments):
     process = subprocess.run([sys.executable, *arguments], cwd=folder, capture_output=True, text=True)
     assert process.returncode == 0, process.stdout + process.stderr
     return process.stdout.strip()
-
-
-def test_an_editable_install_is_imported_next_to_its_clone(tmp_path):
-    """There the folder `lowmem` is the clone, which without `__init__.py` would be an empty namespace package."""
-    pytest.importorskip("setuptools", "77")
-    package = tmp_path / "lowmem" / "lowmem"
-    package.mkdir(parents=True)
-    (package / "__init__.py").touch()
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, tmp_path / "lowmem")
-    python(tmp_path / "lowmem", "-c", "from setuptools.build_meta import build_editable; build_editable('..')")
-    (wheel,) = tmp_path.glob("*.whl")
-    zipfile.ZipFile(wheel).extractall(tmp_path / "site-packages")
-    load = "import site; site.addsitedir('site-packages'); import lowmem; print(lowmem.__file__)"
-    assert python(tmp_path, "-ES", "-c", load) == str(package / "__init__.py")
 
 
 def test_the_packages_have_all_modules_and_their_types(tmp_path):
@@ -128,13 +111,3 @@ def test_version_names_what_a_report_needs(tmp_path):
     assert f'\nversion = "{versions["lowmem"]}"\n' in (ROOT / "pyproject.toml").read_text()
     assert versions["torch"] == metadata.version("torch") and versions["python"] == platform.python_version()
     assert {"transformers", "trl", "accelerate", "datasets", "deepspeed"} <= set(versions)
-
-
-def test_characters_unknown_to_the_console_are_replaced(tmp_path, monkeypatch):
-    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
-    assert "column means of g?" in python(tmp_path, "-m", "lowmem", "rules", "adalomo")
-
-
-def test_version_says_what_is_not_installed(monkeypatch):
-    monkeypatch.setattr(environment, "PACKAGES", ("torch", "no_such_package"))
-    assert environment.versions()["no_such_package"] is None

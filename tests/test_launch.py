@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -15,6 +14,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 from support.processes import PATIENCE, Launched, free_port
+from support.products import FULL
 
 from scripts.make_model import make_model, train_tokenizer
 
@@ -110,15 +110,15 @@ atexit.register(print, "registered", end=" ")
 """
 
 
-@pytest.mark.parametrize(("ranks", "word", "status"), [(1, "--version", 0), (2, "--nonsense", 2)])
-def test_a_rank_exits_before_gloo_threads_meet_the_interpreter_shutdown(ranks, word, status, tmp_path):
+def test_a_rank_exits_before_gloo_threads_meet_the_interpreter_shutdown(tmp_path):
     """Exit handlers run, and the exit status is the command's."""
     (tmp_path / "sitecustomize.py").write_text(AT_EXIT)
     paths = os.pathsep.join((str(tmp_path), str(ROOT)))
-    environment = {**ENVIRONMENT, "PYTHONPATH": paths, "WORLD_SIZE": str(ranks)}
-    done = subprocess.run([sys.executable, "-m", "lowmem", word], env=environment, capture_output=True, text=True)
-    assert done.returncode == status, done.stderr
-    assert "registered " in done.stdout and ("interpreter shut down " in done.stdout) == (ranks == 1)
+    environment = {**ENVIRONMENT, "PYTHONPATH": paths, "WORLD_SIZE": "2"}
+    command = [sys.executable, "-m", "lowmem", "--nonsense"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 2, done.stderr
+    assert "registered " in done.stdout and "interpreter shut down " not in done.stdout
 
 
 @pytest.mark.parametrize("shards", SHARDED.values(), ids=SHARDED)
@@ -160,9 +160,8 @@ cli.main(sys.argv[1:])
 """
 
 
-@pytest.mark.parametrize("name", ["zero3", "fsdp2"])
-def test_the_configurations_of_an_8b_model_train_a_small_one(folder, tmp_path, monkeypatch, name):
-    """Their sections, with another model and other data. Under ZeRO-3 no rank ever has the full model."""
+def test_the_configuration_of_an_8b_model_trains_a_small_one(folder, tmp_path, monkeypatch):
+    """With another model and other data. No rank ever has the full model."""
     config = yaml.safe_load((ROOT / "configs" / "llama3_8b_zero3.yaml").read_text())
     for key in ("dataset_name", "dataset_train_split", "dataset_test_split"):
         del config[key]
@@ -173,31 +172,26 @@ def test_the_configurations_of_an_8b_model_train_a_small_one(folder, tmp_path, m
         "datasets": [{"path": "json", "data_files": str(tmp_path / "chats.jsonl")}], "dataset_num_proc": None,
         "max_steps": 4, "warmup_steps": 1, "logging_steps": 1, "eval_steps": 2, "save_steps": 1, "report_to": "none",
     }  # fmt: skip
-    deepspeed = config.pop("deepspeed")
-    if name == "zero3":
-        config["deepspeed"] = str(ROOT / deepspeed)
-    else:
-        page = (ROOT / "docs" / "tutorials" / "zero3.md").read_text()
-        config |= yaml.safe_load(re.search(r"```yaml\n(fsdp:.*?)```", page, re.DOTALL)[1])
+    config["deepspeed"] = str(ROOT / config["deepspeed"])
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
     (tmp_path / "probe.py").write_text(PROBE)
     monkeypatch.syspath_prepend(tmp_path)  # which processes that are forked take over
     words = ("probe", "sft", "--config", str(tmp_path / "config.yaml"))
     done = Launched.ranks(2, *words, environment=ENVIRONMENT).finish()
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("loaded 0 elements") == done.stdout.count("loaded ") == (2 if name == "zero3" else 0)
-    assert f"{name}: each of 2 processes has a shard of the parameters" in done.stdout
+    assert done.stdout.count("loaded 0 elements") == done.stdout.count("loaded ") == 2
+    assert "zero3: each of 2 processes has a shard of the parameters" in done.stdout
     assert {path.name for path in (tmp_path / "run").glob("checkpoint-*")} == {"checkpoint-3", "checkpoint-4"}
     assert load_file(tmp_path / "run" / "model.safetensors")["model.norm.weight"].dtype == torch.bfloat16
 
 
 def test_a_run_resumes_in_any_placement(folder, tmp_path):
-    """ZeRO-3 over two, one device, FSDP2 over three, two replicas, ZeRO-3: the losses of one device all the way; and
+    """ZeRO-3 over two, one device, FSDP2 over three, ZeRO-3: the losses of one device all the way; and
     resumed as it was saved, bit for bit.
     """
     constant = ("--lr_scheduler_type", "constant", "--save_steps", "1")  # all within an epoch of 64 rows
     resume = ("--resume_from_checkpoint", "last")
-    legs = [(1, 2, 6, "zero3"), (2, 0, 12, None), (3, 3, 4, "fsdp2"), (4, 2, 6, None), (5, 2, 6, "zero3")]
+    legs = [(1, 2, 6, "zero3"), (2, 0, 12, None), (3, 3, 4, "fsdp2"), (4, 2, 6, "zero3")]
     for last, ranks, batch, shards in legs:
         settings = [*constant, "--max_steps", str(last), *SHARDED.get(shards, ()), *(resume if last > 1 else ())]
         run(folder, tmp_path / "run", *settings, ranks=ranks, batch=batch)
@@ -206,24 +200,13 @@ def test_a_run_resumes_in_any_placement(folder, tmp_path):
             alone = launched(tmp_path / "one", *resume).finish()
             assert alone.returncode == 2
             assert "Or omit deepspeed: one device resumes any checkpoint" in alone.stderr
-    run(folder, tmp_path / "one", *constant, "--max_steps", "5", *resume, batch=12)
-    assert [line["step"] for line in metrics(tmp_path / "run")] == list(range(1, 6))
+    run(folder, tmp_path / "one", *constant, "--max_steps", "4", *resume, batch=12)
+    assert [line["step"] for line in metrics(tmp_path / "run")] == list(range(1, 5))
     for ours, its in zip(metrics(tmp_path / "run"), metrics(tmp_path / "one"), strict=True):
         assert ours["loss"] == pytest.approx(its["loss"], rel=1e-5)
-    (tmp_path / "run" / "checkpoint-5").rename(tmp_path / "whole")
+    (tmp_path / "run" / "checkpoint-4").rename(tmp_path / "whole")
     run(folder, tmp_path / "run", *settings, ranks=2, batch=6)
     assert_same_weights(tmp_path / "run", tmp_path / "whole", rtol=0, atol=0)
-
-
-def test_data_that_does_not_divide(folder, tmp_path):
-    """61 rows over two ranks, in batches of 4: a whole epoch, to its end, on both."""
-    lines = (folder / "data.jsonl").read_text().splitlines(keepends=True)[:61]
-    (tmp_path / "data.jsonl").write_text("".join(lines))
-    config = yaml.safe_load((folder / "config.yaml").read_text())
-    config["datasets"][0]["data_files"] = str(tmp_path / "data.jsonl")
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
-    run(tmp_path, tmp_path / "run", "--max_steps", "-1", "--num_train_epochs", "1", *SHARDED["zero3"], ranks=2)
-    assert len(metrics(tmp_path / "run")) == 8
 
 
 # -- mistakes and endings ----------------------------------------------------------------------------------------------
@@ -313,7 +296,7 @@ def job(name, folder, here):
     return subprocess.Popen(command, cwd=here, env=environment, **pipes)
 
 
-@pytest.mark.parametrize("name", ["torchrun", "accelerate", "slurm", "deepspeed"])
+@pytest.mark.parametrize("name", ["torchrun", "slurm", "accelerate", "deepspeed"][: None if FULL else 2])
 def test_job_scripts(folder, one_process, tmp_path, name):
     """Each starts one run of two processes, with the losses and weights of a single process.
 
@@ -333,9 +316,3 @@ def test_job_scripts(folder, one_process, tmp_path, name):
     assert script.returncode == 0, err
     assert_one_run(done, tmp_path / "run", one_process)
     assert "each of 2 processes has all parameters" in done.stdout
-
-
-def test_job_scripts_check_their_resources():
-    environment = {**ENVIRONMENT, "PATH": "/usr/bin:/bin"}
-    done = subprocess.run([str(JOBS / "torchrun.sh"), "c.yaml"], env=environment, capture_output=True, text=True)
-    assert (done.returncode, "PROCESSES=2" in done.stderr) == (2, True)

@@ -6,19 +6,16 @@ Each attack would leave a marker. `SECURITY.md` says what is promised.
 import json
 import os
 import pickle
-import re
 import shutil
 import socketserver
 import subprocess
 import sys
 import threading
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
 import torch
 from support import runs
-from trl import SFTConfig
 
 import lowmem
 from lowmem import cli
@@ -256,15 +253,6 @@ def test_a_run_folder_with_links_to_files_is_not_written_to(tmp_path, name):
     assert precious.read_text() == "precious"
 
 
-def test_a_run_folder_and_its_checkpoints_can_be_links(tmp_path):
-    checkpoints(tmp_path / "disk", 1)
-    checkpoints(tmp_path / "other", 2)
-    (tmp_path / "disk" / "checkpoint-2").symlink_to(tmp_path / "other" / "checkpoint-2")
-    (tmp_path / "run").symlink_to(tmp_path / "disk")
-    with resumed(tmp_path / "run"):
-        assert [each.step for each in checkpoint.candidates(tmp_path / "run")] == [2, 1]
-
-
 def test_the_best_checkpoint_is_one_of_the_run(make, tmp_path):
     """transformers removes every other checkpoint than the best when a run with save_total_limit=1 ends."""
     saving = {"save_strategy": "steps", "save_steps": 2}
@@ -376,20 +364,6 @@ def test_a_configuration_with_the_value_of_a_secret_variable_raises(home, monkey
         parse("sft", ["--config", "run.yaml", "--run_name", "markerofwandb"])
 
 
-# Fields of the trainer whose names say that something is sent, or written or read elsewhere.
-ELSEWHERE = re.compile("hub|push|token|report|trackio|project|run_name|dir|path|url|script|code|callback|upload")
-SENT = {
-    "report_to", "run_name", "project", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id",
-    "push_to_hub", "hub_private_repo", "hub_model_id", "hub_strategy", "hub_always_push", "hub_revision", "hub_token",
-}  # fmt: skip
-HARMLESS = {
-    "include_num_input_tokens_seen", "average_tokens_across_devices", "eos_token", "pad_token", "output_dir",
-    "logging_dir", "chat_template_path", "trust_remote_code", "restore_callback_states_from_checkpoint",
-}  # fmt: skip
-
-
 def test_nothing_is_sent_unless_the_configuration_asks(home):
-    names = {field.name for field in fields(SFTConfig) if ELSEWHERE.search(field.name)}
-    assert names - HARMLESS == SENT, "SECURITY.md lists what a configuration can send"
     args = parse("sft", ["--config", "run.yaml"]).training
     assert (args.report_to, args.push_to_hub, args.hub_token, args.trust_remote_code) == ([], False, None, False)

@@ -1,9 +1,7 @@
 """Benchmarks against peers: commands measure and write their results, and methods train as documented."""
 
 import json
-import os
 import shlex
-import signal
 from functools import partial
 
 import pytest
@@ -11,11 +9,9 @@ import torch
 from support import runs
 from transformers import LlamaConfig
 
-from benchmarks import defaults, host, measurement, memory, methods, step, update
-from benchmarks.measurement import SIZES, Workload
+from benchmarks import defaults, host, memory, methods, step, update
 from benchmarks.methods import FLOOR, drop_gradients, fused, hooked, ordinary
 from benchmarks.pages import ROOT
-from benchmarks.processes import MeasurementError, alone
 from lowmem import FusedConfig
 
 SMALL = ("--size", "1M", "--tokens", "8", "--steps", "1", "--rounds", "1")
@@ -66,16 +62,6 @@ def test_a_command_measures_prints_a_table_and_writes_json(module, run):
     assert report["machine"]["torch"] == torch.__version__ and not report.get("failed")
 
 
-def test_results_of_a_step(run):
-    out, report = run(step)
-    assert "left out: optimi AdamW (pip install torch-optimi)" in out
-    floor, adamw = (report["results"][name] for name in (FLOOR, "AdamW, fused"))
-    weights = report["settings"]["weights"]
-    assert weights == 2 * 1_049_472
-    assert floor["tensor_peak"] < 2 * weights  # no gradient except the largest, and activations
-    assert 4 * weights <= adamw["tensor_peak"] < 5 * weights  # gradients and two moments
-
-
 def test_a_plan_is_the_one_of_the_command_line(monkeypatch, tmp_path):
     """Of a small model, on two ranks; and all plans that the tables show are made."""
     monkeypatch.chdir(tmp_path)
@@ -123,38 +109,3 @@ def test_methods_train_as_documented(tiny_llama):
 
 
 # -- measurements ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_the_settings_count_the_parameters_that_the_model_has(size):
-    workload = Workload(size, batch=1, tokens=8, dtype="bfloat16", steps=1)
-    params = list(workload.model("meta").parameters())
-    count = workload.settings()["parameters"]
-    assert (count, workload.settings()["weights"]) == (sum(p.numel() for p in params), sum(p.nbytes for p in params))
-    assert count == pytest.approx(float(size[:-1]) * {"M": 1e6, "B": 1e9}[size[-1]], rel=0.06)
-
-
-def test_a_step_counts_its_allocations_and_frees():
-    live = [torch.zeros(2**20)]
-
-    def transient():
-        for _ in range(3):
-            torch.zeros(2**20)
-
-    def replaced():
-        live.append(torch.zeros(2**20))
-        del live[0]
-
-    nothing = measurement.peak_of_tensors(lambda: None)
-    assert nothing >= live[0].nbytes
-    assert measurement.peak_of_tensors(transient) == nothing + 4 * 2**20
-    assert measurement.peak_of_tensors(replaced) == nothing + 4 * 2**20
-    assert measurement.peak_of_temporaries(transient) == 4 * 2**20
-
-
-def test_a_process_returns_its_result_its_error_or_its_status(tmp_path):
-    assert alone(os.getpid, folder=tmp_path / "new") != os.getpid()
-    with pytest.raises(MeasurementError, match=r"^json.decoder.JSONDecodeError: Expecting value: line 1 column 1 .*$"):
-        alone(json.loads, "")
-    with pytest.raises(MeasurementError, match=f"^its process exited with status {-signal.SIGABRT}$"):
-        alone(os.abort)

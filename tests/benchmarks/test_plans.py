@@ -1,6 +1,7 @@
 """Plans against real ranks: a sample of what `benchmarks.plans` measures. One device is in tests/run/test_plan.py."""
 
 import pytest
+from support.products import FULL
 from support.ranks import Ranks
 from support.trainers import joined, require_sharding
 
@@ -17,6 +18,8 @@ def measured(rank, folder):
 
 def test_a_plan_is_the_peak_of_real_ranks(tmp_path):
     """Within 1 %: numbers of a few bytes differ."""
+    if not FULL:
+        pytest.skip("with LOWMEM_FULL=1")
     require_sharding("fsdp2")
     ranks = Ranks(2)
     try:

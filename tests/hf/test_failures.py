@@ -10,7 +10,7 @@ import torch.distributed as dist
 from support.processes import CONTEXT, PATIENCE
 
 import lowmem
-from lowmem.errors import CheckpointError, DataError, RankError
+from lowmem.errors import CheckpointError, RankError
 from lowmem.hf import processes
 
 TIMEOUT = 3
@@ -34,10 +34,6 @@ def member(rank, count, store, fault, end):
     dist.destroy_process_group()
 
 
-def fail():
-    raise DataError("row 7 is broken")
-
-
 def die():
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -46,9 +42,8 @@ def hang():
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-FAULTS = {"fail": fail, "die": die, "hang": hang}
+FAULTS = {"die": die, "hang": hang}
 EXPECTED = {
-    "fail": "another rank failed or exited. See the first error that the launcher shows",
     "die": "another rank failed or exited. See the first error that the launcher shows",
     "hang": "another rank did not answer in time (ddp_timeout of a trainer): it died, hangs, or is too slow.",
 }
@@ -69,8 +64,6 @@ def test_other_ranks_exit_with_an_explanation(fault, tmp_path):
         assert len(message) < 300
     # the second may see that the first ended
     assert any(message.startswith(EXPECTED[fault]) for _, message, _ in answers)
-    if fault == "fail":
-        assert pipes[1][0].recv()[:2] == ("DataError", "row 7 is broken")
     ranks[1].kill()
     for process in ranks:
         process.join(PATIENCE)

@@ -9,11 +9,9 @@ import torch
 from support import language_models
 from support.nets import same
 from support.products import FULL
-from support.shards import SHARDS, by_layer
 from transformers import LlamaForCausalLM
 
 import lowmem
-from lowmem import placements
 
 pytestmark = pytest.mark.filterwarnings("ignore:Expected a tensor")
 
@@ -82,39 +80,3 @@ def test_offloading_does_not_change_a_bit(where, policy):
         with trl_offload(net) if (where, net) == ("trl", nets[1]) else nullcontext(NO_CONTEXT) as context:
             train(net, context, **POLICIES[policy])
     assert same(*(net.parameters() for net in nets))
-
-
-# --- Ranks --------------------------------------------------------------------------------------------------------
-
-
-def shard(rank, kind, make):
-    if kind == "replicated":
-        return make()
-    return (SHARDS["zero3"] if kind == "zero3" else by_layer)(rank, make)
-
-
-def on_ranks(rank, kind, offload, options):
-    """The weights without and with offload."""
-    weights = []
-    for where in (None, offload):
-        model = shard(rank, kind, lambda: llama(tie_word_embeddings=kind != "zero3"))
-        if where == "host":
-            model.gradient_checkpointing_enable(offload=True)
-        torch.manual_seed(rank)
-        with trl_offload(model) if where == "trl" else nullcontext(NO_CONTEXT) as context:
-            train(model, context, **options, **({"placement": "replicated"} if kind == "replicated" else {}))
-        weights.append([placements.full_tensor(param).clone() for param in model.parameters()])
-    return weights
-
-
-KINDS_OF_RANKS = ("replicated", "fsdp2", "zero3")
-RANKS = [(kind, "host", "deferred") for kind in KINDS_OF_RANKS]
-if FULL:
-    RANKS += [(kind, "host", "immediate") for kind in KINDS_OF_RANKS] + [("replicated", "host", "two_pass")]
-    RANKS += [(kind, "trl", policy) for kind in KINDS_OF_RANKS for policy in ("immediate", "deferred")]
-
-
-@pytest.mark.parametrize(("kind", "offload", "policy"), RANKS)
-def test_ranks_train_as_without_offload(two, kind, offload, policy):
-    for expected, actual in two.run(on_ranks, kind, offload, POLICIES[policy]):
-        assert all(map(torch.equal, actual, expected))

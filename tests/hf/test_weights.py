@@ -23,11 +23,9 @@ SIZES = {
 }  # fmt: skip
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
 MODELS = {
-    "llama": {"model_type": "llama"},
     "tied llama": {"model_type": "llama", "tie_word_embeddings": True},
     "mixtral": {"model_type": "mixtral", "num_local_experts": 3},
     "qwen3_moe": {"model_type": "qwen3_moe", "num_experts": 12, **EXPERTS},
-    "gpt_oss": {"model_type": "gpt_oss", "num_local_experts": 3, **EXPERTS},
     # some layers dense, some of experts, and a buffer among the weights
     "deepseek_v3": {
         "model_type": "deepseek_v3", "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1,
@@ -162,10 +160,9 @@ def test_sharded_models_are_saved_and_loaded_with_one_full_weight_at_a_time(kind
     assert saved.most_alive == loaded.most_alive == (3 if kind == "nomic_bert" else 1)
 
 
-@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "deepseek_v3"])
-def test_experts_in_files_are_views_of_the_full_weight(kind):
+def test_experts_in_files_are_views_of_the_full_weight():
     pytest.importorskip("transformers.core_model_loading", reason="this transformers converts nothing")
-    layout = weights._FileLayout(new(kind))
+    layout = weights._FileLayout(new("qwen3_moe"))
     converted = [group for group in layout.groups if group.converted]
     assert converted
     for group in converted:
@@ -240,14 +237,6 @@ def test_other_modules_are_saved_as_weights_only(tmp_path):
     assert_same_state(module, other)
 
 
-def test_weights_of_another_dtype_are_cast(tmp_path):
-    for kind in FEW:
-        model, other = new(kind, dtype=torch.float32), new(kind, seed=1)
-        model.save_pretrained(tmp_path / kind)
-        load(other, tmp_path / kind)
-        assert_same_state(model.to(torch.bfloat16), other.to(torch.bfloat16))
-
-
 def mapped():
     """Bytes of pages of mapped files that are resident."""
     (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssFile"))
@@ -302,11 +291,8 @@ DAMAGE = {
     "a shard missing": (without_a_shard, r"model-00002-of-\d+\.safetensors is missing"),
     "no files": (lambda folder: [path.unlink() for path in folder.iterdir()], r"model\.safetensors is missing"),
     "cut short": (cut_short, r"model\.safetensors is damaged or truncated"),
-    "no header": (lambda folder: (folder / FILE).write_bytes(b"x" * 99), "(?i)header ?too ?large"),
-    "one missing": (without(NORM), f"1 weights are missing, such as '{NORM}'"),
     "an expert missing": (without(EXPERT), f"1 weights are missing, such as '{EXPERT}'"),
     "one unknown": (with_ones("head.bias", 3), "no weight 'head.bias'. The checkpoint belongs to another model"),
-    "another shape": (with_ones(NORM, 31), rf"'{NORM}' has shape \[31\] in the checkpoint, but \[32\] in the model"),
     "an expert of another shape": (with_ones(EXPERT, 16, 31), rf"{EXPERT}' has shape \[16, 31\] in the checkpoint"),
 }
 

@@ -13,6 +13,7 @@ import torch
 import transformers as hf
 from judged import EQUAL, REFUSED, judge, report
 from safetensors.torch import load_file, save_file
+from support.products import FULL
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import IterableDataset
@@ -373,7 +374,7 @@ def verdict_on(scenario, tmp_path):
     return verdict
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
+@pytest.mark.parametrize("scenario", SCENARIOS if FULL else SCENARIOS[1::2], ids=lambda scenario: scenario.__name__)
 def test_a_scenario_ends_as_with_the_trainer(scenario, tmp_path):
     assert verdict_on(scenario, tmp_path)[0] == EQUAL
 

@@ -8,7 +8,6 @@ from support import runs
 from transformers import LlamaConfig
 
 from lowmem.run import profile
-from lowmem.run.memory import KINDS
 from lowmem.run.recipe import parse
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -35,18 +34,6 @@ def test_the_measured_peak_is_the_planned_one(arguments, tmp_path):
     assert (folder / profile.PICTURE).read_bytes().startswith(b"\x89PNG")
     row = next(line.split() for line in ended.out.splitlines() if line.startswith("total"))
     assert row[1:3] == row[3:5]
-
-
-def test_the_timeline_has_each_step_and_the_evaluation(arguments, tmp_path, monkeypatch):
-    monkeypatch.setattr(profile, "plan_elsewhere", lambda recipe: (None, "not here"))
-    arguments += ["--gradient_accumulation_steps", "2", "--eval_strategy", "steps"]
-    result = profile.profile(parse("sft", arguments), 2, tmp_path)
-    timeline = result.measured.timeline
-    assert len(timeline.backwards) == 4 and timeline.backwards[-1][1] <= timeline.end < len(timeline.seconds)
-    assert (timeline.seconds[1:] >= timeline.seconds[:-1]).all()
-    total = sum(timeline.live[kind] for kind in KINDS)
-    assert len(total) == len(timeline.seconds) and total[: timeline.end + 1].max() == result.measured.peak
-    assert total[timeline.end :].max() == result.measured.evaluation
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -106,46 +106,25 @@ def test_each_logging_step_prints_one_aligned_line(trainer, run_dir):
     assert "trained in 0:00:" in lines[-1] and "52 tokens" in lines[-1]
 
 
-RECORD = {"step": 7, "grad_norm": 3.0, "tokens_per_second": 50.0, "peak_memory": 2**30}
+RECORD = {"step": 7, "grad_norm": 3.0, "tokens_per_second": 50.0, "peak_memory": 2**30, "learning_rate": 1e-3}
 
-
-def test_lines_with_clip_coefficient_loss_scale_and_skipped_steps_stay_aligned():
-    record = {**RECORD, "loss": 2.5, "learning_rate": 1e-3}
-    metrics = [
-        {"clip_coef": 1.0, "loss_scale": 65536.0, "nonfinite_steps": 0},
-        {"clip_coef": 0.0012, "loss_scale": 0.5, "nonfinite_steps": 1234},
-        {"clip_coef": math.nan, "loss_scale": 16777216.0, "nonfinite_steps": 1234},
-    ]
-    lines = [report._log_line({**record, **more}, 10, 200) for more in metrics]
-    for word in ("clip", "scale", "lr", "tokens/s", "peak"):
-        assert len({line.index(word) for line in lines}) == 1, word
-    shown = ("clip       1  scale     65,536", "clip  0.0012  scale        0.5", "clip     nan  scale 16,777,216")
-    assert all(text in line for text, line in zip(shown, lines, strict=True))
-    assert "skipped steps" not in lines[0] and lines[1].endswith("  skipped steps 1,234")
-    plain = report._log_line(record, 10, 200)
-    assert not any(word in plain for word in ("clip", "scale", "steps"))
-    assert len(report._log_line({**record, **metrics[0]}, 10, 60)) <= 60
-    assert report._log_line({**record, "nonfinite_steps": 2}, 10, 1).endswith("  non-finite steps 2")
+BOTH = "loss   0.5000  accuracy  1.000"
 
 
 @pytest.mark.parametrize(
-    ("logged", "main", "shown", "hidden"),  # the last in a line of 80 columns
+    ("logged", "main", "shown", "hidden"),  # the last in a line of 100 columns
     [
         ({"loss": -1e-9, "reward": 0.3125}, "reward", "reward   0.3125", "loss"),
-        ({"loss": 0.0, "reward": None}, "reward", "reward      nan", "loss"),
-        ({"loss": 0, "rewards/accuracies": 1, "rewards/margins": 2}, "loss", "loss   0.0000  accuracy  1.000", "marg"),
-        ({"loss": 0.5, "rewards/margins": 0.1}, "loss", "loss   0.5000", "accuracy"),
-        ({"loss": 0.5, "accuracy": 1.0, "margin": 2.0}, "loss", "loss   0.5000  accuracy  1.000", "margin"),
+        ({"loss": 0.5, "rewards/accuracies": 1, "rewards/margins": 2}, "loss", BOTH, "margin"),
+        ({"loss": 0.5, "accuracy": 1.0, "margin": 2.0}, "loss", BOTH, "margin"),
     ],
 )  # fmt: skip
 def test_a_line_shows_the_metric_a_method_improves(logged, main, shown, hidden):
-    record = {**RECORD, "learning_rate": 1e-3, **logged}
-    line, wide = (report._log_line(record, 10, width, 3600, main) for width in (80, 200))
-    assert f"step  7/10  {shown}  grad norm" in line and line.count(" 1:00:00 left") == 1 and hidden not in line
-    for margin in {"margin", "rewards/margins"} & logged.keys():
-        assert f"  margin {logged[margin]:>6.3f}" in wide
-    end = {"step": 10, "train_loss": 0.0, "train_runtime": 1, "tokens": 5, "peak_memory": 0}
-    assert ("mean loss" in report._log_line(end, 10, 200, main=main)) == (main == "loss")
+    more = {"clip_coef": 0.0012, "loss_scale": 0.5, "nonfinite_steps": 1234}
+    line, wide = (report._log_line({**RECORD, **logged, **more}, 10, width, 3600, main) for width in (100, 200))
+    assert f"step  7/10  {shown}  grad norm" in line and " 1:00:00 left" in line and hidden not in line
+    assert "  clip  0.0012  scale        0.5  lr 1.00e-03  " in wide and wide.endswith("  skipped steps 1,234")
+    assert "margin" not in logged or "  margin  2.000" in wide
 
 
 def test_trackers_receive_the_metrics_of_metrics_jsonl(trainer, run_dir):
@@ -232,18 +211,15 @@ def test_the_time_left_does_not_count_compilation(trainer, run_dir, clock):
     assert re.findall(r"(\S+) left", printed) == ["0:00:03", "0:00:02", "0:00:01", "0:00:00"]
 
 
-@pytest.mark.skipif(sys.platform != "linux" and not torch.cuda.is_available(), reason="the peak cannot be reset")
-def test_the_peak_excludes_memory_allocated_before(run_dir, tiny_llama):
-    run_dir.mkdir()
-    size = 1 << 30
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    torch.full((size // 4,), 1.0, device=device)  # freed at once
-    arguments = {"max_steps": 1, "logging_steps": 1, "save_strategy": "no", "report_to": "none"}
-    before = report._memory(torch.device(device))
-    assert before["peak_memory"] >= size
-    train(InOrder(tiny_llama(), args=TrainingArguments(run_dir, **arguments), train_dataset=Rows()), run_dir)
+@pytest.mark.skipif(sys.platform != "linux", reason="the peak cannot be reset")
+def test_the_peak_excludes_memory_allocated_before(trainer, run_dir):
+    trained = trainer(max_steps=1)
+    torch.full((1 << 28,), 1.0)  # 1 GiB, freed at once
+    before = report._memory(torch.device("cpu"))
+    assert before["peak_memory"] >= 1 << 30
+    train(trained, run_dir)
     for line in metrics(run_dir):
-        assert line["peak_memory"] - before["memory"] < size / 2
+        assert line["peak_memory"] - before["memory"] < 1 << 29
 
 
 def test_non_finite_metrics_are_valid_json(trainer, run_dir):

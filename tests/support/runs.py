@@ -71,7 +71,6 @@ ZEN: dict[str, list[dict[str, Any]]] = {
     "unpaired_preference": [
         {"prompt": "the", "completion": text[3:], "label": n % 3 > 0} for n, text in enumerate(SENTENCES)
     ],
-    "prompt_only": [{"prompt": text} for text in SENTENCES],
 }
 
 

@@ -13,7 +13,6 @@ import trl
 from accelerate import FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from datasets import Dataset
-from torch.utils.data import Dataset as TorchDataset
 
 from lowmem.options import LayersConfig
 from lowmem.trainer import FusedTrainerMixin
@@ -56,20 +55,6 @@ def t5():
     return hf.T5ForConditionalGeneration(hf.T5Config(**sizes, **start, **special(), vocab_size=len(tokenizer())))
 
 
-def vit():
-    torch.manual_seed(0)
-    return hf.ViTForImageClassification(hf.ViTConfig(**SIZES, image_size=8, patch_size=4, num_labels=3))
-
-
-class Images(TorchDataset):
-    def __len__(self):
-        return 12
-
-    def __getitem__(self, index):
-        source = torch.Generator().manual_seed(index)
-        return {"pixel_values": torch.randn(3, 8, 8, generator=source), "labels": index % 3}
-
-
 def tokens(labels: Callable[[list[int], int], object]):
     """Sentences with the labels that a function of the tokens and the row number gives."""
     rows = [(tokenizer()(sentence)["input_ids"], n) for n, sentence in enumerate(SENTENCES)]
@@ -98,32 +83,16 @@ def masked_lm():
     return plain(hf.Trainer, hf.TrainingArguments, bert(hf.BertForMaskedLM), collator, rows)
 
 
-def sequence_classification(problem="single_label_classification"):
-    labels = {
-        "single_label_classification": (3, lambda ids, n: n % 3),
-        "multi_label_classification": (3, lambda ids, n: [float(n % 2), 1.0, 0.0]),
-        "regression": (1, lambda ids, n: n / 4),
-    }
-    count, label = labels[problem]
-    model = bert(hf.BertForSequenceClassification, num_labels=count, problem_type=problem)
+def sequence_classification():
+    model = bert(hf.BertForSequenceClassification, num_labels=3)
     collator = hf.DataCollatorWithPadding(tokenizer())
-    return plain(hf.Trainer, hf.TrainingArguments, model, collator, tokens(label))
-
-
-def token_classification():
-    model = bert(hf.BertForTokenClassification, num_labels=4)
-    rows = tokens(lambda ids, n: [-100 if id % 5 == 0 else id % 4 for id in ids])
-    return plain(hf.Trainer, hf.TrainingArguments, model, hf.DataCollatorForTokenClassification(tokenizer()), rows)
+    return plain(hf.Trainer, hf.TrainingArguments, model, collator, tokens(lambda ids, n: n % 3))
 
 
 def seq2seq(cls=hf.Trainer, config=hf.TrainingArguments, **options):
     model = t5()
     collator = hf.DataCollatorForSeq2Seq(tokenizer(), model)
     return plain(cls, config, model, collator, tokens(lambda ids, n: ids[::-1]), **options)
-
-
-def image_classification():
-    return plain(hf.Trainer, hf.TrainingArguments, vit(), hf.default_data_collator, Images())
 
 
 def sft(model=llama, **options):
@@ -222,10 +191,6 @@ ROWS = {
     "causal language model": causal_lm,
     "masked language model": masked_lm,
     "sequence classification": sequence_classification,
-    "several labels": partial(sequence_classification, "multi_label_classification"),
-    "regression": partial(sequence_classification, "regression"),
-    "token classification": token_classification,
-    "image classification": image_classification,
     "seq2seq": seq2seq,
     "Seq2SeqTrainer": partial(
         seq2seq, hf.Seq2SeqTrainer, hf.Seq2SeqTrainingArguments, predict_with_generate=True, generation_max_length=4

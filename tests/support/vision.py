@@ -11,10 +11,10 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 
 from scripts.make_model import train_tokenizer
 
-IMAGES = {"llava": "<image>", "gemma3": "<start_of_image>", "idefics3": "<image>"}  # in a prompt
+KINDS = ("llava", "idefics3")
 TEMPLATE = """\
 {%- for m in messages -%}{{ '<|' + m.role + '|>' }}{%- for part in m.content -%}
-{%- if part.type == 'image' -%}IMAGE{%- else -%}{{ part.text }}{%- endif -%}{%- endfor -%}
+{%- if part.type == 'image' -%}<image>{%- else -%}{{ part.text }}{%- endif -%}{%- endfor -%}
 {%- if m.role == 'assistant' -%}{{ eos_token }}{%- endif -%}{%- endfor -%}
 {%- if add_generation_prompt -%}{{ '<|assistant|>' }}{%- endif -%}"""
 TEXT = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8,
@@ -26,41 +26,26 @@ TOWER = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "nu
 def save(folder: Path, kind: str = "llava", **text: Any) -> Path:
     """A directory with a model and its processor: one that scales images to one size, or one that cuts them up."""
     special = ["<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>"]
-    named = {}
-    if kind == "gemma3":
-        special = ["<start_of_image>", "<image_soft_token>", "<end_of_image>"]
-        named = dict(zip(("boi", "image", "eoi"), special, strict=True))
     tokenizer = train_tokenizer([*runs.SENTENCES, "where who 0123456789"], 300)
     tokenizer.add_special_tokens({"additional_special_tokens": special})
-    for name, token in named.items():
-        tokenizer.init_kwargs[f"{name}_token"] = token
-        setattr(tokenizer, f"{name}_token", token)
-        setattr(tokenizer, f"{name}_token_id", tokenizer.convert_tokens_to_ids(token))
 
     def images(name: str, **options: Any) -> Any:
         without_torchvision = f"{name}ImageProcessorPil"  # from transformers 5 on
         kind = getattr(transformers, without_torchvision, None) or getattr(transformers, f"{name}ImageProcessor")
         return kind(**options)
 
-    square, options = {"height": 32, "width": 32}, {"chat_template": TEMPLATE.replace("IMAGE", IMAGES[kind])}
-    config: dict[str, Any] = {"image_token_id": tokenizer.convert_tokens_to_ids(special[kind == "gemma3"])}
+    options: dict[str, Any] = {"chat_template": TEMPLATE}
+    config: dict[str, Any] = {"image_token_id": tokenizer.convert_tokens_to_ids(special[0])}
     if kind == "llava":
-        sized = images("CLIP", size={"shortest_edge": 32}, crop_size=square)
+        sized = images("CLIP", size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32})
         options |= {"patch_size": 8, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
         processor = transformers.LlavaProcessor(sized, tokenizer, **options)
         config |= {"vision_config": {"model_type": "clip_vision_model", "projection_dim": 32, **TOWER}}
-    elif kind == "gemma3":
-        sized = images("Gemma3", size=square)
-        processor = transformers.Gemma3Processor(sized, tokenizer, image_seq_length=4, **options)
-        ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("boi", "eoi")}
-        config |= {"mm_tokens_per_image": 4, "vision_config": TOWER, **ids}
-        text = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 16, **text}
     else:
         sized = images("Idefics3", size={"longest_edge": 64}, max_image_size={"longest_edge": 32})
         processor = transformers.Idefics3Processor(sized, tokenizer, image_seq_len=4, **options)
         config |= {"scale_factor": 2, "vision_config": TOWER}
-    if kind != "gemma3":
-        text = {"model_type": "llama", "pad_token_id": tokenizer.pad_token_id, **text}
+    text = {"model_type": "llama", "pad_token_id": tokenizer.pad_token_id, **text}
     config |= {"text_config": {**TEXT, "vocab_size": len(tokenizer), **text}}
     AutoModelForImageTextToText.from_config(AutoConfig.for_model(kind, **config)).save_pretrained(folder)
     processor.save_pretrained(folder)

@@ -1,17 +1,17 @@
 """A checkpoint is on the disk before it gets its name, is equal for equal runs, and continues as if not interrupted."""
 
 import errno
+import math
 import os
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from support.nets import assert_same
 from support.products import FULL
 from support.trainers import build, losses
 from torch.distributed import DistBackendError
-from transformers import Mamba2Config, Mamba2ForCausalLM, TrainerCallback
+from transformers import TrainerCallback
 
 from lowmem import DynamicScale, FusedConfig
 from lowmem.errors import CheckpointError, LowmemError
@@ -144,17 +144,9 @@ def test_errors_unrelated_to_files_are_not_changed(make, tmp_path, monkeypatch):
     assert names(tmp_path / "run") == []
 
 
-@pytest.mark.parametrize("path", ["/dev/full", "/missing/scheduler.pt"])
-def test_a_file_that_torch_cannot_write(make, path, monkeypatch):
-    """`torch.save` raises RuntimeError for a full disk, too."""
-    if path == "/dev/full":
-        try:
-            torch.save({}, path)
-        except RuntimeError:
-            pass
-        else:
-            pytest.skip("this version of torch does not report a full disk")
-    monkeypatch.setattr(checkpoint, "SCHEDULER_FILE", path)
+def test_a_file_that_torch_cannot_write(make, monkeypatch):
+    """`torch.save` raises RuntimeError, as for a full disk."""
+    monkeypatch.setattr(checkpoint, "SCHEDULER_FILE", "/missing/scheduler.pt")
     with pytest.raises(CheckpointError, match=r"checkpoint-1 could not be written: .* Free some space"):
         make(**SAVES).train()
 
@@ -226,21 +218,6 @@ def test_save_total_limit_keeps_the_best_and_newest_checkpoints(there, step, lim
     assert [each.step for each in checkpoint.candidates(tmp_path)] == left[::-1]
 
 
-@pytest.mark.parametrize("absolute", ["the run directory", "the checkpoint"])
-def test_the_best_checkpoint_is_kept_for_any_spelling_of_its_path(make, absolute, tmp_path, monkeypatch):
-    """One of `output_dir` and the checkpoint that is resumed from is relative."""
-    settings = {**SAVES, "eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True, "max_steps": 3}
-    settings |= {"metric_for_best_model": "loss", "greater_is_better": True}  # the first is the best
-    monkeypatch.chdir(tmp_path)
-    make(**settings).train()
-    run, checkpoint_1 = tmp_path / "run", tmp_path / "run" / "checkpoint-1"
-    path, resumed_from = ("run", checkpoint_1) if absolute == "the checkpoint" else (run, "run/checkpoint-1")
-    trainer = make(**settings, output_dir=str(path), save_total_limit=2)
-    trainer.train(resume_from_checkpoint=str(resumed_from))
-    assert Path(trainer.state.best_model_checkpoint).resolve() == checkpoint_1
-    assert names(run) == ["checkpoint-1", "checkpoint-3"]
-
-
 def test_equal_runs_have_equal_files(make, tmp_path):
     """Except for the arguments, which have the path of the run, and what was logged, which has times."""
     fused = FusedConfig(rounding="compensated", rule="adamw")
@@ -257,7 +234,7 @@ def test_equal_runs_have_equal_files(make, tmp_path):
 LOGGED = ("step", "loss", "grad_norm", "clip_coef", "loss_scale")
 ACCUMULATED = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4}
 RESUMED = {  # options of the optimizer, arguments of the trainer, the steps after which the run is resumed
-    "each step": ({}, {}, range(1, 8) if FULL else (1, 4, 5, 6)),
+    "each step": ({}, {}, range(1, 8) if FULL else (1, 5)),
     "scaled": (
         {"loss_scale": DynamicScale(init_scale=64.0, growth_interval=2)}, {"max_grad_norm": 0.7, **ACCUMULATED}, [3],
     ),
@@ -292,20 +269,11 @@ def test_a_resumed_run_equals_the_uninterrupted_one(make, tiny_llama, options, a
             assert output.training_loss == pytest.approx(mean)  # of the steps since it was resumed
 
 
-def test_a_model_with_an_infinity_in_its_configuration_is_resumed(make, tmp_path):
+def test_a_model_with_an_infinity_in_its_configuration_is_resumed(make, tiny_llama, tmp_path):
     """transformers writes it to config.json as `{"__float__": "Infinity"}`."""
-
-    def trained(resume=None, **arguments):
-        torch.manual_seed(0)
-        sizes = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_heads": 4, "head_dim": 16}
-        model = Mamba2ForCausalLM(Mamba2Config(**sizes, state_size=4, n_groups=1))
-        trainer = make(model=model, max_steps=2, **arguments)
-        trainer.train(resume_from_checkpoint=resume)
-        return trainer.model.state_dict()
-
-    whole = trained(**SAVES)
+    for resume in (None, str(tmp_path / "run" / "checkpoint-1")):
+        make(model=tiny_llama(limit=math.inf), max_steps=2, **SAVES).train(resume_from_checkpoint=resume)
     assert "Infinity" in (tmp_path / "run" / "checkpoint-1" / "config.json").read_text()
-    assert_same(trained(str(tmp_path / "run" / "checkpoint-1")), whole)
 
 
 @pytest.mark.parametrize("original", ["there", "gone"])

@@ -110,11 +110,3 @@ def test_weights_in_another_dtype_are_converted_on_the_gpu(row, folder, tmp_path
 def test_a_process_with_two_gpus_raises_and_suggests_one(row, folder, tmp_path):
     with pytest.raises(UnsupportedError, match=r"sees 2 GPUs.*CUDA_VISIBLE_DEVICES=0"):
         build(row, tmp_path, True, {"model": str(folder)})
-
-
-@NEEDS_TWO
-def test_a_model_split_by_trl_raises(folder, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)  # the output of a trainer without arguments
-    cls, _, _, keywords = builders.sft()
-    with pytest.raises(UnsupportedError, match=r"split or offloaded \(0, 1\).*device_map=None"):
-        builders.fused(cls)(**{**keywords, "model": str(folder)})

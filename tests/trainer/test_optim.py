@@ -1,7 +1,6 @@
 """`optim`, `optim_args` and Adam's arguments: the optimizer that they name in Hugging Face's trainer, or an error."""
 
 import pytest
-import torch
 from support.nets import same
 from support.trainers import both
 from transformers import Trainer, TrainingArguments
@@ -27,10 +26,8 @@ def read_optim_args(request, tmp_path):
 HONOURED = {
     "adamw_torch": ({"optim": "adamw_torch"}, None, "adamw"),
     "adamw_torch with betas": ({"optim": "adamw_torch", **ADAM}, None, "adamw"),
-    "sgd": ({"optim": "sgd"}, None, "torch.optim.sgd.SGD"),
     "sgd with momentum": (MOMENTUM, None, "torch.optim.sgd.SGD"),
     "momentum in both": (MOMENTUM, lowmem.FusedConfig(momentum=0.9), "torch.optim.sgd.SGD"),
-    "adagrad": ({"optim": "adagrad", "optim_args": "lr_decay=0.1"}, None, "torch.optim.adagrad.Adagrad"),
     "rmsprop": ({"optim": "rmsprop", "optim_args": "alpha=0.9"}, None, "torch.optim.rmsprop.RMSprop"),
     "adafactor": ({"optim": "adafactor"}, None, "transformers.optimization.Adafactor"),
 }
@@ -50,24 +47,6 @@ def test_rules_of_this_package_by_their_names_in_hugging_face(make, name):
     assert make(optim=name).create_optimizer().param_groups[0]["rule"] == name
 
 
-class NeedsRate(torch.optim.SGD):
-    """As StableAdamW of torch-optimi."""
-
-    def __init__(self, params, lr, weight_decay=0.0):
-        super().__init__(params, lr, weight_decay=weight_decay)
-
-
-def test_an_optimizer_without_a_default_rate_uses_the_arguments(make, monkeypatch):
-    NeedsRate.__module__ = "torch.optim"
-    monkeypatch.setattr(torch.optim, "NeedsRate", NeedsRate, raising=False)
-    named = NeedsRate, {"lr": 1e-3, "weight_decay": 0.0}
-    monkeypatch.setattr(Trainer, "get_optimizer_cls_and_kwargs", staticmethod(lambda args, model=None: named))
-    (group,) = make(optim="sgd", learning_rate=1e-3).create_optimizer().param_groups[:1]
-    assert (group["rule"], group["lr"]) == ("torch.optim.NeedsRate", 1e-3)
-    with pytest.raises(ConfigError, match=r"fused\.lr=0\.5 contradicts learning_rate=0\.001"):
-        make(optim="sgd", learning_rate=1e-3, fused=lowmem.FusedConfig(lr=0.5))
-
-
 ADAMW = lowmem.FusedConfig(rule="adamw")
 REFUSED = {
     "an optimizer beside a rule": (
@@ -75,11 +54,8 @@ REFUSED = {
         {"optim": "adamw_torch"},
         "optim='adamw_torch' has no effect, because fused.rule='adamw' names the optimizer. Omit optim and set",
     ),
-    "betas beside a rule": (ADAMW, {"adam_beta1": 0.8}, "adam_beta1=0.8 has no effect, because fused.rule='adamw'"),
     "arguments beside a rule": (ADAMW, {"optim_args": "momentum=0.9"}, "optim_args='momentum=0.9' has no effect"),
     "betas of adalomo": (None, {"optim": "adalomo", "adam_beta1": 0.8}, "adam_beta1=0.8 has no effect with optim='ada"),
-    "betas of SGD": (None, {"optim": "sgd", "adam_beta2": 0.9}, "adam_beta2=0.9 has no effect with optim='sgd'"),
-    "eps of RMSprop": (None, {"optim": "rmsprop", "adam_epsilon": 1e-6}, "adam_epsilon=1e-06 has no effect with"),
     "a misspelt hyperparameter": (lowmem.FusedConfig(wheight_decay=0.1), {}, "no hyperparameter 'wheight_decay'"),
     "other betas": (lowmem.FusedConfig(betas=(0.7, 0.95)), {"adam_beta1": 0.8}, r"contradicts betas=\(0.8, 0.999\)"),
     "another momentum": (lowmem.FusedConfig(momentum=0.8), MOMENTUM, "fused.momentum=0.8 contradicts momentum=0.9"),

@@ -92,14 +92,6 @@ def test_an_optimizer_created_by_a_trainer_class_runs_fused(make, kind, norm):
     ends_alike(make, CLASSES[kind], max_steps=4, **options)
 
 
-def test_an_optimizer_created_by_a_base_class_of_the_mixin_runs_fused(make):
-    class Above(FusedTrainer):
-        create_optimizer = MakesSGD.create_optimizer
-
-    ours = ends_alike(make, MakesSGD, Above, optim="adamw_torch", max_steps=4)
-    assert ours.optimizer in ours.accelerator._optimizers
-
-
 def test_a_rule_in_fused_replaces_the_optimizer_class_and_keeps_its_groups(make):
     rule = lowmem.FusedConfig(rule="adalomo", groups=({"match": "norm", "lr": 5e-4},))
     opt = make(fused(MakesSGD), fused=rule, optim="adamw_torch_fused", weight_decay=0.1).create_optimizer()

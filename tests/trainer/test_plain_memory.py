@@ -89,7 +89,7 @@ def peaks(row, mixin, folder):
 
 
 @pytest.mark.cpu_only("offloaded gradients are counted too")
-@pytest.mark.parametrize("row", ["DPO", "GRPO", *(["SFT", "KTO", "Reward", "RLOO"] if FULL else [])])
+@pytest.mark.parametrize("row", ["GRPO", *(["SFT", "DPO", "KTO", "Reward", "RLOO"] if FULL else [])])
 def test_defaults_take_at_most_the_memory_of_the_plain_trainer(row, tmp_path, monkeypatch):
     builders.tokenizer()  # is trained on short sentences
     monkeypatch.setattr(builders, "SENTENCES", [" ".join([sentence] * 5) for sentence in builders.SENTENCES])

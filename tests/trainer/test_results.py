@@ -3,12 +3,11 @@
 import pytest
 from support.nets import same, weights
 from support.trainers import build
-from transformers import Trainer, TrainerCallback
+from transformers import TrainerCallback
 from transformers.trainer_utils import TrainOutput
 
 import lowmem
 from lowmem.errors import CheckpointError
-from lowmem.trainer import FusedTrainer
 
 
 def test_metrics_of_trl_are_returned(tmp_path):
@@ -64,11 +63,6 @@ def test_resuming_a_finished_run_loads_the_best_weights(make):
     resumed = make(**settings)
     resumed.train(resume_from_checkpoint=True)
     assert same(run.model.parameters(), resumed.model.parameters())
-
-
-def test_no_callback_is_added(make):
-    names = [[type(callback) for callback in make(cls).callback_handler.callbacks] for cls in (FusedTrainer, Trainer)]
-    assert names[0] == names[1]
 
 
 def test_a_missing_checkpoint_still_raises(make, tmp_path):

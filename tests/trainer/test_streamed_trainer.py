@@ -15,12 +15,11 @@ from support.trainers import build
 from transformers import AutoModelForCausalLM, TrainingArguments
 
 import lowmem
-from lowmem import FusedConfig, FusedOptimizer, LayersConfig, placements
+from lowmem import FusedConfig, LayersConfig, placements
 from lowmem.errors import ConfigError, UnsupportedError
 from lowmem.hf.deferred import _Deferred
 from lowmem.step import changes
 from lowmem.tiles.quantized import tensors_of
-from lowmem.trainer import FusedTrainer
 from scripts.make_model import make_model
 
 LAYERS = 4
@@ -102,7 +101,6 @@ def both(make, fused=(), train=lambda trainer: trainer.train(), **arguments):
 CASES = {
     "clipped in two passes": ({"policy": "two_pass"}, {"max_grad_norm": 0.1}),
     "accumulated": ({"policy": "deferred"}, {"max_grad_norm": 0.1, "gradient_accumulation_steps": 2}),
-    "autocast": ({}, {"bf16": True, "use_cpu": not torch.cuda.is_available()}),
     "dropout in a model of another dtype": ({}, {"dtype": "bfloat16", "packing": True, "max_length": 16}),
 }  # fmt: skip
 
@@ -133,19 +131,6 @@ def test_trainers_of_trl(sft, row, lora):
         assert streaming.written == 3 * 3 * trained  # in each step, with two states
 
 
-def test_reference_that_is_computed_before_training(sft):
-    both(sft, row="DPO", precompute_ref_log_probs=True)
-
-
-def test_homes_in_files(sft, tmp_path):
-    local, streamed = sft(row="DPO", run="local"), sft({**STREAMED, "home": str(tmp_path / "home")}, row="DPO")
-    for trainer in (local, streamed):
-        trainer.train()
-    assert_same(local, streamed)
-    for model in (streamed.model, streamed.ref_model):
-        assert str(placements.streaming_of(model).units[0].home) == str(tmp_path / "home")
-
-
 @pytest.mark.parametrize(("device_memory", "streams"), [("5MiB", 3), ("1GiB", 0)])
 def test_layers_that_fit_stay_on_the_device(sft, device_memory, streams):
     local, streamed = sft(run="local"), sft({**STREAMED, "device_memory": device_memory})
@@ -156,22 +141,6 @@ def test_layers_that_fit_stay_on_the_device(sft, device_memory, streams):
     assert len(placements.streaming_of(streamed.model).units) == streams
     with pytest.raises(ConfigError, match="device_memory is 1,048,576 bytes, but two layers"):
         sft({**STREAMED, "device_memory": "1MiB"})
-
-
-def test_model_in_memory_and_model_init(make, tiny_llama):
-    for given in ("model", "model_init"):
-        new = lambda: tiny_llama(attention_dropout=0.1, **SIZES)  # noqa: E731
-        trainers = []
-        for placement in ("auto", "streamed"):
-            fused = FusedConfig(rule="adalomo", placement=placement)
-            if given == "model":
-                trainers.append(make(model=new(), fused=fused, **CHECKPOINTS))
-            else:
-                args = TrainingArguments(**builders.quiet(make().args.output_dir, max_grad_norm=0.0, **CHECKPOINTS))
-                rows = make().train_dataset
-                trainers.append(FusedTrainer(model_init=new, args=args, train_dataset=rows, fused=fused))
-            trainers[-1].train()
-        assert_same(*trainers)
 
 
 # -- saved, resumed, evaluated -----------------------------------------------------------------------------------------
@@ -192,24 +161,6 @@ def test_evaluated_saved_and_resumed(sft, tmp_path):
     files = [tmp_path / run / "checkpoint-4" / "model.safetensors" for run in ("local", "streamed")]
     assert files[0].read_bytes() == files[1].read_bytes()
     assert streamed.evaluate()["eval_loss"] == expected[-2]["eval_loss"]
-
-
-def test_saved_models(sft, tmp_path):
-    trainer = both(sft)
-    trainer.save_model(str(tmp_path / "saved"))
-    trainer.model.save_pretrained(tmp_path / "pretrained")
-    for name in ("saved", "pretrained"):
-        model = AutoModelForCausalLM.from_pretrained(tmp_path / name)
-        assert_equal(weights(model), weights(trainer.model))
-
-
-def test_evaluation_and_generation_without_training(sft):
-    rows = {"eval_dataset": builders.ROWS["SFT"]()[3]["train_dataset"]}
-    local, streamed = (sft(placement, keywords=rows) for placement in ({}, STREAMED))
-    assert local.evaluate()["eval_loss"] == streamed.evaluate()["eval_loss"]
-    ids = torch.tensor([[5, 6, 7]], device=local.args.device)
-    answers = [trainer.model.generate(ids, max_new_tokens=6, do_sample=False) for trainer in (local, streamed)]
-    assert torch.equal(*answers)
 
 
 # -- loading -----------------------------------------------------------------------------------------------------------
@@ -300,12 +251,6 @@ def test_several_processes(sft, monkeypatch):
 def test_options(options, message):
     with pytest.raises(ConfigError, match=message):
         FusedConfig(**{**STREAMED, **options})
-
-
-def test_options_of_trainers_in_a_loop(tiny_llama):
-    model = tiny_llama(**SIZES)
-    with pytest.raises(ConfigError, match=r"In a loop, call lowmem.stream\(model, device, home"):
-        FusedOptimizer(model.named_parameters(), model=model, placement="streamed", device_memory="2GiB")
 
 
 # -- the command line --------------------------------------------------------------------------------------------------

@@ -45,11 +45,6 @@ def test_the_second_trainer_trains_as_without_the_mixin(between, tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(ordinary, fused, strict=True))
 
 
-def test_a_different_trainer_class_continues_with_the_model(tmp_path):
-    ordinary, fused = (two_trainings(mixin, tmp_path, list, "SFT") for mixin in (False, True))
-    assert all(torch.equal(a, b) for a, b in zip(ordinary, fused, strict=True))
-
-
 def test_using_the_first_trainer_again_raises(tmp_path):
     model = builders.llama()
     first, second = (build(CAUSAL, tmp_path, True, {"model": model}, max_steps=1) for _ in range(2))

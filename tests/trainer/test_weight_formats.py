@@ -23,13 +23,12 @@ def trainer(make, tiny_llama):
 
 
 @pytest.mark.cpu_only("auto takes two passes on a CPU only")
-@pytest.mark.parametrize("weight_format", ["int8", "int10", "int12"])
-def test_activation_checkpointing_does_not_change_training(trainer, tiny_llama, weight_format):
+def test_activation_checkpointing_does_not_change_training(trainer, tiny_llama):
     runs = []
     for checkpointing in (False, True):
         model = tiny_llama(torch.bfloat16, **SIZES)
         settings = {"gradient_checkpointing": checkpointing, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
-        run = trainer(weight_format, model, max_steps=3, max_grad_norm=0.1, **settings)
+        run = trainer("int10", model, max_steps=3, max_grad_norm=0.1, **settings)
         run.train()
         assert run.optimizer.policy == "two_pass"
         runs.append(losses(run))
@@ -48,7 +47,7 @@ def test_the_saved_model_is_an_ordinary_model(trainer, tmp_path):
 
 
 def test_a_quantized_model_is_evaluated_and_learns(trainer):
-    run = trainer("int12", max_steps=30, learning_rate=5e-2)
+    run = trainer("int12", max_steps=15, learning_rate=5e-2)
     before = run.evaluate()["eval_loss"]
     run.train()
     assert run.evaluate()["eval_loss"] < before - 0.1
