@@ -501,6 +501,8 @@ def compare(s: Settings) -> None:
             assert got.grad is None, f"step {step}, {name}: a gradient is left"
             assert_close(f"step {step}, {name}", s, plain(got.detach()), want.detach(), first)
         norm, rounded = fused.optimizer.last_step.grad_norm, s.sixteen_bits or s.rounds_gradients
+        assert fused.optimizer.loss_scale in (None, ordinary.scaler.get_scale())
+        assert fused.optimizer.last_step.skipped == (s.loss_scale is DYNAMIC and not ordinary.norm.isfinite())
         if ordinary.norm.isfinite():
             assert torch.isclose(norm, ordinary.norm, rtol=0.1 if rounded else 1e-4), f"grad_norm is {norm}"
     states = fused.optimizer.named_state_dict()["state"]
