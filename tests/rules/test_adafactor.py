@@ -146,14 +146,3 @@ def test_skip_nan_updates_and_a_dynamic_loss_scale(give_gradients, policy):
     assert torch.equal(param.detach(), start)
     assert opt.loss_scale == scale / 2
     assert opt.named_state_dict()["step"] == 0
-
-
-def test_skip_nan_updates_in_one_group_of_two(give_gradients):
-    """The other group does not have the option: the whole step is skipped."""
-    params = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
-    groups = [{"params": params[:1], "skip_nan_updates": True}, {"params": params[1:]}]
-    opt = lowmem.FusedOptimizer(groups, rule="adafactor", lr=0.1, clip_norm=1.0)
-    give_gradients(opt, (params[0], torch.tensor([1.0, torch.nan, 1.0])), (params[1], torch.ones(3)))
-    assert opt.last_step.skipped
-    assert all((param == 1).all() for param in params)
-    assert opt.named_state_dict()["step"] == 0

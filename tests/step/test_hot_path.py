@@ -240,19 +240,6 @@ def test_the_number_of_gradients_on_the_device(records, store):
 
 
 @on_simgpu
-@pytest.mark.parametrize("applying", [False, True])
-def test_discarded_gradients_are_freed(applying, records, store):
-    standing = torch.cuda.memory_allocated()
-    for record in records:
-        store.keep(record, gradient())
-    if applying:
-        next(store.drain(records))
-    store.clear()
-    assert torch.cuda.memory_allocated() == standing
-    assert not list(store.drain(records))
-
-
-@on_simgpu
 @pytest.mark.parametrize("forgets", ["to wait for the gradient", "to wait for its copy"])
 def test_a_missing_wait_is_reported(forgets, records, store, monkeypatch):
     if forgets == "to wait for its copy":

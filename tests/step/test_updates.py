@@ -234,12 +234,3 @@ def test_updates_lost_by_rounding_warn_once(dtype, rule, options, said, caplog):
         one_weight(dtype, rule, **options)
     assert len(caplog.messages) == (said is not None)
     assert said is None or re.search(said, caplog.text)
-
-
-def test_values_that_users_add_to_a_state_stay_there():
-    params = [torch.nn.Parameter(torch.ones(3)) for _ in range(3)]
-    opt = lowmem.FusedOptimizer(params, rule="adamw")
-    for _ in range(3):
-        opt.backward(torch.stack(params).square().sum())
-        opt.state[params[1]]["note"] = "mine"
-    assert opt.state[params[1]]["note"] == "mine" and torch.equal(params[0], params[1])
