@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from support.nets import assert_same, full_weights, states
-from support.products import in_turn
+from support.products import FULL, in_turn
 from support.shards import KINDS, SHARDS, engine
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -151,6 +151,7 @@ EQUAL = [
     *in_turn(PLACES, [case for case, (weight_format, _) in CASES.items() if weight_format is None]),
     *in_turn(["fsdp2", "replicated"], [case for case, (weight_format, _) in CASES.items() if weight_format]),
 ]
+EQUAL = [(place, case) for place, case in EQUAL if FULL or case != "int10, compiled"]
 
 
 @pytest.mark.parametrize(("place", "case"), EQUAL)
@@ -215,9 +216,10 @@ def resumed(rank, place, case, folder, numbers):
 @pytest.mark.parametrize(
     ("place", "case"),
     [
-        *((place, "adamw") for place in PLACES),
-        *((place, "several rules") for place in ("fsdp2", "zero3")),
+        ("replicated", "adamw"),
+        ("fsdp2", "several rules"),
         ("fsdp2", "int10"),
+        ("zero3, on the host", "adamw"),
     ],
 )
 def test_from_one_process_to_two_and_back(two, place, case, tmp_path):
@@ -272,7 +274,7 @@ def another_weight(rank, part):
     return states(opt)
 
 
-@pytest.mark.parametrize("part", range(3))
+@pytest.mark.parametrize("part", [0, 2])
 def test_ranks_whose_quantized_weights_differ(two, part):
     """They raise, and `replicated` broadcasts the weights of rank 0."""
     assert_same(*two.run(another_weight, part))

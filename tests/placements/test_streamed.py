@@ -123,14 +123,14 @@ def test_every_rule(make, batches, rule, weight_format, tmp_path):
         return placed(model, streams, home=tmp_path)
 
     def steps(model, opt, batches):
-        losses = train(model, opt, batches)
+        losses = train(model, opt, batches[:2])
         with torch.no_grad():
             losses.append(model(**batches[0]).loss.item())
         saved = copy.deepcopy(opt.state_dict())
         opt.remove()
         resumed = optimizer(model, opt.placement == "streamed", rule)
         resumed.load_state_dict(saved)
-        return losses + train(model, resumed, batches * 2)
+        return losses + train(model, resumed, batches[2:])
 
     both(build, batches, steps, rule=rule)
 

@@ -125,7 +125,7 @@ def test_compiled_updates_equal_updates_by_tiles(as_traced, rule, rounding):
     assert_as_by_tiles(rule, shapes, steps=2, bits=rule in ELEMENTWISE, dtype=torch.bfloat16, rounding=rounding)
 
 
-@pytest.mark.parametrize(("rule", "reading"), in_turn(RULES, READINGS))
+@pytest.mark.parametrize(("rule", "reading"), in_turn(RULES if FULL else RULES[::2], [*READINGS, "clipped"]))
 def test_gradients_are_read_as_by_tiles(as_traced, rule, reading):
     shapes = [VECTOR, CUT[0]] if rule == "adafactor" else [KERNEL, CUT[0]]
     assert_as_by_tiles(rule, shapes, steps=2, **READINGS[reading])
@@ -133,11 +133,11 @@ def test_gradients_are_read_as_by_tiles(as_traced, rule, reading):
 
 @pytest.mark.parametrize(
     ("rule", "state_storage", "rounding"),
-    in_turn(
-        ("adamw", "lion"),
-        ("bfloat16", "8bit", "float16", "8bit_64", "8bit_nearest"),
-        ("compensated8", "weight_in_groups"),
-    ),
+    [
+        ("adamw", "8bit", "compensated8"),
+        ("lion", "8bit_64", "weight_in_groups"),
+        *(itertools.product(("lion", "adamw"), ("float16", "bfloat16"), ("compensated8",)) if FULL else ()),
+    ],
 )
 def test_states_are_stored_as_by_tiles(as_traced, rule, state_storage, rounding, monkeypatch):
     """Also in groups, beside a weight in groups of another size. Of the last two, which have several tiles, lines
@@ -196,7 +196,7 @@ def test_shapes_steps_and_hyperparameters_share_code(graphs, rule):
     assert (len(compiled._TRACED), len(graphs)) == (kinds, parts)
 
 
-@pytest.mark.parametrize("shape", [(3000,), (3, 96, 30), (1009, 200)])
+@pytest.mark.parametrize("shape", [(3, 96, 30), (1009, 200)])
 def test_gradients_of_any_dtype_read_in_any_way(as_traced, shape):
     for dtype, options in itertools.product((torch.float32, torch.bfloat16), ({}, {"clip_value": 1.0})):
         param = torch.nn.Parameter(torch.zeros(shape))
@@ -241,7 +241,7 @@ def test_code_is_cached_by_the_hyperparameters_it_reads(graphs):
     assert len(graphs) == 2  # with weight decay, and without
 
 
-@pytest.mark.parametrize("event", ["save", "betas in place", "decay", "bfloat16"])
+@pytest.mark.parametrize("event", ["save", "betas in place", "bfloat16"])
 def test_loops_train_as_in_plain_pytorch(as_traced, event):
     """With another optimizer, hyperparameters that are edited, and another dtype."""
     plain = Settings(hidden=48, rounding="stochastic", batching=False, guard=True, as_list=True, bias=True)
@@ -361,7 +361,11 @@ def test_blocks_of_a_line_have_complete_groups(cols, group):
 @needs_compiler
 @pytest.mark.parametrize(
     ("rule", "rounding", "shape"),
-    in_turn(RULES, ("nearest", "stochastic", "compensated"), (MATRIX, (2500,), (3, 67, 30), *CUT)),
+    in_turn(
+        RULES if FULL else ("adalomo", "adamw", "lion"),
+        ("stochastic", "compensated", "nearest"),
+        (MATRIX, (2500,), (3, 67, 30), *CUT) if FULL else (CUT[1], (2500,), CUT[0]),
+    ),
 )
 def test_compiled(rule, rounding, shape):
     """Compiled code may fuse a multiplication with an addition, and sums in another order."""
@@ -390,9 +394,8 @@ def test_many_columns_compiled():
 @pytest.mark.parametrize(
     ("rule", "options"),
     [
-        ("adalomo", {"rounding": "compensated"}),
-        ("adamw", {"rounding": "compensated8", "state_storage": "8bit"}),
-        ("lion", {"rounding": "stochastic", "state_storage": "8bit_64"}),
+        ("lion", {"rounding": "compensated8", "state_storage": "8bit_64"}),
+        *([("adalomo", {"rounding": "compensated"}), ("adamw", {"state_storage": "8bit"})] if FULL else []),
     ],
 )
 def test_compiled_code_of_several_tensors(rule, options):

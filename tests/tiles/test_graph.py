@@ -9,6 +9,7 @@ import threading
 import pytest
 import torch
 from support.devices import seeded
+from support.products import FULL
 from torch._dynamo.utils import counters
 from torch._inductor import compile_fx, config
 
@@ -72,6 +73,7 @@ def compiler(folder, refuses):
     return {"CXX": str(path), "TORCHINDUCTOR_CACHE_DIR": str(folder / "cache")}
 
 
+@pytest.mark.skipif(not FULL, reason="compiles for a minute, without caches")
 def test_with_a_broken_compiler_auto_warns_and_true_raises(tmp_path):
     """With "auto" updates are not compiled, and one warning says why; with True the constructor raises."""
     environment = compiler(tmp_path, refuses="*.cpp*")
