@@ -211,16 +211,6 @@ def test_tiles_stay_within_their_memory_limit(memory):
     assert memory / 6 <= largest.nbytes <= memory
 
 
-@pytest.mark.parametrize("tokens", [1, 40, 2048, 131_072])
-@pytest.mark.parametrize(("vocabulary", "size"), [(1000, 64), (128_256, 4096), (151_936, 1024)])
-def test_a_tile_fits_into_memory_and_covers_everything(tokens, vocabulary, size):
-    for memory in (20 * size, 1 << 20, 64 << 20, 1 << 30):
-        step, rows = Head(memory=memory).tile(tokens, vocabulary, size, torch.device("cpu"))
-        assert 1 <= step <= tokens
-        assert 1 <= rows <= vocabulary
-        assert 8 * size * (step + rows) + 12 * step * rows <= memory
-
-
 LEARNED = torch.tensor(0.5, requires_grad=True)
 
 

@@ -182,8 +182,3 @@ def test_autocast_applies_as_in_the_head(linear):
     torch.testing.assert_close(logits + 0, expected)
     ours, other = (F.cross_entropy(z.float(), IDS[0, :2]) for z in (logits, expected))
     torch.testing.assert_close(ours, other, rtol=1e-2, atol=1e-2)
-
-
-def test_a_matrix_has_the_temperature_of_the_losses(linear):
-    logits = LazyHead(linear, lambda *_: nullcontext(), temperature=2.0)(torch.randn(BATCH, TOKENS, SIZE))
-    torch.testing.assert_close(loss(logits), loss(logits + 0.0), rtol=1e-5, atol=2e-6)

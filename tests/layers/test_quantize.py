@@ -199,15 +199,6 @@ def test_bytes_in_a_real_step(kind, experts, monkeypatch):
     assert memory.largest_gradient == 2 * largest
 
 
-def test_eight_bits_warn(llama, caplog):
-    llama("int10")
-    assert not caplog.records
-    model = llama("int8")
-    assert "int12 weights almost as much" in caplog.text
-    lowmem.quantize_(model, "int8")  # as a trainer does, again
-    assert len(caplog.records) == 1
-
-
 SMALL = {"vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16}
 FEW = {**SMALL, "num_key_value_heads": 4, "num_experts_per_tok": 2}
 MODELS = {

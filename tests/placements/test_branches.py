@@ -10,8 +10,6 @@ from support.products import FULL, pairwise
 import lowmem
 from lowmem.errors import StepError
 from lowmem.placements.replicated import _ARRIVED, _by_arrival
-from lowmem.step import policies
-from lowmem.step.offload import GradientStore
 
 MIB = 1 << 20
 
@@ -122,13 +120,6 @@ def peaks(rank, steps, settings):
     return results
 
 
-def peaks_with_sums_elsewhere(rank, steps):
-    """The same where sums are offloaded, as from a GPU, to memory that stays."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(policies, "GradientStore", lambda budget: GradientStore(0))
-        return peaks(rank, steps, {"policy": "deferred"})
-
-
 FEW = 3.3  # two gradients, one that a thread of gloo has not let go of yet, and temporaries of a tile
 
 
@@ -138,14 +129,6 @@ def test_gradients_do_not_wait_for_missing_ones(two, paths):
     """One is in flight while the next one is computed, once the order is learned; eight would be all of them."""
     for results in two.run(peaks, PATHS[paths][:6], {}):
         assert max(results[2:]) <= FEW
-
-
-@pytest.mark.filterwarnings("ignore:Expected a tensor")
-def test_earlier_micro_batches_do_not_delay_reductions(two):
-    every = [tuple(range(LAYERS))] * 2
-    steps = [[every, every], [every, [(7, 6, 5, 3, 1, 0)] * 2], [every, [(0, 1, 3, 5, 6)] * 2]]
-    for results in two.run(peaks_with_sums_elsewhere, steps):
-        assert results[2] <= FEW + 2  # two more leave for the host
 
 
 def test_parameters_without_a_gradient_keep_their_place_in_the_order():

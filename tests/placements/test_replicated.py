@@ -4,7 +4,6 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-import torch.distributed as dist
 from support.nets import Layers
 
 import lowmem
@@ -43,29 +42,6 @@ def test_a_parameter_frozen_on_one_rank_for_some_steps(two, policy):
     if policy == "deferred":
         one, other = two.run(frozen_at_times, settings, orders, [(), (1,), (0, 2), (0,), ()], 2)
         assert all(map(torch.equal, one, other))
-
-
-def collectives(rank):
-    """How often gradients are reduced in the last of several steps, of which three have frozen layers on all ranks."""
-    net, all_reduce = Layers(), dist.all_reduce
-    opt = lowmem.FusedOptimizer(net.named_parameters(), rule="lomo", lr=0.1)
-
-    def counted(tensor, *args, **kwargs):
-        reduced.append(tensor.is_floating_point())
-        return all_reduce(tensor, *args, **kwargs)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "all_reduce", counted)
-        for step in range(4):
-            for n, layer in enumerate(net.layers):
-                layer.weight.requires_grad_(step == 0 or n == 2)
-            reduced = []
-            opt.backward(net((0, 1, 2, 3)))
-    return sum(reduced)
-
-
-def test_parameters_that_all_ranks_have_frozen_are_not_reduced(two):
-    assert two.run(collectives) == [1, 1]
 
 
 def large_gradients(rank, dtype):

@@ -4,7 +4,6 @@ import copy
 import mmap
 import os
 import shutil
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from lowmem import placements
 from lowmem.errors import ConfigError, StepError, UnsupportedError
 from lowmem.placements import homes
 from lowmem.placements.streamed import find_units
-from lowmem.run.memory import step_memory
 from lowmem.step.updates import SMALL
 from lowmem.tiles.storage import roundings, state_storages
 
@@ -158,18 +156,6 @@ def test_transposed_weights(make, batches, weight_format, home, tmp_path):
     both(transposed, batches)
 
 
-def test_weights_that_two_layers_share_stay(make, batches):
-    def tied(streams):
-        model = make(False)  # on the device, from where homes are filled
-        layers = model.model.layers
-        layers[2].mlp.up_proj.weight = layers[0].mlp.up_proj.weight
-        return placed(model, streams)
-
-    streaming = both(tied, batches)
-    homes = [len(unit.homes) for unit in streaming.units]
-    assert homes == [6, 7, 6, 7]
-
-
 def language_model(kind, **options):
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
@@ -204,23 +190,6 @@ def test_models(name, batches, checkpointing):
 
     streaming = both(build, batches, steps, rule="adamw", policy="immediate")
     assert streaming.peak <= 2 * max(unit.nbytes for unit in streaming.units)
-
-
-def test_adapters(make, batches):
-    """Frozen weights are in the units of trained ones, which are small here and stay on the device."""
-    peft = pytest.importorskip("peft")
-
-    def adapted(streams):
-        model = make(False)
-        torch.manual_seed(0)
-        options = {"r": 8, "target_modules": "all-linear", "lora_dropout": 0.1}
-        return placed(peft.get_peft_model(model, peft.LoraConfig(**options)), streams)
-
-    def steps(model, opt, batches):
-        torch.manual_seed(5)
-        return train(model, opt, batches)
-
-    assert both(adapted, batches, steps).written == 0
 
 
 def freeze_layers(model):
@@ -397,26 +366,6 @@ def test_peak_of_a_step(make, batches, policy):
     assert ours <= local - (6 - 2) * unit + largest
 
 
-@pytest.mark.skipif(DEVICE == "cpu", reason="a CPU does not count what is allocated")
-@pytest.mark.parametrize(("rule", "micro_batches"), [("adalomo", 1), ("adamw", 1), ("adalomo", 3)])
-def test_a_plan_has_the_peak_and_the_copies_of_a_step(make, batches, rule, micro_batches):
-    """`step_memory` takes the first step. The second one, which has states from the beginning, is measured."""
-    before = torch.cuda.memory_allocated()
-    model = make(True)
-    opt, streaming = optimizer(model, True, rule), stream(model)
-    losses = [lambda batch=batch: model(**batch).loss for batch in batches[:micro_batches]]
-    planned = step_memory(model, lambda: opt, losses, [])
-    torch.cuda.reset_peak_memory_stats()
-    start = [streaming.fetched, streaming.written]
-    for n, loss in enumerate(losses, start=1):
-        with nullcontext() if n == micro_batches else opt.accumulate():
-            opt.backward(loss())
-    copied = [now - then for now, then in zip([streaming.fetched, streaming.written], start, strict=True)]
-    assert list(planned.copied[:2]) == copied
-    in_flight = 0.01 * (micro_batches > 1)  # a gradient on its way to the host
-    assert planned.peak == pytest.approx(torch.cuda.max_memory_allocated() - before, rel=0.03 + in_flight)
-
-
 def test_units():
     class Block(nn.Module):
         def __init__(self):
@@ -436,13 +385,6 @@ def test_units():
     assert [unit.module for unit in find_units(model)] == list(model[1])
     with pytest.raises(UnsupportedError, match="no repeated layers"):
         find_units(nn.Linear(300, 300))
-
-
-def test_small_parameters_stay(make):
-    assert homes.RESIDENT >= SMALL  # else they would be updated in stacks, after their unit has left
-    model = make(True)
-    stay = {name for name, param in model.named_parameters() if param.numel() <= SMALL}
-    assert stay == {name for name, param in model.named_parameters() if param not in stream(model).owners}
 
 
 @pytest.mark.troubleshooting("lowmem.stream finds no repeated layers")
@@ -491,3 +433,22 @@ def test_a_parameter_is_used_outside_of_its_layer(make, batches, layer):
     model.model.layers[1].mlp.register_forward_hook(lambda *_: weight.sum())
     with pytest.raises(StepError, match="sum uses parameter"):
         model(**batches[0])
+
+
+def test_weights_that_two_layers_share_stay(make, batches):
+    def tied(streams):
+        model = make(False)  # on the device, from where homes are filled
+        layers = model.model.layers
+        layers[2].mlp.up_proj.weight = layers[0].mlp.up_proj.weight
+        return placed(model, streams)
+
+    streaming = both(tied, batches)
+    homes = [len(unit.homes) for unit in streaming.units]
+    assert homes == [6, 7, 6, 7]
+
+
+def test_small_parameters_stay(make):
+    assert homes.RESIDENT >= SMALL  # else they would be updated in stacks, after their unit has left
+    model = make(True)
+    stay = {name for name, param in model.named_parameters() if param.numel() <= SMALL}
+    assert stay == {name for name, param in model.named_parameters() if param not in stream(model).owners}

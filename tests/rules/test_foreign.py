@@ -144,16 +144,6 @@ class Projector:
         return self.kept / self.seen
 
 
-def test_settings_that_a_class_derives_are_in_the_group():
-    """A limit that the class computes from the rate stays when the rate changes."""
-    param = torch.nn.Parameter(torch.ones(3))
-    opt = lowmem.FusedOptimizer([param], rule=ReadsOnce, lr=0.1)
-    assert opt.param_groups[0]["limit"] == 3 * 0.1
-    again = lowmem.FusedOptimizer([torch.nn.Parameter(torch.ones(3))], rule=ReadsOnce, lr=0.5)
-    again.load_state_dict(opt.state_dict())
-    assert again.param_groups[0]["limit"] == 3 * 0.1
-
-
 class ReadsOnce(torch.optim.SGD):
     """Settings that its group does not show, or shows as the class has made them."""
 
@@ -324,15 +314,6 @@ def test_a_model_converted_after_its_optimizer_was_created(cls, dtypes):
     assert same(*map(weights, models))
 
 
-def test_a_class_that_evaluates_different_weights_warns(caplog):
-    class Evaluates(Counting):
-        def eval(self):
-            pass
-
-    lowmem.FusedOptimizer([one_param()], rule=Evaluates)
-    assert "lowmem does not call" in caplog.text
-
-
 class Kinds(Counting):
     """Reads a key of its groups that no argument names."""
 
@@ -353,19 +334,6 @@ def test_group_keys_that_are_not_arguments():
     assert (params[0] == -1.0).all() and (params[1] == -0.5).all() and opt.param_groups[1]["kind"] == "vector"
     with pytest.raises(ConfigError, match=r"Kinds does not read 'llr'. Did you mean 'lr'"):
         lowmem.FusedOptimizer([{"params": [one_param()], "kind": "matrix", "llr": 1.0}], rule=Kinds)
-
-
-class Noisy(torch.optim.SGD):
-    def step(self, closure=None):
-        for param in self.param_groups[0]["params"]:
-            param.grad.add_(torch.randn_like(param))
-        super().step(closure)
-
-
-def test_the_trial_draws_no_random_numbers():
-    before = torch.get_rng_state()
-    lowmem.FusedOptimizer([one_param()], rule=Noisy)
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 class Unusual(torch.optim.Optimizer):
@@ -498,12 +466,6 @@ def test_unsupported_classes_raise_before_the_first_update(error, rule, options,
         lowmem.FusedOptimizer([one_param()], rule=rule, **options)
 
 
-def test_optimi_gradient_release_raises():
-    pytest.importorskip("optimi", exc_type=ImportError)
-    with pytest.raises(UnsupportedError, match="gradient_release=True registers its own hooks"):
-        lowmem.FusedOptimizer([one_param()], rule="optimi.AdamW", lr=1e-3, gradient_release=True)
-
-
 @pytest.mark.cpu_only("bitsandbytes looks for the libraries of CUDA")
 def test_bitsandbytes_settings_of_single_parameters_raise(monkeypatch):
     manager = pytest.importorskip("bitsandbytes", exc_type=ImportError).optim.GlobalOptimManager.get_instance()
@@ -543,3 +505,16 @@ def test_settings_of_the_compiler_reach_the_threads_of_autograd(policy):
         thread.start()
         thread.join()
     assert NotesSettings.seen == [100] and opt.last_step.step == 1
+
+
+class Noisy(torch.optim.SGD):
+    def step(self, closure=None):
+        for param in self.param_groups[0]["params"]:
+            param.grad.add_(torch.randn_like(param))
+        super().step(closure)
+
+
+def test_the_trial_draws_no_random_numbers():
+    before = torch.get_rng_state()
+    lowmem.FusedOptimizer([one_param()], rule=Noisy)
+    assert torch.equal(torch.get_rng_state(), before)

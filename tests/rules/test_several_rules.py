@@ -173,11 +173,9 @@ def test_two_rules_with_one_name_raise(case):
 
 
 SHARED = {
-    "one class": (one, one, (0.0, 0.0)),
     "two classes": (one, two, (0.0, -1.0)),
     "one instance": (times, times, (-1.0, -1.0)),
     "equal instances": (Times(2), Times(2), (-1.0, -1.0)),
-    "a class and its name": (Lomo, "lomo", (0.0, 0.0)),
 }
 
 

@@ -5,7 +5,7 @@ an error before anything has moved.
 import pytest
 import torch
 from support.devices import seeded
-from support.nets import plain_step, same, weights
+from support.nets import same, weights
 from support.products import pairwise
 
 import lowmem
@@ -108,32 +108,6 @@ def test_another_shape():
         else:
             opt.backward(params[0].sum())
             assert torch.equal(params[0], torch.full((80, 48), 0.5))
-
-
-@pytest.mark.parametrize("assigned", [True, False])
-def test_parameters_that_the_model_replaces(assigned):
-    """Weights that are assigned are not those of the optimizer, and raise. A weight that is tied is trained as both."""
-
-    def loss_of(net):
-        return net["head"](net["embed"](torch.arange(6))).square().mean()
-
-    layers = [(torch.nn.Embedding(6, 4), torch.nn.Linear(4, 6, bias=False)) for _ in range(2)]
-    nets = [torch.nn.ModuleDict({"embed": embed, "head": head}) for embed, head in layers]
-    nets[1].load_state_dict(nets[0].state_dict())
-    opt = lowmem.FusedOptimizer(nets[0].named_parameters(), "adamw", lr=0.1, weight_decay=0.01, model=nets[0])
-    opt.backward(loss_of(nets[0]))
-    plain = torch.optim.AdamW(nets[1].parameters(), lr=0.1, foreach=False)
-    plain_step(plain, loss_of(nets[1]))
-    if assigned:
-        nets[0].load_state_dict(nets[1].state_dict(), assign=True)
-        with pytest.raises(StepError, match="no parameter of this optimizer got a gradient"):
-            opt.backward(loss_of(nets[0]))
-    else:
-        for net in nets:
-            net["head"].weight = net["embed"].weight
-        opt.backward(loss_of(nets[0]))
-        plain_step(plain, loss_of(nets[1]))
-    assert same(weights(nets[0]), weights(nets[1]))
 
 
 def test_an_unchanged_parameter_is_inspected_once(monkeypatch):

@@ -280,29 +280,6 @@ def test_scaled_adam_groups_clip_by_their_own_norms():
     assert thresholds == {"model_norm_threshold_group0", "model_norm_threshold_group1"}
 
 
-@pytest.mark.cpu_only("another policy is cheaper there")
-@pytest.mark.parametrize("late", [2, PERIOD])
-def test_scaled_adam_clipping_enabled_later(late):
-    """By a group's options, in the middle of a period and at the end of one; norms before it count as 0."""
-    params, opt = scaled_adam(values(0))
-    norms, clipped = [0.0] * PERIOD, 0
-    for step in range(32):
-        if step == late:
-            opt.param_groups[0]["clipping_scale"] = 1.2
-        give(opt, params, gradients(step))
-        assert opt.policy == ("immediate" if step < late else "two_pass")
-        if step < late:
-            continue
-        statistics = opt.last_step.statistics
-        norms[step % PERIOD] = statistics["model_norm"]
-        assert group_state(opt)["model_norms"].tolist() == pytest.approx(norms)
-        if step % PERIOD == 0:
-            threshold = 1.2 * sorted(norms)[PERIOD // 4 * 2]
-            assert statistics["model_norm_threshold"] == pytest.approx(threshold)
-        clipped += statistics["model_norm"] > statistics["model_norm_threshold"]
-    assert clipped > 2
-
-
 @pytest.mark.parametrize(
     ("at", "bad", "policy"), pairwise([0, 2, PERIOD, PERIOD + 3], [math.inf, math.nan], ["two_pass", "deferred"])
 )

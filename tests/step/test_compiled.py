@@ -244,7 +244,7 @@ def test_code_is_cached_by_the_hyperparameters_it_reads(graphs):
 @pytest.mark.parametrize("event", ["save", "betas in place", "bfloat16"])
 def test_loops_train_as_in_plain_pytorch(as_traced, event):
     """With another optimizer, hyperparameters that are edited, and another dtype."""
-    plain = Settings(hidden=48, rounding="stochastic", batching=False, guard=True, as_list=True, bias=True)
+    plain = Settings(hidden=48, rounding="stochastic", batching=False, as_list=True, bias=True)
     compare(replace(plain, compile=True, events=((1, event),)))
 
 

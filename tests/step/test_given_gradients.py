@@ -46,16 +46,6 @@ def test_gradients_of_the_loop_are_not_modified(options):
     assert torch.equal(shared, torch.full((3, 4), 0.5)) and torch.equal(turned, torch.arange(12.0).view(4, 3).t())
 
 
-@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="a gradient has the dtype of its parameter")
-def test_a_gradient_of_another_dtype():
-    param = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
-    opt = lowmem.FusedOptimizer([param], rule="lomo", lr=1.0, rounding="nearest")
-    param.grad_dtype = None
-    param.grad = torch.full((4,), 0.123456)
-    opt.step()
-    assert torch.equal(param, torch.full((4,), 1 - 0.123456).bfloat16())
-
-
 def test_a_step_that_raises_leaves_the_gradients():
     net = make_net()
     opt = make(net)

@@ -234,16 +234,3 @@ def test_the_number_of_gradients_on_the_device(records, store):
     """While they come: two leave, one arrives, and the sum that it is added to is there, or it and another are coming.
     When the updates begin: two leave and two are coming."""
     assert take_two_micro_batches(records, store) == (5, 4)
-
-
-@on_simgpu
-@pytest.mark.parametrize("forgets", ["to wait for the gradient", "to wait for its copy"])
-def test_a_missing_wait_is_reported(forgets, records, store, monkeypatch):
-    if forgets == "to wait for its copy":
-        copy = GradientStore._copy
-        monkeypatch.setattr(GradientStore, "_copy", lambda *args, **way: (copy(*args, **way), lambda: None)[1])
-    else:
-        monkeypatch.setattr(torch.cuda.Stream, "wait_stream", lambda self, other: None)
-    with simgpu.provoke("race", "unwritten") as events:
-        take_two_micro_batches(records, store)
-    assert events

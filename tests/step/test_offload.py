@@ -212,16 +212,6 @@ def test_channels_last(kind, dtype, store):
     assert opt.last_step.grad_norm.item() == pytest.approx(np.linalg.norm(want.double().cpu().numpy()), rel=1e-6)
 
 
-@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="a gradient has the dtype of its parameter")
-@KINDS
-def test_a_gradient_wider_than_its_parameter(kind, store):
-    """As torch allows by `grad_dtype`."""
-    params, opt = watched(torch.bfloat16, [(2048,), (2048,)], accumulation_dtype="gradient")
-    params[0].grad_dtype = torch.float32
-    opt.backward((params[1].float() * 3).sum() + (params[0].float() * 2).sum())
-    assert [opt.state[param]["seen"].unique().tolist() for param in params] == [[2.0], [3.0]]
-
-
 # -- in pinned memory --------------------------------------------------------------------------------------------------
 
 

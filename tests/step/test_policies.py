@@ -379,19 +379,6 @@ def test_a_plain_backward_around_other_passes_raises_before_the_first_update(net
     assert all(moved(net, before)) and opt.last_step.step == 1
 
 
-def test_a_plain_backward_around_the_first_gradient_or_frozen_layers(net):
-    """The hooks of the inner one come first; around frozen layers it updates nothing."""
-    x, before = torch.ones(2, 4, requires_grad=True), weights(net)
-    opt = make(net, "auto")
-    with pytest.raises(StepError, match="one backward inside another"):
-        checkpoint(net.middle, x, use_reentrant=True).sum().backward()
-    assert not any(moved(net, before)) and opt.last_step is None
-    net.zero_grad()
-    net.middle.requires_grad_(False)
-    net(x, reentrant=True).backward()
-    assert moved(net, before) == [True, False, True] and opt.last_step.step == 1
-
-
 # -- backwards that fail -----------------------------------------------------------------------------------------------
 
 

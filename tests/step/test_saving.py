@@ -21,23 +21,6 @@ ADAM, ADAMW, SGD = torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD
 SHAPES = {"a": (64, 64), "b": (2,)}  # the first one is quantized in complete groups
 
 
-class InFloat32(torch.optim.Optimizer):
-    """Its state is float32, whatever the weights are."""
-
-    def __init__(self, params, lr=1e-3):
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for param in group["params"]:
-                state = self.state[param]
-                if not state:
-                    state["mean"] = torch.zeros_like(param, dtype=torch.float32)
-                state["mean"].mul_(0.9).add_(param.grad.float())
-                param.add_(state["mean"].to(param.dtype), alpha=-group["lr"])
-
-
 def make_optimizer(rule="adamw", dtype=BF16, shapes=SHAPES, steps=1, **options):
     """An optimizer after some steps."""
     values = {name: torch.linspace(-1, 1, math.prod(shape)).view(shape).to(dtype) for name, shape in shapes.items()}
@@ -148,7 +131,6 @@ def test_hooks_of_torch_around_saving_and_loading():
 # -- states that fit ---------------------------------------------------------------------------------------------------
 
 FITS = {
-    "a class with float32 states": (BF16, F32, InFloat32, {"rounding": "nearest"}),
     "a class that stepped on a float32 copy": (BF16, F32, ADAMW, {"rounding": "stochastic"}),
     "a rule with float32 states": (BF16, F32, "adamw", {}),
     "states that are held in 16 bits": (BF16, F32, "adamw", {"state_storage": "bfloat16"}),
@@ -208,22 +190,6 @@ def test_a_torch_state_is_loaded(cls, named, seldom):
     again.load_state_dict(through_file(opt.state_dict()))  # and is saved as any other
 
 
-@pytest.mark.parametrize(("options", "dtype"), [({}, BF16), ({"state_storage": "float32"}, F32)])
-def test_a_torch_state_in_bfloat16(options, dtype):
-    """States of torch have the dtype of the weight; loaded, they have the same values, by default in the same dtype."""
-    theirs, ours = (nn.Parameter(torch.ones(4).bfloat16()) for _ in range(2))
-    plain = ADAMW([theirs])
-    theirs.grad = torch.arange(4.0).bfloat16()
-    plain.step()
-    opt = lowmem.FusedOptimizer([ours], rule="adamw", **options)
-    opt.load_state_dict(plain.state_dict())
-    for name in ("exp_avg", "exp_avg_sq"):
-        assert opt.state[ours][name].dtype == dtype
-        assert torch.equal(opt.state[ours][name].float(), plain.state[theirs][name].float())
-    give_gradients(opt, (ours, torch.ones(4).bfloat16()))
-    assert opt.state[ours]["step"].item() == 2
-
-
 # -- states that do not fit --------------------------------------------------------------------------------------------
 
 
@@ -262,7 +228,6 @@ DTYPES = {
     "AdamW to bfloat16": (F32, BF16, ADAMW, {"rounding": "nearest"}, "exp_avg"),
     "AdamW between 16 bits": (F16, BF16, ADAMW, {"rounding": "nearest"}, "exp_avg"),
     "SGD, which would go on": (BF16, F32, SGD, {"rounding": "nearest", "momentum": 0.9}, "momentum_buffer"),
-    "a master copy of a class": (BF16, F32, InFloat32, {"rounding": "master"}, "weight32"),
     "a residual": (BF16, F32, "adamw", {"rounding": "compensated"}, "residual"),
     "a residual in 8 bits": (BF16, F32, "adamw", {"rounding": "compensated8"}, "residual"),
     "the master copy of LANS": (BF16, F32, "lans", {"multi_precision": True}, "weight32"),

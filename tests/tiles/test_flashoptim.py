@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from support.devices import seeded
-from test_storage import LAST, MIDDLE, decoded, store
+from test_storage import LAST, decoded, store
 
 from lowmem.tiles.storage import Compensated, Moment
 
@@ -87,16 +87,6 @@ def test_a_square_is_only_zero_in_a_group_of_zeros():
         assert (decoded(storage, value, number) > 0).all()
 
 
-@SIGNED
-def test_the_largest_numbers(signed):
-    """Up to the largest of bfloat16; a float32 above it is infinite there, and shows."""
-    value = torch.linspace(0.2, 1, 32).view(1, 32)
-    value[0, 3] = torch.finfo(torch.bfloat16).max
-    assert decoded(Moment(signed, draws=False), value).isfinite().all()
-    value[0, 3] = torch.finfo(torch.float32).max
-    assert not decoded(Moment(signed, draws=False), value).isfinite().any()
-
-
 def tails(exponent, sign, precision):
     """Numbers with this exponent and all tails behind the first, second and last pattern of `precision` bits."""
     heads = np.array([0, 1, (1 << precision) - 1], dtype=np.uint32)[:, None] << np.uint32(23 - precision)
@@ -137,19 +127,3 @@ def test_residuals_equal_flashoptim(dtype, precision, exponents, usual):
                 assert (np.abs(actual - (narrow + residual * half / 127)) <= last).all()
                 assert (error <= half / 254 + last).all()
                 assert np.abs(residual).max() == 127
-
-
-@pytest.mark.parametrize("number", [0, MIDDLE, LAST])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_storing_a_weight_again_does_not_change_it(dtype, number):
-    """Half a spacing away is the middle of two weights: the other one may be taken, with the opposite residual. If that
-    is a power of two, it has twice the spacing, and residuals twice as far apart.
-    """
-    source, storage = seeded(0), Compensated(dtype, 8)
-    value = torch.randn(200_000, generator=source) * 10 ** (torch.rand(200_000, generator=source) * 4 - 3)
-    stored, residual = store(storage, value)
-    again = store(storage, storage.decode((stored, residual)), number)
-    same = (again[0] == stored) & (again[1] == residual)
-    assert same[residual.abs() < 127].all()
-    actual, expected = storage.decode(again), storage.decode((stored, residual))
-    torch.testing.assert_close(actual, expected, rtol=torch.finfo(dtype).eps / 254 * 1.01, atol=0)

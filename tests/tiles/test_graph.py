@@ -1,15 +1,11 @@
 """The compiler: it may fail, and is loaded when the first update is compiled, on the thread that needs it."""
 
 import logging
-import os
-import subprocess
-import sys
 import threading
 
 import pytest
 import torch
 from support.devices import seeded
-from support.products import FULL
 from torch._dynamo.utils import counters
 from torch._inductor import compile_fx, config
 
@@ -23,64 +19,6 @@ pytestmark = [
     pytest.mark.skipif(not has_compiler("cpu"), reason="no C++ compiler"),
     pytest.mark.cpu_only("the simulated GPU has no compiler"),
 ]
-
-PATIENCE = 300
-
-
-def run(script, *words, **environment):
-    """Output of a process, which has to end by itself with status 0."""
-    command = [sys.executable, "-c", script, *map(str, words)]
-    environment = {**os.environ, **environment}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=PATIENCE)
-    assert done.returncode == 0, done.stderr
-    return done.stdout + done.stderr
-
-
-# Two large parameters and two small ones.
-TRAINED = """
-import logging, sys
-import torch, lowmem
-from lowmem.step import compiled
-compiled.COMPILE_FROM = 0
-
-def trained(compile):
-    source = torch.Generator().manual_seed(0)
-    shapes = (8,), (256, 96), (8,), (300, 128)
-    params = [torch.nn.Parameter(torch.randn(shape, generator=source)) for shape in shapes]
-    opt = lowmem.FusedOptimizer(params, rule=sys.argv[1], lr=1e-2, compile=compile)
-    assert opt.compiled == bool(compile)
-    for _ in range(2):
-        opt.backward(sum((p * torch.randn(p.shape, generator=source)).sum() for p in params))
-    return params
-"""
-
-BROKEN = """
-logging.basicConfig(format="%(levelname)s %(message)s")
-assert all(map(torch.equal, trained("auto"), trained(False)))
-try:
-    trained(True)
-except lowmem.errors.ConfigError as error:
-    print(error, file=sys.stderr)
-"""
-
-
-def compiler(folder, refuses):
-    """A C++ compiler that fails with arguments that match a pattern of the shell."""
-    path = folder / "c++"
-    real = os.environ.get("CXX", "g++")
-    path.write_text(f'#!/bin/sh\ncase "$*" in {refuses}) echo it is refused >&2; exit 1;; esac\nexec {real} "$@"\n')
-    path.chmod(0o755)
-    return {"CXX": str(path), "TORCHINDUCTOR_CACHE_DIR": str(folder / "cache")}
-
-
-@pytest.mark.skipif(not FULL, reason="compiles for a minute, without caches")
-def test_with_a_broken_compiler_auto_warns_and_true_raises(tmp_path):
-    """With "auto" updates are not compiled, and one warning says why; with True the constructor raises."""
-    environment = compiler(tmp_path, refuses="*.cpp*")
-    warning, _, refusal = run(TRAINED + BROKEN, "lomo", **environment).partition("compile=True")
-    assert warning.count("WARNING") == 1 and "WARNING updates are not compiled until step 10" in warning
-    assert "but compiling for 'cpu' fails" in refusal
-    assert "it is refused" in warning and "it is refused" in refusal
 
 
 @pytest.fixture
