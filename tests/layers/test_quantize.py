@@ -29,8 +29,6 @@ from lowmem.tiles.quantized import QuantizedWeight, tensors_of
 
 RULES = {
     "adalomo": {"rule": "adalomo"},
-    "lomo": {"rule": "lomo"},
-    "adamw": {"rule": "adamw"},
     "lion": {"rule": "lion"},
     "lans": {"rule": "lans"},
     "scaled_adam": {"rule": "scaled_adam", "size_update_period": 2},
@@ -220,7 +218,7 @@ MODELS = {
 @pytest.mark.parametrize(
     ("model", "how"),
     [
-        *itertools.product(["experts", "experts by columns"], ["grouped_mm", "eager", "batched_mm"]),
+        *itertools.product(["experts", "experts by columns"], ["grouped_mm", "eager"]),
         *itertools.product(["experts in a batch", "Conv1D"], [None]),
     ],
 )

@@ -99,7 +99,9 @@ def test_same_bits_as_local_training(make, batches, rule, policy, dtype, checkpo
     assert streaming.written == len(batches) * LAYERS * tensors * streaming.units[0].nbytes
 
 
-@pytest.mark.parametrize(("rounding", "state_storage"), in_turn(sorted(roundings()), sorted(state_storages())))
+@pytest.mark.parametrize(
+    ("rounding", "state_storage"), in_turn(sorted(roundings()), sorted(state_storages()))[:: 1 if FULL else 2]
+)
 def test_storages(make, batches, rounding, state_storage):
     model = {"dtype": torch.bfloat16, **IN_GROUPS}
     both(make, batches, rule="adamw", rounding=rounding, state_storage=state_storage, model=model)

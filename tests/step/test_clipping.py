@@ -188,6 +188,16 @@ def test_t5x_threshold_comes_after_clip_value(size, policy):
     np.testing.assert_allclose(opt.state[param]["m"].cpu().numpy(), 0.5 * np.sqrt(square / (square + 1e-3)), rtol=3e-5)
 
 
+def test_t5x_threshold_comes_after_clip_norm():
+    """Gradients that `clip_norm` has made smaller are measured as they are then."""
+    start, grad = torch.randn(4, 6), torch.randn(4, 6)
+    params = [torch.nn.Parameter(start.clone()) for _ in range(2)]
+    common = {"epsilon1": 0.1, "clip_norm": 0.01, "policy": "deferred"}
+    for param, threshold in zip(params, (None, 0.02), strict=True):
+        give_gradients(adafactor([param], global_norm_clip_threshold=threshold, **common), (param, grad))
+    torch.testing.assert_close(*params, rtol=1e-6, atol=0)
+
+
 # -- the clipping of ScaledAdam, beyond the trajectories of rules/test_golden.py ---------------------------------------
 
 PERIOD = 6

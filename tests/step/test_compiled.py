@@ -121,7 +121,7 @@ def assert_as_by_tiles(rule, shapes, bits=False, **arguments):
 @pytest.mark.parametrize(("rule", "rounding"), in_turn(RULES, ("nearest", "stochastic", "compensated", "master")))
 def test_compiled_updates_equal_updates_by_tiles(as_traced, rule, rounding):
     """Also the bits that are drawn at random: with others, weights would be spacings apart."""
-    shapes = (MATRIX, EXPERTS, VECTOR, CUT[RULES.index(rule) % 3])
+    shapes = (MATRIX, EXPERTS, CUT[RULES.index(rule) % 3])
     assert_as_by_tiles(rule, shapes, steps=2, bits=rule in ELEMENTWISE, dtype=torch.bfloat16, rounding=rounding)
 
 
@@ -140,10 +140,10 @@ def test_gradients_are_read_as_by_tiles(as_traced, rule, reading):
     ],
 )
 def test_states_are_stored_as_by_tiles(as_traced, rule, state_storage, rounding, monkeypatch):
-    """Also in groups, beside a weight in groups of another size. Of the last two, which have several tiles, lines
+    """Also in groups, beside a weight in groups of another size. Of the last one, which has several tiles, lines
     that are cut without groups would not consist of complete ones."""
     monkeypatch.setitem(storage.TABLE, "weight_in_groups", lambda dtype, signed: storage.Moment(signed, 64, False))
-    shapes = [LONG if rounding == "compensated8" else (5, 32, 64), (1009, 192), (3001, 64)]
+    shapes = [LONG if rounding == "compensated8" else (5, 32, 64), (3001, 64)]
     arguments = {"state_storage": state_storage, "rounding": rounding, "dtype": torch.bfloat16}
     assert_as_by_tiles(rule, shapes, bits=True, steps=2, **arguments)
 
@@ -186,17 +186,17 @@ def test_shapes_steps_and_hyperparameters_share_code(graphs, rule):
         more = {"eps": (1e-30, 1e-3 * (step + 1)), "clip_threshold": 2.0} if rule == "adalomo" else {}
         return {"lr": 0.01 * step, **decay, **more}
 
-    arguments = {"steps": 4, "schedule": schedule}
+    arguments = {"steps": 3, "schedule": schedule}
     first = [(64, 64), VECTOR, (3, 96, 30), (1, 170_000), (3, 200, 1000), KERNEL, (2048,), *CUT]
-    later = [(300_001,), (99, 64), (5, 64, 20), (47, 5000), (901, 610), PRIME, (30, 2, 5, 5), (1013, 170)]
-    later += [(3, 991, 160), (150_011,), (5001,), EXPERTS, (997, 1100)]
+    later = [(300_001,), (99, 64), (5, 64, 20), (47, 5000), (901, 210), PRIME, (30, 2, 5, 5), (1013, 170)]
+    later += [(3, 991, 60), (150_011,), (5001,), EXPERTS]
     trained(rule, first, compile=True, **arguments)
     kinds, parts = len(compiled._TRACED), len(graphs)
     assert_as_by_tiles(rule, later, **arguments)
     assert (len(compiled._TRACED), len(graphs)) == (kinds, parts)
 
 
-@pytest.mark.parametrize("shape", [(3, 96, 30), (1009, 200)])
+@pytest.mark.parametrize("shape", [(1009, 200)])
 def test_gradients_of_any_dtype_read_in_any_way(as_traced, shape):
     for dtype, options in itertools.product((torch.float32, torch.bfloat16), ({}, {"clip_value": 1.0})):
         param = torch.nn.Parameter(torch.zeros(shape))
@@ -308,7 +308,9 @@ def test_an_error_of_tracing_is_reported(graphs, caplog, monkeypatch):
     assert_same(got, trained("adamw", [MATRIX], compile=False), bits=True)
 
 
-@pytest.mark.parametrize(("bad", "rules"), [(math.nan, RULES[::3]), (math.inf, RULES[1::3]), (1e25, RULES[2::3])])
+@pytest.mark.parametrize(
+    ("bad", "rules"), [(math.nan, ("adalomo", "lans")), (math.inf, ("adamw",)), (1e25, ("adafactor",))]
+)
 def test_non_finite_gradients_change_nothing(as_traced, bad, rules):
     """Nor do finite ones whose squares overflow float32."""
     for rule, other in in_turn(rules, (VECTOR, CUT[0])):

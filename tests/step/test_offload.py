@@ -12,7 +12,6 @@ import torch
 from support import simgpu
 from support.devices import seeded
 from support.nets import give_gradients, records_of
-from support.products import in_turn
 
 import lowmem
 from lowmem.options import FusedConfig
@@ -143,11 +142,13 @@ def assert_seen(opt, params, steps):
 
 @pytest.mark.parametrize(
     ("kind", "count", "dtype", "sums"),
-    in_turn(
-        ["resident", "mixed", "host"], [1, 2, 7, 2, 7],
-        ["float32", "float32", "bfloat16", "float16", "bfloat16", "float32"], ["float32", "gradient"],
-    ),
-)  # fmt: skip
+    [
+        *((kind, 7, "float32", "float32") for kind in ("resident", "mixed", "host")),
+        ("resident", 1, "bfloat16", "gradient"),
+        ("mixed", 2, "float16", "gradient"),
+        ("host", 7, "bfloat16", "gradient"),
+    ],
+)
 def test_sums_equal_grad(kind, dtype, sums, count, store):
     """Bit for bit, and a step's sums leave nothing to the next."""
     dtype = getattr(torch, dtype)

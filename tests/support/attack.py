@@ -38,8 +38,6 @@ HYPER: dict[str, dict[str, Any]] = {
     "scaled_adam": {"lr": 0.03, "betas": (0.9, 0.98), "eps": 1e-3, "size_update_period": 2},
     "torch.optim.SGD": {"lr": 0.01, "momentum": 0.9, "foreach": False},
     "torch.optim.AdamW": {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-3, "foreach": False},
-    "torch.optim.RMSprop": {"lr": 0.003, "eps": 1e-3, "foreach": False},
-    "torch.optim.Adagrad": {"lr": 0.03, "eps": 1e-3, "foreach": False},
 }
 NO_DECAY = ("adafactor_t2t", "scaled_adam")
 DECAY = {"adafactor": "weight_decay_rate", "lans": "wd"}
