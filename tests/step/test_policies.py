@@ -248,17 +248,18 @@ def test_other_leaves_get_their_gradient_once(net):
     assert same(*grads)
 
 
-def half_a_per_cent_larger(net):
-    """A hook in the graph counts its calls."""
-    loss, calls = net(torch.randn(8, 4)), itertools.count()
-    loss.register_hook(lambda grad: grad * (1 + 0.005 * next(calls)))
-    return loss
+def half_a_per_cent_larger(net, every):
+    """A hook in the graph counts its calls: every gradient is another one, or only that of `early`."""
+    x, calls = torch.randn(8, 4), itertools.count()
+    part = net(x) if every else net.early(x).square().sum() * 10
+    part.register_hook(lambda grad: grad * (1 + 0.005 * next(calls)))
+    return part if every else part + 1e-3 * net(x)
 
 
-@pytest.mark.parametrize("loss_scale", [None, 1024.0])
-def test_a_different_replay_raises(net, loss_scale):
+@pytest.mark.parametrize(("loss_scale", "every"), [(None, False), (1024.0, True)])
+def test_a_different_replay_raises(net, loss_scale, every):
     opt = make(net, "two_pass", clip_norm=0.5, loss_scale=loss_scale)
-    opt.backward(half_a_per_cent_larger(net))
+    opt.backward(half_a_per_cent_larger(net, every))
     for go_on in (lambda: opt.backward(net()), opt.state_dict):
         with pytest.raises(StepError, match=r"step 1 is torn: its second pass computed other gradients.*'deferred'"):
             go_on()

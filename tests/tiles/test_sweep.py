@@ -212,3 +212,9 @@ def test_a_tensor_that_is_missing_is_a_missing_attribute():
     assert hasattr(fields, "r") and not hasattr(fields, "c") and torch.equal(copy.copy(fields).r, fields.r)
     with pytest.raises(AttributeError, match="'c' was passed to the sweep"):
         _ = fields.c
+
+
+def test_noise_of_many_columns_does_not_repeat():
+    starts = [0, 1 << 30, 1 << 31, 3 << 30, 1 << 32, 5 << 30, 3 << 31, 1 << 33]
+    seen = {tuple(rounded_at(start).tolist()) for start in starts}
+    assert len(seen) == len(starts)
