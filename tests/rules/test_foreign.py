@@ -111,7 +111,7 @@ def with_another_rate(self, group, used):
 
 def beside_states(self, group, used):
     kept = self.state["all"]
-    kept["recent"] = deque([*kept.get("recent", ()), len(kept)], maxlen=3)
+    kept.setdefault("recent", deque(maxlen=3)).append(len(kept))
     kept[1] = kept.get(1, 0) + 1
     return kept[1] + len(kept["recent"])
 

@@ -44,13 +44,7 @@ def test_the_share_covers_all_elements_with_a_gradient(monkeypatch, policy, roun
     monkeypatch.setattr(changes, "EVERY", 1)
     net = Words()
     opt = lowmem.FusedOptimizer(
-        net.named_parameters(),
-        rule="adalomo",
-        lr=3e-3,
-        weight_decay=0.5,
-        rounding=rounding,
-        policy=policy,
-        compile=False,
+        net.named_parameters(), "adalomo", lr=3e-3, weight_decay=0.5, rounding=rounding, policy=policy, compile=False
     )
     for step in range(3):
         words = torch.arange(step, step + 10)  # most rows of the embedding have no gradient

@@ -243,15 +243,13 @@ def test_code_is_cached_by_the_hyperparameters_it_reads(graphs):
 
 
 def test_code_is_cached_by_how_gradients_are_read(as_traced):
-    """At once, and then stored, measured and summed over micro-batches."""
-    results = []
-    for compile in (True, False):
-        params, opt = trained("adamw", [MATRIX, CUT[0]], compile=compile, state_storage="float32")
-        with opt.accumulate():
-            backward(opt, params, seeded(1))
-        backward(opt, params, seeded(2))
-        results.append((params, opt))
-    assert_same(*results, bits=True)
+    """At once, and then stored until the step is decided, which skips it."""
+    params, opt = trained("adamw", [MATRIX, CUT[0]], compile=True)
+    with opt.accumulate():
+        backward(opt, params, seeded(1))
+    before = [param.clone() for param in params]
+    opt.backward(params[0].sum() + params[1].sum() * math.nan)
+    assert all(map(torch.equal, params, before))
 
 
 @pytest.mark.parametrize("event", ["save", "betas in place", "bfloat16"])
