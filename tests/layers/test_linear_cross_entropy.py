@@ -276,3 +276,14 @@ def test_second_derivatives_raise(inputs):
     loss = linear_cross_entropy(hidden, weight.float(), labels)
     with pytest.raises(UnsupportedError, match=r"create_graph=True: .*cross_entropy\(hidden @ weight.T, labels\)"):
         torch.autograd.grad(loss, hidden, create_graph=True)
+
+
+def test_the_gradient_of_a_log_sum_does_not_take_stored_probabilities(inputs):
+    hidden, weight, _, labels = inputs
+    grads = []
+    for caches in (False, True):
+        mine = leaves((hidden, weight), torch.float32)
+        losses, log_sums, _ = token_losses(*mine, None, labels.clamp(min=0), Head(), caches_probabilities=caches)
+        (losses.sum() + log_sums.square().sum()).backward()
+        grads.append([tensor.grad for tensor in mine])
+    torch.testing.assert_close(*grads)

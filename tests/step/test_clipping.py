@@ -309,6 +309,14 @@ def test_scaled_adam_a_skipped_step_leaves_no_trace(at, bad, policy):
     assert all(map(torch.equal, runs[0][0], runs[1][0]))
 
 
+def test_a_new_state_forgets_the_norms():
+    params, opt = scaled_adam(values(0), clipping_scale=0.8)
+    give(opt, params, gradients(0))
+    assert group_state(opt)
+    opt.state = {}
+    assert not group_state(opt)
+
+
 # -- parameters that the optimizer does not have -----------------------------------------------------------------------
 
 

@@ -206,6 +206,18 @@ def test_tiles_of_many_columns(first, last, tile):
     assert all(start // WIDEST == (stop - 1) // WIDEST for start, stop in cols)
 
 
+class Three:
+    """Ranks that have once, twice and three times the tensors of this one."""
+
+    def all_reduce(self, tensors, *, largest=False):
+        return [tensor * (3 if largest else 6) for tensor in tensors]
+
+
+def test_sums_and_maxima_over_ranks():
+    sums = stored.over_ranks(Three(), Sums(row={"r": torch.ones(1, 2)}, row_max={"m": torch.ones(1, 2)}))
+    assert sums.row["r"].tolist() == [[6.0, 6.0]] and sums.row_max["m"].tolist() == [[3.0, 3.0]]
+
+
 def test_a_tensor_that_is_missing_is_a_missing_attribute():
     """So that hasattr and copy work on the tensors of a tile."""
     fields = Fields({("row", "r"): torch.ones(2)}, "row")
