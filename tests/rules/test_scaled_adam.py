@@ -110,14 +110,3 @@ def test_statistics(give_gradients):
     give_gradients(opt, (matrix, grad))
     says(5 * 6, "m", 1.0, 6.0)
     assert first.statistics["model_norm"] == pytest.approx(math.sqrt(125))  # the statistics of a step do not change
-
-
-@pytest.mark.parametrize(
-    ("options", "grad", "norm"), [({"show_dominant_parameters": False}, [3.0, 4.0], 10.0), ({}, [0.0, 0.0], 0.0)]
-)
-def test_statistics_without_a_dominant_parameter(give_gradients, options, grad, norm):
-    """On request, and for a gradient of zeros."""
-    param = torch.nn.Parameter(torch.full((2,), 2.0))
-    opt = lowmem.FusedOptimizer([param], rule="scaled_adam", **options)
-    give_gradients(opt, (param, torch.tensor(grad)))
-    assert opt.last_step.statistics == {"model_norm": pytest.approx(norm)}

@@ -145,15 +145,10 @@ class Times(Lomo):
         return super().scalars({**hyper, "lr": hyper["lr"] * self.times}, step)
 
 
-class Thrice(Times):
-    """Another rule of the same name."""
-
-
 one, two, times = sgd_called("One", 1), sgd_called("Two", 2), Times(2)
 SAME_NAME = {
     "classes": (sgd_called("Called", 1), sgd_called("Called", 2)),
     "instances": (Times(1), Times(2)),
-    "rules": (Times(3), Thrice(3)),
     "a name and an instance": ("lomo", type("Lomo2", (Lomo,), {})()),
 }
 
