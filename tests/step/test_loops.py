@@ -190,6 +190,32 @@ def test_a_paused_optimizer_does_not_step():
 # -- gradients ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("policy", ["immediate", "two_pass", "deferred"])
+def test_gradients_that_share_memory(policy):
+    """torch gives two views of one gradient to a sum of two views."""
+
+    def parameters():
+        return [nn.Parameter(torch.linspace(-1, 1, 6).view(2, 3)), nn.Parameter(torch.linspace(0, 2, 6).view(3, 2))]
+
+    def loss_of(a, b):
+        return ((a.view(-1) + b.view(-1)) ** 2).sum()
+
+    clip = {} if policy == "immediate" else {"clip_norm": 2.0}
+    a, b = parameters()
+    opt = lowmem.FusedOptimizer(
+        [("a", a), ("b", b)], rule="lomo", lr=0.1, policy=policy, loss_scale=8.0, clip_value=3.0, batching=False, **clip
+    )
+    opt.backward(loss_of(a, b))
+    x, y = parameters()
+    loss_of(x, y).backward()
+    y.grad = y.grad.clone()  # torch's own clipping would take effect twice
+    clip_grad_value_([x, y], 3.0)
+    if clip:
+        clip_grad_norm_([x, y], 2.0)
+    torch.optim.SGD([x, y], lr=0.1, foreach=False).step()
+    assert same([a, b], [x, y])
+
+
 @pytest.mark.cpu_only("the simulated GPU has no sparse tensors")
 @pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.Adagrad])
 def test_sparse_gradients_are_converted_to_dense(cls):
@@ -493,29 +519,3 @@ def test_a_wrapper_that_imitates_the_class():
     wrapper.backward(loss_of(net, 2))
     assert opt.last_step.step == 2
     assert same(weights(net), ordinary(make_net(), [[0], [1, 2]]))
-
-
-@pytest.mark.parametrize("policy", ["immediate", "two_pass", "deferred"])
-def test_gradients_that_share_memory(policy):
-    """torch gives two views of one gradient to a sum of two views."""
-
-    def parameters():
-        return [nn.Parameter(torch.linspace(-1, 1, 6).view(2, 3)), nn.Parameter(torch.linspace(0, 2, 6).view(3, 2))]
-
-    def loss_of(a, b):
-        return ((a.view(-1) + b.view(-1)) ** 2).sum()
-
-    clip = {} if policy == "immediate" else {"clip_norm": 2.0}
-    a, b = parameters()
-    opt = lowmem.FusedOptimizer(
-        [("a", a), ("b", b)], rule="lomo", lr=0.1, policy=policy, loss_scale=8.0, clip_value=3.0, batching=False, **clip
-    )
-    opt.backward(loss_of(a, b))
-    x, y = parameters()
-    loss_of(x, y).backward()
-    y.grad = y.grad.clone()  # torch's own clipping would take effect twice
-    clip_grad_value_([x, y], 3.0)
-    if clip:
-        clip_grad_norm_([x, y], 2.0)
-    torch.optim.SGD([x, y], lr=0.1, foreach=False).step()
-    assert same([a, b], [x, y])
