@@ -65,6 +65,24 @@ def test_different_parameters_on_ranks_raise(two, name):
     two.run(assert_raises, name)
 
 
+def a_group_that_differs(rank):
+    net, late = layers(1), layers(1)
+    opt = lowmem.FusedOptimizer(net.named_parameters(), rule="lomo", lr=0.1)
+    torch.manual_seed(rank)
+    with pytest.raises(UnsupportedError, match="the values of the parameters differ between rank 0 and rank 1"):
+        opt.add_param_group({"params": list(layers(1).named_parameters(prefix="late"))})
+    opt.backward(net(torch.ones(1, 4)).sum())
+    opt.add_param_group({"params": list(late.named_parameters(prefix="late")), "lr": 0.1 + rank})
+    with pytest.raises(ConfigError, match="lr of parameter group 1"):
+        opt.backward(late(net(torch.ones(1, 4))).sum())
+    return [param.detach() for param in net.parameters()]
+
+
+def test_a_group_that_is_added_later(two):
+    one, other = two.run(a_group_that_differs)
+    assert all(map(torch.equal, one, other))
+
+
 def named_replicated(rank):
     net = seeded_by(rank)
     lowmem.FusedOptimizer(net.named_parameters(), rule="lomo", lr=0.1, placement="replicated")
