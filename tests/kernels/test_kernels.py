@@ -121,15 +121,6 @@ def test_aligned_tensors_and_tensors_that_are_not():
     assert [each.member().is_aligned for each in units] == [False, True]
 
 
-def test_each_slice_has_its_own_noise():
-    parameters = made("adalomo", BF16, "stochastic", shapes=[(2, 10, 30)])
-    weight, grad = parameters[0].tensors["param", 0], parameters[0].gradient(1)
-    weight[1], grad[1] = weight[0], grad[0]
-    ((_, batch),) = batches_of(parameters, Reading())
-    run(batch, parameters, [grad], 1, Reading())
-    assert weight[0].ne(weight[1]).any()
-
-
 @pytest.mark.parametrize("rule", ["adalomo", "lion"])
 def test_a_gradient_that_is_not_finite_leaves_its_parameter_unchanged(rule):
     shapes = [(3, 20, 40), (3, 7, 9)]
@@ -157,13 +148,6 @@ def test_a_decided_step_is_read_by_member(rule):
     assert launches_of(batch) == {"adalomo": 6, "adamw": 2}[rule]
     assert_close(update(parameters, reading=decided))
     assert [bool(each.small[key].any()) for each in parameters for key in [next(iter(each.small))]] == [True, False]
-
-
-def test_launches():
-    expected = {"lomo": 3, "lion": 3, "adamw": 3, "adalomo": 6}
-    for rule, launches in expected.items():
-        ((_, batch),) = batches_of(made(rule, shapes=[(30, 40), (20, 30)]), Reading())
-        assert launches_of(batch) == launches
 
 
 @pytest.mark.parametrize("rule", ["adalomo", *(["lans"] if FULL else [])])

@@ -182,13 +182,3 @@ def test_autocast_applies_as_in_the_head(linear):
     torch.testing.assert_close(logits + 0, expected)
     ours, other = (F.cross_entropy(z.float(), IDS[0, :2]) for z in (logits, expected))
     torch.testing.assert_close(ours, other, rtol=1e-2, atol=1e-2)
-
-
-def test_a_head_has_the_attributes_of_its_layer(linear):
-    head = LazyHead(linear, lambda *_: nullcontext())
-    assert head.weight is linear.weight and head.bias is linear.bias and head.in_features == SIZE
-
-
-def test_a_matrix_has_the_temperature_of_the_losses(linear):
-    logits = LazyHead(linear, lambda *_: nullcontext(), temperature=2.0)(torch.randn(BATCH, TOKENS, SIZE))
-    torch.testing.assert_close(loss(logits), loss(logits + 0.0), rtol=1e-5, atol=2e-6)

@@ -1,13 +1,11 @@
 """Tiled MLPs compute what whole ones compute, one tile at a time, and return one gradient per weight."""
 
 import copy
-import gc
 
 import pytest
 import torch
-from support.mlps import GPT2, GROUPS, MLP, MODELS, Net, assert_close, build, gradients, step
+from support.mlps import GROUPS, MLP, MODELS, Net, assert_close, build, gradients, step
 from support.products import FULL, pairwise
-from torch._subclasses import FakeTensorMode
 
 import lowmem
 from lowmem.errors import ConfigError, StepError, UnsupportedError
@@ -22,19 +20,9 @@ def test_mlps_are_found(kind, sizes, place):
         assert tile_mlps(build(kind, sizes), 8) == [f"{place}.0.mlp", f"{place}.1.mlp"]
 
 
-def on_meta(kind, **sizes):
+def on_meta(kind):
     with torch.device("meta"):
-        return build(kind, GROUPS | sizes)
-
-
-def test_dense_layers_among_sparse_ones_are_tiled():
-    assert tile_mlps(on_meta("Qwen3Moe", mlp_only_layers=[1]), 8) == ["model.layers.1.mlp"]
-
-
-def test_mlps_of_other_names():
-    net = Net(MLP())
-    net.other = MLP()
-    assert tile_mlps(net, 8, names=["other"]) == ["other"]
+        return build(kind, GROUPS)
 
 
 class Residual(MLP):
@@ -47,15 +35,10 @@ A_MIXTURE = r"'model\.layers\.0\.mlp' is a mixture of experts.*Omit mlp_tile"
 @pytest.mark.parametrize(
     ("make", "options", "words"),
     [
-        *(
-            pytest.param(lambda kind=kind: on_meta(kind), {}, A_MIXTURE, id=kind)
-            for kind in ("Mixtral", "Qwen3Moe", "GptOss")
-        ),
+        *(pytest.param(lambda kind=kind: on_meta(kind), {}, A_MIXTURE, id=kind) for kind in ("Mixtral", "GptOss")),
         (lambda: on_meta("OPT"), {}, "OPTForCausalLM"),
-        (lambda: Net(MLP()), {"names": ["dense"]}, "a module named dense that is called"),
         (lambda: Net(Residual()), {}, "Net has no MLP"),  # it takes two tensors
         (lambda: Net(MLP()), {"tokens": 0}, "mlp_tile=0"),
-        (lambda: Net(MLP()), {"tokens": -1}, "mlp_tile=-1"),
     ],
 )
 def test_a_model_that_cannot_be_tiled_raises(make, options, words):
@@ -141,40 +124,6 @@ def test_inputs_of_any_shape_and_stride(shape, cls, tokens):
             tile_mlps(net, tokens)
         del net.mlp.forward, net.mlp._tiling
         assert_close(results[1], results[0])
-
-
-def test_evaluation(token_batches):
-    model = build("Llama", GROUPS).eval()
-    (batch,) = token_batches(1)
-    with torch.no_grad():
-        whole = model(**batch)
-        tile_mlps(model, 7)
-        tiled = model(**batch)
-    torch.testing.assert_close(tiled.logits, whole.logits)
-    assert tiled.loss.grad_fn is None
-    with torch.inference_mode():
-        torch.testing.assert_close(model(**batch).logits, whole.logits)
-
-
-def test_a_second_call_sets_another_tile():
-    net = Net(MLP())
-    sizes = []
-    net.mlp.gate.register_forward_pre_hook(lambda _, args: sizes.append(args[0].shape[-2]))
-    for tokens in (2, 3):
-        tile_mlps(net, tokens)
-        net(torch.zeros(8, 32))
-        sizes.clear()
-        net(torch.zeros(8, 32)).sum().backward()
-        assert sizes == {2: [2, 2, 2, 2] * 2, 3: [3, 3, 2] * 2}[tokens]
-
-
-def test_a_copy_is_tiled_with_its_own_weights():
-    net = Net(MLP())
-    tile_mlps(net, 3)
-    twin = copy.deepcopy(net)
-    twin(torch.randn(8, 32)).sum().backward()
-    assert gradients(twin)
-    assert not gradients(net)
 
 
 def test_each_hook_fires_once_with_the_whole_gradient():
@@ -282,65 +231,3 @@ def test_dropout_is_drawn_per_tile():
     out.square().sum().backward()
     assert torch.equal(torch.get_rng_state(), state)
     assert_close(gradients(mlp) | {"out": out}, whole)
-
-
-def test_dropout_with_activation_checkpointing(token_batches):
-    (batch,) = token_batches(1)
-    results = []
-    for checkpointing in (False, True):
-        model = build("GPT2", GPT2, checkpointing)
-        tile_mlps(model, 7)
-        torch.manual_seed(1)
-        results.append(step(model, batch))
-    assert torch.equal(results[0][0], results[1][0])
-    assert_close(results[1][1], results[0][1])
-
-
-# -- fused training ----------------------------------------------------------------------------------------------------
-
-# eps of a size at which rounding of small gradients does not decide the direction of an update
-ADALOMO, ADAMW = {"rule": "adalomo", "eps": (1e-30, 1e-3)}, {"rule": "adamw", "eps": 1e-3}
-CLIPPED = {"clip_norm": 0.5}
-
-
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize(
-    "options", [ADALOMO, ADAMW | {"policy": "two_pass"} | CLIPPED, ADAMW | {"policy": "deferred"} | CLIPPED], ids=str
-)
-def test_fused_training_equals_whole_mlps(options, checkpointing, token_batches):
-    """Three steps; gradients differ by the order of float32 sums, 1e-7, and each step adds to it. On several ranks:
-    tests/placements/test_sharded_models.py."""
-    weights = []
-    for tiled in (False, True):
-        model = build("Llama", GROUPS, checkpointing)
-        if tiled:
-            tile_mlps(model, 7)
-        opt = lowmem.FusedOptimizer(model.named_parameters(), lr=1e-2, **options)
-        for batch in token_batches(3):
-            opt.backward(lambda batch=batch, model=model: model(**batch).loss)
-        weights.append(dict(model.named_parameters()))
-    torch.testing.assert_close(*weights, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("device", ["cpu", "meta"])  # a plan's GPU is "meta"
-def test_a_step_with_fake_tensors(device):
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.device(device):
-        model = build("Llama", GROUPS, checkpointing=True)
-        tile_mlps(model, 7)
-        opt = lowmem.FusedOptimizer(model.named_parameters(), rule="lomo", lr=1e-2)
-        ids = torch.zeros(2, 16, dtype=torch.long)
-        opt.backward(model(input_ids=ids, labels=ids).loss)
-    assert opt.last_step.step == 1
-
-
-def test_backwards_leave_no_tensors_behind():
-    """Hooks of the leaves of a backward are not to keep them."""
-    net = Net(MLP()).requires_grad_()
-    tile_mlps(net, 4)
-    counts = []
-    for _ in range(3):
-        net(torch.randn(1, 16, 32)).sum().backward()
-        net.zero_grad()
-        gc.collect()
-        counts.append(sum(type(thing) is torch.Tensor for thing in gc.get_objects()))
-    assert counts[1] == counts[2]

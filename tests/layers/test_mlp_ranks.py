@@ -14,16 +14,6 @@ def mine(ids):
     return ids.tensor_split(2)[torch.distributed.get_rank()]
 
 
-def made_sharded(rank):
-    """Results of whole and of tiled MLPs."""
-    return [train(zero3(rank, lambda tile=tile: make(mlp_tile=tile)), mine, {}, "usual") for tile in (None, 8)]
-
-
-def test_zero3_from_the_start(two):
-    for whole, tiled in two.run(made_sharded):
-        assert_as_one_device([tiled], whole)
-
-
 def initialized_first(rank):
     model = zero3(rank, make)
     with pytest.raises(UnsupportedError, match=r"'model\.layers\.0\.mlp'.*before deepspeed\.initialize"):

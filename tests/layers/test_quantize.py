@@ -6,7 +6,7 @@ import itertools
 import pytest
 import torch
 from support.compiled import compiles
-from support.products import in_turn
+from support.products import FULL, in_turn
 from torch import nn
 from torch.nn import functional as F
 from transformers import (
@@ -29,8 +29,6 @@ from lowmem.tiles.quantized import QuantizedWeight, tensors_of
 
 RULES = {
     "adalomo": {"rule": "adalomo"},
-    "lomo": {"rule": "lomo"},
-    "adamw": {"rule": "adamw"},
     "lion": {"rule": "lion"},
     "lans": {"rule": "lans"},
     "scaled_adam": {"rule": "scaled_adam", "size_update_period": 2},
@@ -83,7 +81,7 @@ def test_every_rule_updates_all_quantized_weights_and_the_loss_falls(llama, toke
     model = llama("int10")
     batch = token_batches(1)[0]
     before = model(**batch).loss.item()
-    opt = train(model, [batch] * 8, **options)
+    opt = train(model, [batch] * 4, **options)
     assert model(**batch).loss.item() < before
     assert changed_weights(model, llama("int10")) == 2 + 2 * 7
     assert 0 < opt.last_step.changed_share <= 1
@@ -115,7 +113,7 @@ def test_activation_checkpointing_measures_the_gradients_of_ordinary_weights(lla
 
 
 @compiles
-@pytest.mark.parametrize(("weight_format", "rule"), in_turn(["int10", "int12"], ["lion", "adalomo"]))
+@pytest.mark.parametrize(("weight_format", "rule"), [("int10", "lion"), *([("int12", "adalomo")] if FULL else [])])
 def test_compiled_code_gives_the_same_bits(weight_format, rule):
     results = []
     for compiled in (False, True):
@@ -129,8 +127,7 @@ def test_compiled_code_gives_the_same_bits(weight_format, rule):
     assert_same(*results)
 
 
-@pytest.mark.parametrize("options", [RULES["adalomo"], RULES["8-bit states"], RULES["lomo"]], ids=str)
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("options", "tied"), [(RULES["8-bit states"], False), (RULES["adalomo"], True)], ids=str)
 def test_resumed_bit_for_bit_from_files_that_transformers_reads(llama, token_batches, options, tied, tmp_path):
     batches = token_batches(6)
     model = llama("int12", tie_word_embeddings=tied)
@@ -151,15 +148,6 @@ def test_resumed_bit_for_bit_from_files_that_transformers_reads(llama, token_bat
     loaded = llama(tie_word_embeddings=tied)
     weights.load_weights(loaded, tmp_path)
     assert_same(shown, loaded)
-
-
-def test_a_state_dict_restores_the_quantized_weights(llama, token_batches):
-    model = llama("int10")
-    opt = train(model, token_batches(2), rule="adamw")
-    other = llama("int10")
-    again = lowmem.FusedOptimizer(other.named_parameters(), "adamw", lr=1e-2)
-    again.load_state_dict(opt.state_dict())
-    assert changed_weights(model, other) == 0
 
 
 class Experts(nn.Module):
@@ -209,26 +197,6 @@ def test_bytes_in_a_real_step(kind, experts, monkeypatch):
     assert memory.largest_gradient == 2 * largest
 
 
-def test_eight_bits_warn(llama, caplog):
-    llama("int10")
-    assert not caplog.records
-    model = llama("int8")
-    assert "int12 weights almost as much" in caplog.text
-    lowmem.quantize_(model, "int8")  # as a trainer does, again
-    assert len(caplog.records) == 1
-
-
-def test_a_dequantized_model_is_an_ordinary_model(llama, token_batches, tmp_path):
-    model = llama("int10", tie_word_embeddings=True)
-    train(model, token_batches(2))
-    logits = model(**token_batches(1)[0]).logits
-    lowmem.dequantize_(model)
-    assert not any(isinstance(param, QuantizedWeight) for param in model.parameters())
-    assert model.lm_head.weight is model.model.embed_tokens.weight
-    assert torch.equal(model(**token_batches(1)[0]).logits, logits)
-    model.save_pretrained(tmp_path)
-
-
 SMALL = {"vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16}
 FEW = {**SMALL, "num_key_value_heads": 4, "num_experts_per_tok": 2}
 MODELS = {
@@ -250,7 +218,7 @@ MODELS = {
 @pytest.mark.parametrize(
     ("model", "how"),
     [
-        *itertools.product(["experts", "experts by columns"], ["grouped_mm", "eager", "batched_mm"]),
+        *itertools.product(["experts", "experts by columns"], ["grouped_mm", "eager"]),
         *itertools.product(["experts in a batch", "Conv1D"], [None]),
     ],
 )
@@ -269,18 +237,6 @@ def test_experts_and_layers_of_other_models(model, how, tmp_path):
     weights.save_weights(net, str(tmp_path))
     again = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert_same(lowmem.dequantize_(net), again)
-
-
-def test_modules_that_only_look_like_conv1d_stay_as_they_are():
-    class Filters(nn.Module):
-        def __init__(self, **params):
-            super().__init__()
-            self.nf = 64
-            for name, shape in params.items():
-                setattr(self, name, nn.Parameter(torch.ones(shape)))
-
-    model = nn.Sequential(Filters(kernel=(64, 64)), Filters(weight=(8, 8, 8, 64)))
-    assert not lowmem.tiles.quantized.in_codes(lowmem.quantize_(model, "int12"))
 
 
 def test_only_large_trained_matrices_are_quantized(llama):

@@ -123,14 +123,6 @@ def test_a_model_can_still_be_copied_and_pickled(cls, duplicate):
     assert torch.equal(other(torch.arange(10)), module(torch.arange(10)))
 
 
-@pytest.mark.parametrize("options", [{"max_norm": 1.0}, {"scale_grad_by_freq": True}, {"sparse": True}])
-def test_embeddings_with_other_gradients_are_not_replaced(options):
-    embedding = torch.nn.Embedding(10, 4, **options)
-    assert not share_gradient(embedding)
-    assert type(embedding) is torch.nn.Embedding
-    assert not share_gradient(torch.nn.Linear(4, 4))
-
-
 # -- several ranks -----------------------------------------------------------------------------------------------------
 
 

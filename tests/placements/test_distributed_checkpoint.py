@@ -75,7 +75,7 @@ def through_dcp(rank, count, kind, settings, folder):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+@pytest.mark.parametrize("settings", list(SETTINGS.values())[2:], ids=list(SETTINGS)[2:])
 def test_one_device(settings, tmp_path):
     through_dcp(0, 1, "replicated", settings, tmp_path / "saved")
 
@@ -85,8 +85,7 @@ def on_ranks(rank, kind, settings, folder):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("settings", ["adamw", "scaled_adam"])
-@pytest.mark.parametrize("kind", ["replicated", "fsdp2"])
+@pytest.mark.parametrize(("kind", "settings"), [("replicated", "adamw"), ("fsdp2", "scaled_adam")])
 def test_ranks_and_another_number_of_them(two, kind, settings, tmp_path):
     results = two.run(on_ranks, kind, SETTINGS[settings], tmp_path / "saved")
     net = make()

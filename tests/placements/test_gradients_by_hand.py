@@ -10,7 +10,6 @@ from support.shards import KINDS, SHARDS, make
 from torch.distributed.tensor import distribute_tensor
 
 import lowmem
-from lowmem import placements
 
 STEPS = 4
 
@@ -103,18 +102,3 @@ def test_replicated(ranks, settings, micro_batches):
 )
 def test_sharded(two, kind, settings):
     assert_same(two.run(on_ranks, kind, settings), alone(2, settings, apart=False))
-
-
-def not_gathered(rank):
-    net = SHARDS["zero3"](rank, make, stage3_param_persistence_threshold=0)
-    opt = lowmem.FusedOptimizer(net.named_parameters(), model=net, rule="adamw")
-    before = placements.full_tensor(net.embed).clone()
-    with gathered("zero3", [net.embed]):
-        net.embed.grad = torch.ones_like(net.embed)
-    with pytest.raises(RuntimeError, match=r"got \[7, 5\] but expected shape compatible with \[0\]"):
-        opt.step()
-    return torch.equal(placements.full_tensor(net.embed), before) and opt.last_step is None
-
-
-def test_a_partitioned_parameter(two):
-    assert two.run(not_gathered) == [True, True]

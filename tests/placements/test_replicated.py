@@ -4,7 +4,6 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-import torch.distributed as dist
 from support.nets import Layers
 
 import lowmem
@@ -45,29 +44,6 @@ def test_a_parameter_frozen_on_one_rank_for_some_steps(two, policy):
         assert all(map(torch.equal, one, other))
 
 
-def collectives(rank):
-    """How often gradients are reduced in the last of several steps, of which three have frozen layers on all ranks."""
-    net, all_reduce = Layers(), dist.all_reduce
-    opt = lowmem.FusedOptimizer(net.named_parameters(), rule="lomo", lr=0.1)
-
-    def counted(tensor, *args, **kwargs):
-        reduced.append(tensor.is_floating_point())
-        return all_reduce(tensor, *args, **kwargs)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "all_reduce", counted)
-        for step in range(4):
-            for n, layer in enumerate(net.layers):
-                layer.weight.requires_grad_(step == 0 or n == 2)
-            reduced = []
-            opt.backward(net((0, 1, 2, 3)))
-    return sum(reduced)
-
-
-def test_parameters_that_all_ranks_have_frozen_are_not_reduced(two):
-    assert two.run(collectives) == [1, 1]
-
-
 def large_gradients(rank, dtype):
     param = torch.nn.Parameter(torch.zeros(4, dtype=dtype))
     opt = lowmem.FusedOptimizer([param], rule="lomo", lr=1.0)
@@ -80,11 +56,6 @@ def test_averages_do_not_overflow(two, dtype):
     """40,000 and 50,000 are float16 numbers, and so is their mean; their sum is not."""
     for results in two.run(large_gradients, dtype):
         torch.testing.assert_close(results, torch.full((4,), 45000.0), rtol=2**-8, atol=0.0)
-
-
-def test_replicated_needs_a_group():
-    with pytest.raises(lowmem.LowmemError, match="init_process_group"):
-        lowmem.FusedOptimizer([torch.nn.Parameter(torch.ones(2))], placement="replicated")
 
 
 def twice_fired(rank):

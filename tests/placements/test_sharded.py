@@ -100,6 +100,8 @@ def continued(rank, kinds, settings, before):
     else:
         steps(net, opt, batches[:5], rank, count)
     state = opt.state_dict()
+    tensors = [value for kept in state["state"].values() for value in kept.values() if isinstance(value, torch.Tensor)]
+    assert all(each.untyped_storage().nbytes() == each.nbytes for each in tensors)  # which a file would contain
     weights = full_weights(net)
     other = SHARDS[kinds[1]](rank, make)
     resumed = lowmem.FusedOptimizer(other.named_parameters(), model=other, **settings)

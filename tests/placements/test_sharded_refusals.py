@@ -19,13 +19,6 @@ def engine_with_optimizer(rank):
     owner.destroy()
 
 
-def mics(rank):
-    net = SHARDS["zero3"](rank, make)
-    next(net.parameters()).comm = None
-    with pytest.raises(UnsupportedError, match="MiCS"):
-        lowmem.FusedOptimizer(net.named_parameters(), model=net)
-
-
 def two_passes(rank):
     for shard in SHARDS.values():
         net = shard(rank, make)
@@ -86,24 +79,9 @@ def some_whole(rank):
         lowmem.FusedOptimizer([whole], placement="fsdp2")
 
 
-def groups_added_later(rank):
-    """Each module gets one hook."""
-    net = SHARDS["fsdp2"](rank, make)
-    counts, groups = [], [{"params": [pair]} for pair in net.named_parameters()]
-    opt = lowmem.FusedOptimizer(groups[:1], model=net)
-    for group in groups[1:]:
-        counts.append(len(net._forward_pre_hooks))
-        opt.add_param_group(group)
-    assert set(counts) == {len(net._forward_pre_hooks)}
-
-
-def test_groups_that_are_added_later(two):
-    two.run(groups_added_later)
-
-
 @pytest.mark.parametrize(
     "case",
-    [engine_with_optimizer, mics, two_passes, still_gathered, in_another_dimension, without_reducing, some_whole],
+    [engine_with_optimizer, two_passes, still_gathered, in_another_dimension, without_reducing, some_whole],
 )
 def test_unsupported_setups_raise(two, case):
     two.run(case)

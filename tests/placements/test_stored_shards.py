@@ -6,12 +6,10 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from support.nets import assert_same, full_weights, states
-from support.products import in_turn
+from support.products import FULL, in_turn
 from support.shards import KINDS, SHARDS, engine
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -153,6 +151,7 @@ EQUAL = [
     *in_turn(PLACES, [case for case, (weight_format, _) in CASES.items() if weight_format is None]),
     *in_turn(["fsdp2", "replicated"], [case for case, (weight_format, _) in CASES.items() if weight_format]),
 ]
+EQUAL = [(place, case) for place, case in EQUAL if FULL or "compiled" not in case]
 
 
 @pytest.mark.parametrize(("place", "case"), EQUAL)
@@ -191,23 +190,6 @@ def test_an_edited_weight_continues_as_on_one_device(two, place, rounding):
             assert_same(one, other)
 
 
-def summed(rank, place):
-    net, opt = placed(rank, place, {"rule": "adalomo", "lr": 1e-2}, "int8")
-    steps(net, opt, range(4))
-    return full_weights(net)
-
-
-@pytest.mark.parametrize("place", ["replicated", "fsdp2"])
-def test_sums_over_shards_of_quantized_weights(two, place):
-    """They are taken in another order where weights are sharded, and few values are rounded to another code."""
-    expected = summed(0, None)
-    for results in two.run(summed, place):
-        for name, weight in expected.items():
-            different = (weight != results[name]).float().mean()
-            assert different < 0.02 if place == "fsdp2" else different == 0, name
-        torch.testing.assert_close(results, expected, rtol=0.02, atol=0.02)
-
-
 # -- saved in one place, resumed in another ----------------------------------------------------------------------------
 
 
@@ -234,9 +216,10 @@ def resumed(rank, place, case, folder, numbers):
 @pytest.mark.parametrize(
     ("place", "case"),
     [
-        *((place, "adamw") for place in PLACES),
-        *((place, "several rules") for place in ("fsdp2", "zero3")),
+        ("replicated", "adamw"),
+        ("fsdp2", "several rules"),
         ("fsdp2", "int10"),
+        ("zero3, on the host", "adamw"),
     ],
 )
 def test_from_one_process_to_two_and_back(two, place, case, tmp_path):
@@ -246,46 +229,6 @@ def test_from_one_process_to_two_and_back(two, place, case, tmp_path):
     end = resumed(0, None, case, tmp_path, range(3, 4))
     for one, other in zip(end, alone(case), strict=True):
         assert_same(one, other)
-
-
-def through_dcp(rank, place, case, folder):
-    net, opt = placed(rank, place, CASES[case][1])
-    steps(net, opt, range(3))
-    dcp.save({"optimizer": get_optimizer_state_dict(net, opt)}, checkpoint_id=folder)
-    return states(opt)
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    ("place", "case"), [("replicated", "adamw"), ("replicated", "several rules"), ("fsdp2", "several rules")]
-)
-def test_distributed_checkpoints(two, place, case, tmp_path):
-    saved, _ = two.run(through_dcp, place, case, tmp_path / "saved")
-    net, opt = placed(0, None, CASES[case][1])
-    template = {"optimizer": get_optimizer_state_dict(net, opt)}
-    dcp.load(template, checkpoint_id=tmp_path / "saved")
-    set_optimizer_state_dict(net, opt, template["optimizer"])
-    assert_same(states(opt), saved)
-
-
-def filled(rank, place):
-    """Other weights in all of a model, before its first step and between two."""
-    torch.manual_seed(1)
-    other = Net().bfloat16()
-    net, opt = placed(rank, place, ADAMW, "int10")
-    for n in range(2):
-        for param, value in zip(net.parameters(), other.parameters(), strict=True):
-            placements.fill(param, value.detach() * (n + 1))
-        net.load_state_dict(net.state_dict())  # FSDP2 makes tensors anew where it pads them
-        steps(net, opt, [n])
-    return full_weights(net), states(opt)
-
-
-def test_quantized_weights_that_are_filled(two):
-    expected = filled(0, None)
-    for results in two.run(filled, "fsdp2"):
-        for one, other in zip(results, expected, strict=True):
-            assert_same(one, other)
 
 
 # -- quantized weights under FSDP2 and replicated ----------------------------------------------------------------------
@@ -331,7 +274,7 @@ def another_weight(rank, part):
     return states(opt)
 
 
-@pytest.mark.parametrize("part", range(3))
+@pytest.mark.parametrize("part", [0, 2])
 def test_ranks_whose_quantized_weights_differ(two, part):
     """They raise, and `replicated` broadcasts the weights of rank 0."""
     assert_same(*two.run(another_weight, part))
@@ -369,21 +312,12 @@ def test_shards_that_groups_do_not_divide(two, kind):
     lowmem.FusedOptimizer(net.named_parameters(), model=net, **ROUNDED).remove()  # on one device it can
 
 
-def offloaded(rank):
-    """CPUOffloadPolicy leaves shards on the host of a GPU."""
-    net = by_layer(rank, lambda: make("int10"))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(net.one.weight.device_mesh), "device_type", "cuda")
-        lowmem.FusedOptimizer(net.named_parameters(), model=net, **ADAMW)
-
-
 OTHER = r"quantized to int10.*sharded by fully_shard \(FSDP2\), but not with DeepSpeed or DistributedDataParallel"
 SHARDED = r"^embed\.weight is already sharded.*before fully_shard.*DeepSpeed ZeRO-3 cannot shard quantized weights"
 UNSUPPORTED = {
     "quantized under ZeRO-3": (lambda rank: quantize_(SHARDS["zero3"](rank, make), "int8"), SHARDED),
     "quantized under FSDP2": (lambda rank: quantize_(SHARDS["fsdp2"](rank, make), "int8"), SHARDED),
     "dequantized": (lambda rank: lowmem.dequantize_(by_layer(rank, lambda: make("int10"))), "the model is sharded"),
-    "offloaded": (offloaded, "'embed.weight' is quantized, and FSDP2 cannot gather it from the host"),
     "ZeRO-3": (lambda rank: engine(rank, make("int10"), 3), OTHER),
     "DistributedDataParallel": (lambda rank: torch.nn.parallel.DistributedDataParallel(make("int10")), OTHER),
 }

@@ -45,7 +45,7 @@ def read_after_steps(rank, threshold):
             params[0].data.mul_(2)
 
 
-@pytest.mark.parametrize("threshold", [0, 20, 10**9])
+@pytest.mark.parametrize("threshold", [0, 10**9])
 def test_weights_are_read_and_changed_between_steps(two, threshold):
     two.run(read_after_steps, threshold)
 
@@ -145,8 +145,7 @@ def gathered(rank, plain, threshold):
     return results, full_weights(net)
 
 
-@pytest.mark.parametrize("threshold", [0, 10])
-@pytest.mark.parametrize("plain", [False, True])
+@pytest.mark.parametrize(("plain", "threshold"), [(False, 0), (True, 10)])
 def test_nothing_stays_gathered_between_micro_batches(two, plain, threshold):
     (first, weights), (second, others) = two.run(gathered, plain, threshold)
     kept = {"body.bias"} if threshold else set()  # by DeepSpeed, once it has been gathered

@@ -79,12 +79,9 @@ WHERE = r"'block/w' of shape \[2, 3, 4\]"
     ("options", "message"),
     [
         (rule("ROW", "COLUMN"), rf"{WHERE}.*\['ROW', 'COLUMN'\] has 2 roles for 3 dimensions"),
-        (rule(), rf"{WHERE}.*\[\] has 0 roles for 3 dimensions"),
         ({"factor_map": [("bias", None)]}, rf"{WHERE}: factor_map has no rule for it; end the map with \('\.\*', "),
-        ({"factor_map": []}, rf"{WHERE}: factor_map has no rule for it"),
         ({"factor_map": [("w", None)], "factored": False}, "factor_map=.*None where factored=False"),
         ({"factor_map": [("(", None)]}, r"factor_map: '\(' is not a regular expression"),
-        ({"factor_map": [(3, None)]}, "factor_map: 3 is not a regular expression"),
         ({"factor_map": [("w", None, None)]}, r"factor_map=.*\(regular expression, value\)"),
         ({"factor_map": "standard"}, "factor_map='standard'.*a list of"),
         (rule("ROW", "COLUMN", "DIAGONAL"), "factor_map=.*'DIAGONAL'.*row, col, column, batch, none, unfactorized"),

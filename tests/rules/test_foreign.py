@@ -7,11 +7,12 @@ import re
 import sys
 import threading
 from collections import deque
+from typing import ClassVar
 
 import pytest
 import torch
 from support.nets import plain_step, same, weights
-from support.products import FULL
+from support.products import FULL, in_turn
 from torch.testing._internal.common_optimizers import optim_db
 from torch.testing._internal.two_tensor import TwoTensor
 
@@ -56,11 +57,6 @@ def test_same_bits_as_step(cls, kwargs):
     assert same(weights(fused), weights(plain))
 
 
-class NeedsClosure(torch.optim.SGD):
-    def step(self, closure):
-        closure()
-
-
 class TakesModel(torch.optim.Optimizer):
     def __init__(self, model, lr=1e-3):
         super().__init__(model.parameters(), {"lr": lr})
@@ -73,88 +69,67 @@ class Drives(torch.optim.SGD):
 class Counting(torch.optim.Optimizer):
     """Divides its steps by their number."""
 
+    steps = 0
+
     def __init__(self, params, lr=1e-3, **settings):
         super().__init__(params, {"lr": lr, **settings})
 
-    def used(self, group):
-        return [param for param in group["params"] if param.grad is not None]
-
     @torch.no_grad()
     def step(self, closure=None):
-        self.begin()
+        self.steps += 1
         for group in self.param_groups:
-            count = self.count(group)
-            for param in self.used(group):
-                param.sub_(param.grad * (group["lr"] / count))
+            used = [param for param in group["params"] if param.grad is not None]
+            divisor = self.divisor(group, used)
+            for param in used:
+                param.sub_(param.grad * (group["lr"] / divisor))
 
-    def begin(self):
-        pass
-
-    def count(self, group):
+    def divisor(self, group, used):
         group["steps"] = group.get("steps", 0) + 1
         return group["steps"]
 
 
-class CountsInTensor(Counting):
-    def count(self, group):
-        group["k"] = group.get("k", torch.zeros((), dtype=torch.int64, device="cpu"))
-        return int(group["k"].add_(1))
+def divides_by(function, **members):
+    """A class whose steps are divided by a number that is computed from it, a group and the parameters in use."""
+    return type("Divides", (Counting,), {"divisor": function, **members})
 
 
-class SumsRates(Counting):
-    """As schedule-free optimizers do: counts by the learning rate of each step."""
-
-    def count(self, group):
-        group["sum"] = group.get("sum", 1.0) + group["lr"]
-        return group["sum"]
+def in_a_tensor(self, group, used):
+    group["k"] = group.get("k", torch.zeros((), dtype=torch.int64, device="cpu"))
+    return int(group["k"].add_(1))
 
 
-class ChangesItsRate(Counting):
-    def count(self, group):
-        group["lr"] *= 0.9
-        return 1
+def sum_of_rates(self, group, used):
+    """As schedule-free optimizers have it."""
+    group["sum"] = group.get("sum", 1.0) + group["lr"]
+    return group["sum"]
 
 
-class CountsOnItself(Counting):
-    steps, warm = 0, False
-
-    def begin(self):
-        self.steps += 1 + self.warm
-        self.warm = True
-
-    def count(self, group):
-        return self.steps
+def with_another_rate(self, group, used):
+    group["lr"] *= 0.9
+    return 1
 
 
-class CountsBeside(Counting):
-    def begin(self):
-        kept = self.state["all"]
-        kept["recent"] = deque([*kept.get("recent", ()), len(kept)], maxlen=3)
-        kept[1] = kept.get(1, 0) + 1
-
-    def count(self, group):
-        return self.state["all"][1] + len(self.state["all"]["recent"])
+def beside_states(self, group, used):
+    kept = self.state["all"]
+    kept.setdefault("recent", deque(maxlen=3)).append(len(kept))
+    kept[1] = kept.get(1, 0) + 1
+    return kept[1] + len(kept["recent"])
 
 
-class BeginsBeside(Counting):
-    def __init__(self, params, lr=1e-3):
-        super().__init__(params, lr)
-        self.state["steps"] = torch.zeros(1, device="cpu")
-
-    def begin(self):
-        self.state["steps"].add_(1)
-
-    def count(self, group):
-        return float(self.state["steps"])
+def in_training_only(self, group, used):
+    assert self.training
+    return Counting.divisor(self, group, used)
 
 
-class StepsInTrainingOnly(Counting):
-    def train(self):
-        self.training = True
-
-    def count(self, group):
-        assert self.training
-        return super().count(group)
+COUNTING = {
+    "in the group": Counting,
+    "in a tensor": divides_by(in_a_tensor),
+    "sum of rates": divides_by(sum_of_rates),
+    "its rate": divides_by(with_another_rate),
+    "on itself": divides_by(lambda self, group, used: self.steps),
+    "beside states": divides_by(beside_states),
+    "in training only": divides_by(in_training_only, train=lambda self: setattr(self, "training", True)),
+}
 
 
 class Projector:
@@ -167,50 +142,6 @@ class Projector:
         self.seen += 1
         self.kept = grad.clone() if self.kept is None else self.kept + grad
         return self.kept / self.seen
-
-
-class KeepsAnObject(Counting):
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for param in self.used(group):
-                projector = self.state[param].setdefault("projector", Projector())
-                param.sub_(projector(param.grad) * group["lr"])
-
-
-COUNTING = [Counting, CountsInTensor, SumsRates, ChangesItsRate, CountsOnItself, CountsBeside, BeginsBeside]
-
-
-@pytest.mark.parametrize("groups", [1, 2])
-@pytest.mark.parametrize("cls", [*COUNTING, StepsInTrainingOnly, KeepsAnObject])
-def test_a_class_counts_its_steps(cls, groups, tmp_path):
-    follow(cls, tmp_path, groups=({},) * groups, trained=hasattr(cls, "train"))
-
-
-@pytest.mark.parametrize("cls", COUNTING)
-def test_a_step_without_a_gradient_counts(cls):
-    """Of one parameter, or of all in a group."""
-    (ours, theirs), steps = ([torch.nn.Parameter(torch.ones(3)) for _ in range(3)] for _ in range(2)), range(6)
-    fused = lowmem.FusedOptimizer([{"params": ours[:2]}, {"params": ours[2:]}], rule=cls, lr=0.1)
-    plain = cls([{"params": theirs[:2]}, {"params": theirs[2:]}], lr=0.1)
-    for step in steps:
-        plain.zero_grad()
-        for params in (ours, theirs):
-            used = [param for n, param in enumerate(params) if (step + n) % 3]
-            sum((param * (n + 1)).square().sum() for n, param in enumerate(used)).backward()
-        plain.step()
-        assert all(map(torch.equal, ours, theirs))
-    assert fused.last_step is not None
-
-
-def test_settings_that_a_class_derives_are_in_the_group():
-    """A limit that the class computes from the rate stays when the rate changes."""
-    param = torch.nn.Parameter(torch.ones(3))
-    opt = lowmem.FusedOptimizer([param], rule=ReadsOnce, lr=0.1)
-    assert opt.param_groups[0]["limit"] == 3 * 0.1
-    again = lowmem.FusedOptimizer([torch.nn.Parameter(torch.ones(3))], rule=ReadsOnce, lr=0.5)
-    again.load_state_dict(opt.state_dict())
-    assert again.param_groups[0]["limit"] == 3 * 0.1
 
 
 class ReadsOnce(torch.optim.SGD):
@@ -250,6 +181,40 @@ def test_edited_settings_take_effect(give_gradients):
     assert [size(), size()] == [0.6, 0.6]
 
 
+class KeepsAnObject(Counting):
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    projector = self.state[param].setdefault("projector", Projector())
+                    param.sub_(projector(param.grad) * group["lr"])
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("cls", [*COUNTING.values(), KeepsAnObject], ids=[*COUNTING, "an object"])
+def test_a_class_counts_its_steps(cls, groups, tmp_path):
+    if groups == 2 and cls is COUNTING["beside states"]:
+        pytest.skip("it counts groups")
+    follow(cls, tmp_path, groups=({},) * groups, trained=hasattr(cls, "train"))
+
+
+@pytest.mark.parametrize("cls", [COUNTING["in the group"], COUNTING["on itself"]])
+def test_a_step_without_a_gradient_counts(cls):
+    """Of one parameter, or of all in a group."""
+    (ours, theirs), steps = ([torch.nn.Parameter(torch.ones(3)) for _ in range(3)] for _ in range(2)), range(6)
+    fused = lowmem.FusedOptimizer([{"params": ours[:2]}, {"params": ours[2:]}], rule=cls, lr=0.1)
+    plain = cls([{"params": theirs[:2]}, {"params": theirs[2:]}], lr=0.1)
+    for step in steps:
+        plain.zero_grad()
+        for params in (ours, theirs):
+            used = [param for n, param in enumerate(params) if (step + n) % 3]
+            sum((param * (n + 1)).square().sum() for n, param in enumerate(used)).backward()
+        plain.step()
+        assert all(map(torch.equal, ours, theirs))
+    assert fused.last_step is not None
+
+
 # --- Classes that combine parameters --------------------------------------------------------------------------------
 
 
@@ -262,44 +227,50 @@ class Position(Counting):
                     param.sub_(param.grad * group["lr"] / (n + 1))
 
 
-def number_of_updates(opt, group, used):
+def number_of_updates(self, group, used):
     """Every update from the 1000th on is twice as long: nothing that it counts shows in the first steps."""
-    opt.updates = getattr(opt, "updates", 0) + len(used)
-    return 1 if opt.updates < 1000 else 0.5
+    self.updates = getattr(self, "updates", 0) + len(used)
+    return 1 if self.updates < 1000 else 0.5
 
 
-def adapted_rate(opt, group, used):
+def adapted_rate(self, group, used):
     """As D-Adaptation does."""
     group["d"] = max(group.get("d", 1e-6), 1e-6 * sum(float(param.grad.abs().sum()) for param in used))
     return 1 / group["d"]
 
 
-def largest_of_a_list(opt, group, used):
-    opt.norms = [*getattr(opt, "norms", []), *(float(param.grad.norm()) for param in used)]
-    return max(opt.norms)
-
-
-# Divisors of steps.
 COMBINING = {
-    "norm of all gradients": lambda opt, group, used: float(sum(param.grad.square().sum() for param in used).sqrt()),
-    "number of gradients": lambda opt, group, used: len(used),
-    "number of updates": number_of_updates,
-    "adapted rate": adapted_rate,
-    "list for all": largest_of_a_list,
-    "coin for all": lambda opt, group, used: 1 + (random.random() < 1e-3),
+    "norm of all gradients": divides_by(
+        lambda self, group, used: float(sum(p.grad.square().sum() for p in used).sqrt())
+    ),
+    "number of updates": divides_by(number_of_updates),
+    "adapted rate": divides_by(adapted_rate),
+    "coin for all": divides_by(lambda self, group, used: 1 + (random.random() < 1e-3)),
+    "position": Position,
 }
 
 
 @pytest.mark.parametrize("lr", [0.1, 1e-9])
-@pytest.mark.parametrize("name", [*COMBINING, "position"])
+@pytest.mark.parametrize("name", COMBINING)
 def test_a_class_that_combines_parameters_raises(name, lr):
-    class Combines(Counting):
-        def count(self, group):
-            return COMBINING[name](self, group, self.used(group))
-
     reason = "draws random numbers" if name == "coin for all" else "combines parameters inside step()"
     with pytest.raises(UnsupportedError, match=re.escape(reason)):
-        lowmem.FusedOptimizer([one_param()], rule=Position if name == "position" else Combines, lr=lr)
+        lowmem.FusedOptimizer([one_param()], rule=COMBINING[name], lr=lr)
+
+
+CountsGroups = divides_by(lambda self, group, used: setattr(self, "seen", getattr(self, "seen", 0) + 1) or self.seen)
+
+
+def test_a_class_that_combines_groups_raises_for_a_second_group():
+    params = [torch.nn.Parameter(torch.zeros(3)) for _ in range(2)]
+    lowmem.FusedOptimizer([{"params": params}], rule=CountsGroups, lr=0.1).remove()
+    with pytest.raises(UnsupportedError, match="combines parameters"):
+        lowmem.FusedOptimizer([{"params": params[:1]}, {"params": params[1:]}], rule=CountsGroups, lr=0.1)
+
+
+def keeps_a_buffer(self, group, used):
+    self.buffer = getattr(self, "buffer", torch.zeros(5)) + 1
+    return 1
 
 
 class KeepsASet(torch.optim.SGD):
@@ -307,17 +278,6 @@ class KeepsASet(torch.optim.SGD):
         super().step(closure)
         for param in self.param_groups[0]["params"]:
             self.state[param]["seen"] = [{1, 2}]
-
-
-class KeepsABuffer(Counting):
-    def count(self, group):
-        self.buffer = getattr(self, "buffer", torch.zeros(5)) + 1
-        return 1
-
-
-class Fails(Counting):
-    def step(self, closure=None):
-        raise RuntimeError("no kernel for this device")
 
 
 @pytest.mark.parametrize("rule", ["adamw", torch.optim.AdamW, torch.optim.Adafactor])
@@ -354,15 +314,6 @@ def test_a_model_converted_after_its_optimizer_was_created(cls, dtypes):
     assert same(*map(weights, models))
 
 
-def test_a_class_that_evaluates_different_weights_warns(caplog):
-    class Evaluates(Counting):
-        def eval(self):
-            pass
-
-    lowmem.FusedOptimizer([one_param()], rule=Evaluates)
-    assert "lowmem does not call" in caplog.text
-
-
 class Kinds(Counting):
     """Reads a key of its groups that no argument names."""
 
@@ -370,50 +321,19 @@ class Kinds(Counting):
         super().__init__(params, lr)
         assert all("kind" in group for group in self.param_groups), "a group needs a kind"
 
-    def count(self, group):
+    def divisor(self, group, used):
         return 1 if group["kind"] == "matrix" else 2
 
 
 def test_group_keys_that_are_not_arguments():
-    (ours, theirs) = ([torch.nn.Parameter(torch.ones(3)) for _ in range(2)] for _ in range(2))
-    kinds = ("matrix", "vector")
-    opt = lowmem.FusedOptimizer([{"params": p, "kind": kind} for p, kind in zip(ours, kinds, strict=True)], rule=Kinds)
-    plain = Kinds([{"params": p, "kind": kind} for p, kind in zip(theirs, kinds, strict=True)])
-    for params in (ours, theirs):
-        sum(param.square().sum() for param in params).backward()
-    plain.step()
-    assert all(map(torch.equal, ours, theirs))
-    assert opt.param_groups[1]["kind"] == "vector"
-
-
-class CountsGroups(Counting):
-    """Right for one group, and with two it counts both."""
-
-    steps = 0
-
-    def count(self, group):
-        self.steps += 1
-        return self.steps
-
-
-def test_a_class_that_combines_groups_raises_for_a_second_group():
-    params = [torch.nn.Parameter(torch.zeros(3)) for _ in range(2)]
-    lowmem.FusedOptimizer([{"params": params}], rule=CountsGroups, lr=0.1).remove()
-    with pytest.raises(UnsupportedError, match="combines parameters"):
-        lowmem.FusedOptimizer([{"params": params[:1]}, {"params": params[1:]}], rule=CountsGroups, lr=0.1)
-
-
-class Noisy(torch.optim.SGD):
-    def step(self, closure=None):
-        for param in self.param_groups[0]["params"]:
-            param.grad.add_(torch.randn_like(param))
-        super().step(closure)
-
-
-def test_the_trial_draws_no_random_numbers():
-    before = torch.get_rng_state()
-    lowmem.FusedOptimizer([one_param()], rule=Noisy)
-    assert torch.equal(torch.get_rng_state(), before)
+    params, kinds = [torch.nn.Parameter(torch.zeros(3)) for _ in range(2)], ("matrix", "vector")
+    opt = lowmem.FusedOptimizer(
+        [{"params": p, "kind": kind} for p, kind in zip(params, kinds, strict=True)], rule=Kinds, lr=1.0
+    )
+    sum(param.sum() for param in params).backward()
+    assert (params[0] == -1.0).all() and (params[1] == -0.5).all() and opt.param_groups[1]["kind"] == "vector"
+    with pytest.raises(ConfigError, match=r"Kinds does not read 'llr'. Did you mean 'lr'"):
+        lowmem.FusedOptimizer([{"params": [one_param()], "kind": "matrix", "llr": 1.0}], rule=Kinds)
 
 
 class Unusual(torch.optim.Optimizer):
@@ -494,8 +414,10 @@ def follow(rule, tmp_path, dtype=torch.float32, groups=({},), rounding="nearest"
         assert all(torch.equal(weight, again) for again in resumed)
 
 
-@pytest.mark.parametrize("rounding", ["nearest", "stochastic", "compensated"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "rounding"),
+    in_turn([torch.bfloat16, torch.float32], ["nearest", "stochastic", "compensated"]),
+)
 def test_an_unusual_third_party_class(dtype, rounding, tmp_path):
     groups = [{"betas": (0.9, 0.5), "limit": 3.0}, {"betas": (0.1, 0.5), "boost": 2.0}]
     follow(Unusual, tmp_path, dtype, groups, rounding)
@@ -510,18 +432,20 @@ IN_THE_HOOK = {"loss_scale": 1024, "policy": "immediate"}
     ("error", "rule", "options", "message"),
     [
         (UnsupportedError, torch.optim.LBFGS, {}, "needs a closure"),
-        (UnsupportedError, NeedsClosure, {}, "needs a closure"),
         (UnsupportedError, torch.optim.SparseAdam, {}, "does not run: .*dense gradients"),
         (UnsupportedError, TakesModel, {}, "takes a whole model.*'adalomo'"),
         (UnsupportedError, Drives, {}, "wraps other optimizers"),
         (UnsupportedError, KeepsASet, {}, r"stores 'seen.0' as set, which cannot be saved"),
-        (UnsupportedError, KeepsABuffer, {}, r"stores a tensor, 'self.buffer', outside the states of its parameters"),
-        (UnsupportedError, Fails, {}, r"Fails does not run: no kernel for this device"),
+        (
+            UnsupportedError,
+            divides_by(keeps_a_buffer),
+            {},
+            r"stores a tensor, 'self.buffer', outside the states of its parameters",
+        ),
+        (UnsupportedError, divides_by(lambda *_: 1 // 0), {}, r"Divides does not run: integer division"),
         (UnsupportedError, Kinds, {}, r"parameter 'param0'.*a group needs a kind"),
         (UnsupportedError, torch.optim.Muon, {}, r"parameter 'param0' of shape \[3\] is not accepted by .*Muon"),
         (UnsupportedError, "torch.optim.AdamW", {"lr": -1.0}, "is not accepted by .*AdamW: Invalid learning rate"),
-        (UnsupportedError, "torch.optim.AdamW", {"betas": (2.0, 0.9)}, "by .*AdamW: Invalid beta parameter"),
-        (UnsupportedError, "torch.optim.AdamW", {"eps": -1.0}, "is not accepted by .*AdamW: Invalid epsilon"),
         (UnsupportedError, "torch.optim.AdamW", IN_THE_HOOK, "bfloat16 without a loss scale"),
         (ConfigError, "torch.optim.AdamW", {"beta": (0.9, 0.9)}, "Did you mean 'betas'"),
         (ConfigError, Counting, {"decay": 0.1}, "does not read 'decay'"),
@@ -542,21 +466,6 @@ def test_unsupported_classes_raise_before_the_first_update(error, rule, options,
         lowmem.FusedOptimizer([one_param()], rule=rule, **options)
 
 
-def test_a_group_with_a_misspelt_key():
-    with pytest.raises(ConfigError, match=r"Kinds does not read 'llr'. Did you mean 'lr'"):
-        lowmem.FusedOptimizer([{"params": [one_param()], "kind": "matrix", "llr": 1.0}], rule=Kinds)
-
-
-def test_a_loss_scale_chooses_a_policy_that_can_skip_the_step():
-    assert lowmem.FusedOptimizer([one_param()], rule="torch.optim.AdamW", loss_scale=1024).policy != "immediate"
-
-
-def test_optimi_gradient_release_raises():
-    pytest.importorskip("optimi", exc_type=ImportError)
-    with pytest.raises(UnsupportedError, match="gradient_release=True registers its own hooks"):
-        lowmem.FusedOptimizer([one_param()], rule="optimi.AdamW", lr=1e-3, gradient_release=True)
-
-
 @pytest.mark.cpu_only("bitsandbytes looks for the libraries of CUDA")
 def test_bitsandbytes_settings_of_single_parameters_raise(monkeypatch):
     manager = pytest.importorskip("bitsandbytes", exc_type=ImportError).optim.GlobalOptimManager.get_instance()
@@ -575,60 +484,37 @@ def test_bitsandbytes_settings_of_single_parameters_raise(monkeypatch):
         lowmem.FusedOptimizer(model.parameters(), rule=rule)
 
 
-@pytest.mark.parametrize("rounding", ["stochastic", "compensated"])
-def test_rounding_of_a_class(rounding, give_gradients):
-    """A bfloat16 weight with a float32 copy for the step stays within one rounding of a float32 weight."""
-    start = torch.randn(8, 8).bfloat16()
-    ours, theirs = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.float())
-    opt = lowmem.FusedOptimizer([("w", ours)], rule="torch.optim.SGD", lr=0.1, rounding=rounding)
-    sgd = torch.optim.SGD([theirs], lr=0.1)
-    grad = torch.randn(8, 8).bfloat16()
-    give_gradients(opt, (ours, grad))
-    theirs.grad = grad.float()
-    sgd.step()
-    # stochastic rounding may go either way: one spacing, 2⁻⁷ of the value's power of two; nearest half of it
-    limit = {"stochastic": 2**-7, "compensated": 2**-8}[rounding]
-    assert ((ours.float() - theirs).abs() <= limit * theirs.abs()).all()
-    assert not torch.equal(ours, start)
+class NotesSettings(torch.optim.SGD):
+    """Notes a setting of the compiler in each step."""
 
+    seen: ClassVar[list[int]] = []
 
-@torch.compile(fullgraph=True, dynamic=False, backend="eager")
-def _descend(param, grad, rate):
-    param.sub_(grad, alpha=rate)
-
-
-class CompiledDescent(torch.optim.Optimizer):
-    """Its step is compiled for each shape."""
-
-    def __init__(self, params, lr=0.5):
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
     def step(self, closure=None):
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    _descend(param, param.grad, group["lr"])
+        self.seen.append(torch._dynamo.config.recompile_limit)
+        super().step(closure)
 
 
 @pytest.mark.parametrize("policy", ["immediate", "deferred"])
 def test_settings_of_the_compiler_reach_the_threads_of_autograd(policy):
     """They belong to a thread since torch 2.12. On a CPU, hooks run on the thread that calls backward."""
-    params = [torch.nn.Parameter(torch.ones(size)) for size in range(2, 14)]
+    param = torch.nn.Parameter(torch.ones(2))
     with torch._dynamo.config.patch(recompile_limit=100):
-        opt = lowmem.FusedOptimizer(params, rule=CompiledDescent, policy=policy)
-        loss, errors = sum(param.square().sum() for param in params), []
-        thread = threading.Thread(target=lambda: errors.extend(raised(loss.backward)))
+        opt = lowmem.FusedOptimizer([param], rule=NotesSettings, policy=policy)
+        NotesSettings.seen.clear()
+        thread = threading.Thread(target=param.square().sum().backward)
         thread.start()
         thread.join()
-    assert not errors and opt.last_step.step == 1
-    assert all(not param.any() for param in params)
+    assert NotesSettings.seen == [100] and opt.last_step.step == 1
 
 
-def raised(function):
-    """The error of a function, in a list."""
-    try:
-        function()
-    except Exception as error:
-        return [error]
-    return []
+class Noisy(torch.optim.SGD):
+    def step(self, closure=None):
+        for param in self.param_groups[0]["params"]:
+            param.grad.add_(torch.randn_like(param))
+        super().step(closure)
+
+
+def test_the_trial_draws_no_random_numbers():
+    before = torch.get_rng_state()
+    lowmem.FusedOptimizer([one_param()], rule=Noisy)
+    assert torch.equal(torch.get_rng_state(), before)

@@ -72,20 +72,6 @@ def test_unfreezing_does_not_change_the_clipping_period(give_gradients):
     assert thresholds[8] == pytest.approx(sorted(norms[5:9])[2])
 
 
-def test_clipping_enabled_while_the_first_parameter_is_frozen(give_gradients):
-    """It counts the steps of the group, not of the parameter that has just joined."""
-    first, second = (torch.nn.Parameter(torch.ones(4), requires_grad=n == 0) for n in range(2))
-    opt = lowmem.FusedOptimizer([first, second], rule="scaled_adam", lr=0.0, clipping_update_period=4)
-    for _ in range(6):
-        give_gradients(opt, (first, torch.ones(4)))
-    first.requires_grad_(False)
-    second.requires_grad_(True)
-    opt.param_groups[0]["clipping_scale"] = 1.0
-    for step in (7, 8):
-        give_gradients(opt, (second, torch.ones(4)))
-        assert opt.named_state_dict()["state"]["_group0"]["steps"] == step
-
-
 def test_a_parameter_that_never_had_a_gradient_stays(give_gradients):
     used, unused, frozen = (torch.nn.Parameter(torch.full((2, 3), 2.0)) for _ in range(3))
     frozen.requires_grad_(False)
@@ -124,24 +110,3 @@ def test_statistics(give_gradients):
     give_gradients(opt, (matrix, grad))
     says(5 * 6, "m", 1.0, 6.0)
     assert first.statistics["model_norm"] == pytest.approx(math.sqrt(125))  # the statistics of a step do not change
-
-
-@pytest.mark.parametrize(
-    ("options", "grad", "norm"), [({"show_dominant_parameters": False}, [3.0, 4.0], 10.0), ({}, [0.0, 0.0], 0.0)]
-)
-def test_statistics_without_a_dominant_parameter(give_gradients, options, grad, norm):
-    """On request, and for a gradient of zeros."""
-    param = torch.nn.Parameter(torch.full((2,), 2.0))
-    opt = lowmem.FusedOptimizer([param], rule="scaled_adam", **options)
-    give_gradients(opt, (param, torch.tensor(grad)))
-    assert opt.last_step.statistics == {"model_norm": pytest.approx(norm)}
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_non_finite_gradient_is_the_dominant_one(give_gradients, bad):
-    params = [torch.nn.Parameter(torch.ones(2)) for _ in range(3)]
-    opt = lowmem.FusedOptimizer(zip("pqr", params, strict=True), rule="scaled_adam")
-    give_gradients(opt, *zip(params, (torch.ones(2), torch.tensor([1.0, bad]), 9 * torch.ones(2)), strict=True))
-    actual = opt.last_step.statistics
-    assert (actual["dominant_parameter"], actual["dominant_proportion"]) == ("q", 1.0)
-    assert not math.isfinite(actual["model_norm"])

@@ -32,7 +32,7 @@ CHOICES = {
     "policy": ("auto", "auto", "immediate", "two_pass", "deferred"),
     "clip_norm": (None, None, 0.5),
     "clip_value": (None, None, None, 0.01),
-    "loss_scale": (None, None, None, 1024.0, DYNAMIC),
+    "loss_scale": (None, None, None, 1000.0, DYNAMIC),
     "store": ("auto", "host", "device"),
     "accumulation_dtype": ("float32", "gradient"),
     "rounding": ("nearest", "stochastic", "compensated", "compensated8"),

@@ -13,14 +13,13 @@ from support.attack import Settings, compare
 from support.devices import seeded
 from support.interpreted import INTERPRETED
 from support.products import FULL, in_turn
-from torch._inductor import config, metrics
 from torch.profiler import ProfilerActivity, profile
 
 import lowmem
 from lowmem.rules.rule import TABLE, ParamSpec, UpdateRule
 from lowmem.step import compiled
 from lowmem.step.compiled import has_compiler
-from lowmem.tiles import stages, storage, stored
+from lowmem.tiles import stages, storage
 from lowmem.tiles.blocks import BLOCK_SUMS, blocks
 from lowmem.tiles.layout import Layout, View
 from lowmem.tiles.rounding import widen, widen8
@@ -122,17 +121,11 @@ def assert_as_by_tiles(rule, shapes, bits=False, **arguments):
 @pytest.mark.parametrize(("rule", "rounding"), in_turn(RULES, ("nearest", "stochastic", "compensated", "master")))
 def test_compiled_updates_equal_updates_by_tiles(as_traced, rule, rounding):
     """Also the bits that are drawn at random: with others, weights would be spacings apart."""
-    shapes = (MATRIX, EXPERTS, VECTOR, CUT[RULES.index(rule) % 3])
+    shapes = (MATRIX, EXPERTS, CUT[RULES.index(rule) % 3])
     assert_as_by_tiles(rule, shapes, steps=2, bits=rule in ELEMENTWISE, dtype=torch.bfloat16, rounding=rounding)
 
 
-def test_pieces_of_one_tile(as_traced, monkeypatch):
-    """On a GPU the loop takes as one tile what compiled code takes in several pieces."""
-    monkeypatch.setattr(stored, "CPU_TILE", stored.GPU_TILE)
-    assert_as_by_tiles("adalomo", CUT)
-
-
-@pytest.mark.parametrize(("rule", "reading"), in_turn(RULES, READINGS))
+@pytest.mark.parametrize(("rule", "reading"), in_turn(RULES if FULL else RULES[::2], [*READINGS, "clipped"]))
 def test_gradients_are_read_as_by_tiles(as_traced, rule, reading):
     shapes = [VECTOR, CUT[0]] if rule == "adafactor" else [KERNEL, CUT[0]]
     assert_as_by_tiles(rule, shapes, steps=2, **READINGS[reading])
@@ -140,17 +133,17 @@ def test_gradients_are_read_as_by_tiles(as_traced, rule, reading):
 
 @pytest.mark.parametrize(
     ("rule", "state_storage", "rounding"),
-    in_turn(
-        ("adamw", "lion"),
-        ("bfloat16", "8bit", "float16", "8bit_64", "8bit_nearest"),
-        ("compensated8", "weight_in_groups"),
-    ),
+    [
+        ("adamw", "8bit", "compensated8"),
+        ("lion", "8bit_64", "weight_in_groups"),
+        *(itertools.product(("lion", "adamw"), ("float16", "bfloat16"), ("compensated8",)) if FULL else ()),
+    ],
 )
 def test_states_are_stored_as_by_tiles(as_traced, rule, state_storage, rounding, monkeypatch):
-    """Also in groups, beside a weight in groups of another size. Of the last two, which have several tiles, lines
+    """Also in groups, beside a weight in groups of another size. Of the last one, which has several tiles, lines
     that are cut without groups would not consist of complete ones."""
     monkeypatch.setitem(storage.TABLE, "weight_in_groups", lambda dtype, signed: storage.Moment(signed, 64, False))
-    shapes = [LONG if rounding == "compensated8" else (5, 32, 64), (1009, 192), (3001, 64)]
+    shapes = [LONG if rounding == "compensated8" else (5, 32, 64), (3001, 64)]
     arguments = {"state_storage": state_storage, "rounding": rounding, "dtype": torch.bfloat16}
     assert_as_by_tiles(rule, shapes, bits=True, steps=2, **arguments)
 
@@ -183,7 +176,7 @@ class Stepped(UpdateRule):
         sweep.apply(stepped, scalar={"step": step})
 
 
-@pytest.mark.parametrize("rule", ["adalomo", *(["adamw", "lomo", "lans"] if FULL else [])])
+@pytest.mark.parametrize("rule", ["adalomo", *(["adamw", "lans"] if FULL else [])])
 def test_shapes_steps_and_hyperparameters_share_code(graphs, rule):
     """Kinds are a matrix, a stack of matrices, a single line and a convolution, of one tile or of several, which are of
     one row or of more. The first is square."""
@@ -193,17 +186,17 @@ def test_shapes_steps_and_hyperparameters_share_code(graphs, rule):
         more = {"eps": (1e-30, 1e-3 * (step + 1)), "clip_threshold": 2.0} if rule == "adalomo" else {}
         return {"lr": 0.01 * step, **decay, **more}
 
-    arguments = {"steps": 4, "schedule": schedule}
+    arguments = {"steps": 3, "schedule": schedule}
     first = [(64, 64), VECTOR, (3, 96, 30), (1, 170_000), (3, 200, 1000), KERNEL, (2048,), *CUT]
-    later = [(300_001,), (99, 64), (5, 64, 20), (47, 5000), (901, 610), PRIME, (30, 2, 5, 5), (1013, 170)]
-    later += [(3, 991, 160), (150_011,), (5001,), EXPERTS, (997, 1100)]
+    later = [(300_001,), (99, 64), (5, 64, 20), (47, 5000), (901, 210), PRIME, (30, 2, 5, 5), (1013, 170)]
+    later += [(3, 991, 60), (150_011,), (5001,), EXPERTS]
     trained(rule, first, compile=True, **arguments)
     kinds, parts = len(compiled._TRACED), len(graphs)
     assert_as_by_tiles(rule, later, **arguments)
     assert (len(compiled._TRACED), len(graphs)) == (kinds, parts)
 
 
-@pytest.mark.parametrize("shape", [(3000,), (3, 96, 30), (1009, 200)])
+@pytest.mark.parametrize("shape", [(1009, 200)])
 def test_gradients_of_any_dtype_read_in_any_way(as_traced, shape):
     for dtype, options in itertools.product((torch.float32, torch.bfloat16), ({}, {"clip_value": 1.0})):
         param = torch.nn.Parameter(torch.zeros(shape))
@@ -211,7 +204,8 @@ def test_gradients_of_any_dtype_read_in_any_way(as_traced, shape):
         opt.backward(param.sum())
         with torch.no_grad():
             opt._updates.put(opt._records[param], torch.ones(shape, dtype=dtype), None)
-        assert traced_updates(opt) and torch.equal(param, torch.full(shape, -2.0))
+        assert torch.equal(param, torch.full(shape, -2.0))
+        assert len(opt._records[param].program.compiled) == (1 if dtype == torch.float32 else 2)
 
 
 @pytest.mark.parametrize("slices", [False, True])
@@ -240,13 +234,6 @@ def test_a_replaced_state_is_the_one_that_continues(as_traced, what, shape):
     assert_same(got, want, bits=True)
 
 
-def test_numbers_are_computed_once_per_group_and_step(as_traced, monkeypatch):
-    computed, scalars = [], TABLE["adamw"].scalars
-    monkeypatch.setattr(TABLE["adamw"], "scalars", lambda *args: computed.append(args) or scalars(*args))
-    trained("adamw", [MATRIX, PRIME, EXPERTS], compile=True, steps=5)
-    assert len(computed) == 5
-
-
 def test_code_is_cached_by_the_hyperparameters_it_reads(graphs):
     def schedule(step):
         return {"weight_decay": (0.0, 0.5, 0.0, 0.25)[step]}
@@ -255,27 +242,24 @@ def test_code_is_cached_by_the_hyperparameters_it_reads(graphs):
     assert len(graphs) == 2  # with weight decay, and without
 
 
-@pytest.mark.parametrize("event", ["save", "betas in place", "decay", "bfloat16"])
+def test_code_is_cached_by_how_gradients_are_read(as_traced):
+    """At once, and then stored until the step is decided, which skips it."""
+    params, opt = trained("adamw", [MATRIX, CUT[0]], compile=True)
+    with opt.accumulate():
+        backward(opt, params, seeded(1))
+    before = [param.clone() for param in params]
+    opt.backward(params[0].sum() + params[1].sum() * math.nan)
+    assert all(map(torch.equal, params, before))
+
+
+@pytest.mark.parametrize("event", ["save", "betas in place", "bfloat16"])
 def test_loops_train_as_in_plain_pytorch(as_traced, event):
     """With another optimizer, hyperparameters that are edited, and another dtype."""
-    plain = Settings(hidden=48, rounding="stochastic", batching=False, guard=True, as_list=True, bias=True)
+    plain = Settings(hidden=48, rounding="stochastic", batching=False, as_list=True, bias=True)
     compare(replace(plain, compile=True, events=((1, event),)))
 
 
 needs_compiler = pytest.mark.skipif(not has_compiler("cpu"), reason="no C++ compiler")
-
-
-def test_foreign_classes_are_not_traced(graphs, monkeypatch, caplog):
-    """A trace would fail, and its references to a parameter group would outlive the optimizer."""
-    monkeypatch.setattr(compiled, "traced", None)
-    params, opt = trained("torch.optim.SGD", [MATRIX, CUT[0]], compile=True)
-    assert traced_updates(opt) == 0 and not compiled._TRACED and not opt.compiled
-    (message,) = [message for message in caplog.messages if "is not compiled" in message]
-    assert "by rule 'torch.optim.sgd.SGD' is not compiled" in message
-    gone = weakref.ref(params[0])
-    del params, opt
-    gc.collect()
-    assert gone() is None
 
 
 def test_a_failed_trace_is_not_retried_and_frees_its_memory(graphs, caplog):
@@ -304,24 +288,12 @@ def test_a_failed_trace_is_not_retried_and_frees_its_memory(graphs, caplog):
     assert gone() is None and any(None in updates.values() for updates in compiled._TRACED.values())
 
 
-class OverNumPy(Stepped):
-    """Computes its step in NumPy."""
-
-    def update(self, sweep, spec, state):
-        step = sweep.scalar.lr.cpu().numpy() * 0.5
-        sweep.apply(stepped, scalar={"step": torch.as_tensor(step, device=sweep.device)})
-
-
-@pytest.mark.parametrize(
-    ("rule", "reason"),
-    [(Stepped, "GuardOnDataDependentSymNode: Could not guard"), (OverNumPy, "RuntimeError: .numpy() is not supported")],
-)
-def test_rules_that_cannot_be_traced_are_updated_by_tiles(graphs, caplog, rule, reason):
-    got = trained(rule(), [MATRIX], compile=True, opaque=True)
-    assert f"updates of rule stepped are not compiled: {reason}" in caplog.text
+def test_rules_that_cannot_be_traced_are_updated_by_tiles(graphs, caplog):
+    got = trained(Stepped(), [MATRIX], compile=True, opaque=True)
+    assert "updates of rule stepped are not compiled: GuardOnDataDependentSymNode: Could not guard" in caplog.text
     assert not graphs and not traced_updates(got[1]) and not got[1].compiled
     assert caplog.text.count("the update of parameter 'param0' by rule 'stepped' is not compiled") == 1
-    assert_same(got, trained(rule(), [MATRIX], compile=False, opaque=True), bits=True)
+    assert_same(got, trained(Stepped(), [MATRIX], compile=False, opaque=True), bits=True)
 
 
 def test_an_error_of_tracing_is_reported(graphs, caplog, monkeypatch):
@@ -335,27 +307,15 @@ def test_an_error_of_tracing_is_reported(graphs, caplog, monkeypatch):
     assert_same(got, trained("adamw", [MATRIX], compile=False), bits=True)
 
 
-@pytest.mark.parametrize(("bad", "rules"), [(math.nan, RULES[::3]), (math.inf, RULES[1::3]), (1e25, RULES[2::3])])
-def test_non_finite_gradients_change_nothing(as_traced, bad, rules):
+@pytest.mark.parametrize(("bad", "rule"), in_turn([math.nan, math.inf, 1e25], ["adalomo", "adamw", "lans"]))
+def test_non_finite_gradients_change_nothing(as_traced, bad, rule):
     """Nor do finite ones whose squares overflow float32."""
-    for rule, other in in_turn(rules, (VECTOR, CUT[0])):
+    for other in (VECTOR, CUT[0]):
         params, opt = trained(rule, [MATRIX, other], compile=True, steps=2)
         before = [param.clone() for param in params]
         opt.backward(params[0].sum() + params[1].square().sum() * bad)
         assert torch.equal(params[1], before[1]) and not torch.equal(params[0], before[0])
         assert opt.nonfinite_gradients == 1
-
-
-@pytest.mark.parametrize("compile", [True, "auto"])
-def test_strides_that_are_not_compiled_are_reported_if_that_was_requested(as_traced, caplog, monkeypatch, compile):
-    monkeypatch.setattr(compiled, "COMPILE_FROM", 1)
-    params = {"as usual": torch.nn.Parameter(torch.ones(64, 48)), "other": torch.nn.Parameter(torch.ones(48, 64).t())}
-    opt = lowmem.FusedOptimizer(params.items(), rule="adalomo", lr=0.1, compile=compile, batching=False)
-    for _ in range(2):
-        opt.backward(sum(param.square().sum() for param in params.values()))
-    assert opt.compiled
-    messages = [message for message in caplog.messages if "is not compiled" in message]
-    assert ["'other'" in message for message in messages] == [True] * (compile is True)
 
 
 def test_memory_in_another_order_is_updated_by_tiles(as_traced, monkeypatch):
@@ -397,16 +357,14 @@ def test_blocks_of_a_line_have_complete_groups(cols, group):
     assert (count * width, height, width % group) == (cols, 1, 0)
 
 
-@pytest.mark.parametrize(("rows", "cols"), [(1_000_003, 64), (1 << 16, 1 << 15)])
-def test_shapes_without_blocks(rows, cols):
-    """A prime number of rows, say: neither small blocks nor sums that are few."""
-    assert blocks(rows, cols) is None
-
-
 @needs_compiler
 @pytest.mark.parametrize(
     ("rule", "rounding", "shape"),
-    in_turn(RULES, ("nearest", "stochastic", "compensated"), (MATRIX, (2500,), (3, 67, 30), *CUT)),
+    in_turn(
+        RULES if FULL else ("adalomo", "adamw", "lion"),
+        ("stochastic", "compensated", "nearest"),
+        (MATRIX, (2500,), (3, 67, 30), *CUT) if FULL else (CUT[1], (2500,), CUT[0]),
+    ),
 )
 def test_compiled(rule, rounding, shape):
     """Compiled code may fuse a multiplication with an addition, and sums in another order."""
@@ -432,23 +390,11 @@ def test_many_columns_compiled():
 
 
 @needs_compiler
-@pytest.mark.skipif(not FULL, reason="compiles for seconds, without caches")
-def test_rows_columns_and_weights_are_summed_in_one_loop(monkeypatch):
-    monkeypatch.setattr(compiled, "_TRACED", {})
-    monkeypatch.setattr(metrics, "cpp_outer_loop_fused_inner_counts", [])
-    with config.patch(force_disable_caches=True):
-        trained("adalomo", [MATRIX], compile=True, steps=1)
-    # along the rows of a block, over all of it, along its columns: three loops in one over blocks
-    assert 3 in [count.inner_kernel_number for count in metrics.cpp_outer_loop_fused_inner_counts]
-
-
-@needs_compiler
 @pytest.mark.parametrize(
     ("rule", "options"),
     [
-        ("adalomo", {"rounding": "compensated"}),
-        ("adamw", {"rounding": "compensated8", "state_storage": "8bit"}),
-        ("lion", {"rounding": "stochastic", "state_storage": "8bit_64"}),
+        ("lion", {"rounding": "compensated8", "state_storage": "8bit_64"}),
+        *([("adalomo", {"rounding": "compensated"}), ("adamw", {"state_storage": "8bit"})] if FULL else []),
     ],
 )
 def test_compiled_code_of_several_tensors(rule, options):
@@ -472,3 +418,16 @@ def test_compiled_code_of_several_tensors(rule, options):
     events = sorted(profiled.profiler.kineto_results.events(), key=lambda event: event.start_ns())
     sizes = [event.nbytes() for event in events if event.name() == "[memory]"]
     assert max(itertools.accumulate(sizes)) < param.nbytes / 4
+
+
+def test_foreign_classes_are_not_traced(graphs, monkeypatch, caplog):
+    """A trace would fail, and its references to a parameter group would outlive the optimizer."""
+    monkeypatch.setattr(compiled, "traced", None)
+    params, opt = trained("torch.optim.SGD", [MATRIX, CUT[0]], compile=True)
+    assert traced_updates(opt) == 0 and not compiled._TRACED and not opt.compiled
+    (message,) = [message for message in caplog.messages if "is not compiled" in message]
+    assert "by rule 'torch.optim.sgd.SGD' is not compiled" in message
+    gone = weakref.ref(params[0])
+    del params, opt
+    gc.collect()
+    assert gone() is None

@@ -46,36 +46,6 @@ def test_gradients_of_the_loop_are_not_modified(options):
     assert torch.equal(shared, torch.full((3, 4), 0.5)) and torch.equal(turned, torch.arange(12.0).view(4, 3).t())
 
 
-def test_inside_inference_mode():
-    param = nn.Parameter(torch.ones(4))
-    opt = lowmem.FusedOptimizer([param], rule=SGD, lr=1.0)
-    with torch.inference_mode():
-        param.grad = torch.full((4,), 0.25)
-        opt.step()
-    assert torch.equal(param, torch.full((4,), 0.75))
-
-
-@pytest.mark.cpu_only("the simulated GPU has no sparse tensors")
-def test_a_sparse_gradient():
-    embedding = nn.Embedding(5, 3, sparse=True)
-    before = embedding.weight.detach().clone()
-    opt = lowmem.FusedOptimizer(embedding.named_parameters(), rule=SGD, lr=1.0)
-    loss = embedding(torch.tensor([1, 1, 4])).sum()
-    (embedding.weight.grad,) = torch.autograd.grad(loss, [embedding.weight])
-    opt.step()
-    assert torch.equal(embedding.weight, before - torch.tensor([0.0, 2.0, 0.0, 0.0, 1.0])[:, None])
-
-
-@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="a gradient has the dtype of its parameter")
-def test_a_gradient_of_another_dtype():
-    param = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
-    opt = lowmem.FusedOptimizer([param], rule="lomo", lr=1.0, rounding="nearest")
-    param.grad_dtype = None
-    param.grad = torch.full((4,), 0.123456)
-    opt.step()
-    assert torch.equal(param, torch.full((4,), 1 - 0.123456).bfloat16())
-
-
 def test_a_step_that_raises_leaves_the_gradients():
     net = make_net()
     opt = make(net)
@@ -152,13 +122,3 @@ def test_gradients_after_a_backward_raise_and_a_failed_step_can_be_repeated():
     give(net, 1)
     opt.step()
     assert same(weights(net), weights(other)) and opt.last_step.step == 2
-
-
-def test_a_parameter_without_elements_keeps_its_gradient():
-    """No hook is on it, so an ordinary backward leaves a gradient there."""
-    net, empty = make_net(), nn.Parameter(torch.zeros(0, 3))
-    opt = lowmem.FusedOptimizer([*net.parameters(), empty], rule=SGD, lr=0.1)
-    for step in range(2):
-        (loss_of(net, step) + empty.sum()).backward()
-        opt.step()
-        assert opt.last_step.step == step + 1

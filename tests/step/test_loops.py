@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import itertools
 import math
 import pickle
 import re
@@ -18,7 +19,6 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import lowmem
 from lowmem.errors import StepError, UnsupportedError
-from lowmem.step import habits
 
 DATA = torch.arange(12.0).view(4, 3) / 10
 
@@ -96,15 +96,6 @@ def test_a_closure(plain):
 
 
 # -- freezing ----------------------------------------------------------------------------------------------------------
-
-
-def test_everything_frozen_at_first():
-    net = make_net().requires_grad_(False)
-    opt = lomo(net)
-    net.requires_grad_(True)
-    loss_of(net).backward()
-    assert opt.last_step.step == 1
-    assert same(weights(net), ordinary(make_net(), [[0]]))
 
 
 def unfrozen_later(**options):
@@ -192,15 +183,8 @@ def test_a_generator_and_a_discriminator():
 def test_a_paused_optimizer_does_not_step():
     net = make_net()
     opt = lomo(net)
-    before = weights(net)
-    with opt.paused():
-        loss_of(net).backward()
-        with pytest.raises(StepError, match=r"backward\(\) of an optimizer that is inside its paused\(\)"):
-            opt.backward(loss_of(net))
-    assert same(weights(net), before)
-    assert all(param.grad is None for param in net.parameters())
-    opt.backward(loss_of(net))
-    assert opt.last_step.step == 1
+    with opt.paused(), pytest.raises(StepError, match=r"backward\(\) of an optimizer that is inside its paused\(\)"):
+        opt.backward(loss_of(net))
 
 
 # -- gradients ---------------------------------------------------------------------------------------------------------
@@ -274,21 +258,6 @@ def test_a_grad_scaler(how):
     assert same(weights(net), ordinary(make_net(), [[0]]))
 
 
-def test_a_grad_scaler_with_another_scale(monkeypatch):
-    """Such as FSDP's ShardedGradScaler."""
-
-    class Scaler(torch.amp.GradScaler):
-        def scale(self, outputs):
-            return outputs * 2.0
-
-    monkeypatch.setattr(torch.amp.GradScaler, "scale", torch.amp.GradScaler.scale)
-    habits._wrap_scaling()
-    net = make_net()
-    opt = lomo(net)
-    with pytest.raises(StepError, match="GradScaler has scaled the loss"):
-        opt.backward(Scaler("cpu").scale(loss_of(net)))
-
-
 def lost(option, function=None):
     return (
         rf"^{function or option.replace('_', '_grad_') + '_'}\(\): parameter '0.weight' has no gradient.*{option}=0.05"
@@ -297,7 +266,6 @@ def lost(option, function=None):
 
 CLIPPED = {
     "a norm": (lambda params: clip_grad_norm_(params, 0.05), lost("clip_norm")),
-    "by name": (lambda params: clip_grad_norm_(parameters=params, max_norm=0.05), "clip_norm=0.05"),
     "to read the norm": (lambda params: clip_grad_norm_(params, math.inf), "Omit this call. opt.last_step.grad_norm"),
     "a known norm": (
         lambda params: clip_grads_with_norm_(params, 0.05, torch.tensor(2.0)),
@@ -332,14 +300,6 @@ def test_clipping_after_backward(clip, message):
     assert other[0].weight.grad.norm() <= first.norm()
 
 
-def test_a_torch_version_without_the_patched_functions_warns(monkeypatch, caplog):
-    monkeypatch.delattr(torch.utils.checkpoint, "CheckpointFunction")
-    monkeypatch.setattr(habits, "_wrap_scaling", lambda: None)
-    monkeypatch.setattr(habits, "_wrap_clipping", lambda: None)
-    habits.watch.__wrapped__()
-    assert "and will not detect reentrant activation checkpointing" in caplog.text
-
-
 # -- parameter groups that are edited ----------------------------------------------------------------------------------
 
 
@@ -350,15 +310,10 @@ def setting(key, value):
 PARAMS, COUNT = "'params' of parameter group 0 was changed", "the number of parameter groups was changed"
 EDITS = {
     "shortened": (lambda opt: opt.param_groups[0]["params"].pop(0), PARAMS),
-    "extended": (lambda opt: opt.param_groups[0]["params"].append(nn.Parameter(torch.ones(2))), PARAMS),
-    "another list": (lambda opt: opt.param_groups[0].update(params=list(opt.param_groups[0]["params"])), PARAMS),
     "another group": (lambda opt: opt.param_groups.insert(1, dict(opt.param_groups.pop(1))), "group 1 was changed"),
-    "new groups": (lambda opt: setattr(opt, "param_groups", list(map(dict, opt.param_groups))), "group 0 was changed"),
     "one more": (lambda opt: opt.param_groups.append({**opt.param_groups[0], "params": []}), COUNT),
-    "one less": (lambda opt: opt.param_groups.pop(), COUNT),
     "rule": (setting("rule", "adamw"), "'rule' of parameter group 1 was"),
     "rounding": (setting("rounding", "compensated"), "'rounding' of parameter group 1 was"),
-    "state_storage": (setting("state_storage", "bfloat16"), "'state_storage' of parameter group 1 was"),
 }
 
 
@@ -412,9 +367,9 @@ RESETS = {
 }
 
 
-@pytest.mark.parametrize("batching", [True, False])
-@pytest.mark.parametrize("step", [0, 2])
-@pytest.mark.parametrize("reset", RESETS.values(), ids=RESETS)
+@pytest.mark.parametrize(
+    ("reset", "step", "batching"), [*itertools.product(RESETS, [2], [True, False]), ("looked at", 0, True)]
+)
 def test_states_that_the_loop_resets(reset, step, batching):
     """As AdamW of torch does, whose count of steps begins again too."""
     net, expected = make_net(), make_net()
@@ -422,22 +377,21 @@ def test_states_that_the_loop_resets(reset, step, batching):
     plain = torch.optim.AdamW(expected.parameters(), lr=0.1, foreach=False)
     for n in range(5):
         if n == step:
-            reset(opt, net)
-            reset(plain, expected)
+            RESETS[reset](opt, net)
+            RESETS[reset](plain, expected)
             opt.named_state_dict()
         opt.backward(loss_of(net, n))
         plain_step(plain, loss_of(expected, n))
     assert same(weights(net), weights(expected))
 
 
-@pytest.mark.parametrize("reset", [RESETS["replaced"], RESETS["cleared"]])
-def test_a_reset_leaves_residuals_of_rounding(reset):
+def test_a_reset_leaves_residuals_of_rounding():
     """They belong to the weight. A checkpoint in between has them too."""
     net, resumed = (nn.Sequential(nn.Linear(3, 16)).bfloat16() for _ in range(2))
     opts = [lomo(each, rule="lion", lr=1e-4, rounding="compensated") for each in (net, resumed)]
     for n in range(6):
         if n == 3:
-            reset(opts[0], net)
+            opts[0].state.clear()
             opts[1].load_state_dict(opts[0].state_dict())
             resumed.load_state_dict(net.state_dict())
         for opt, each in zip(opts, (net, resumed), strict=True):

@@ -10,7 +10,7 @@ from contextlib import contextmanager, nullcontext
 import pytest
 import torch
 from support.nets import records_of
-from support.products import pairwise
+from support.products import in_turn
 
 import lowmem
 from lowmem.step.offload import GradientStore
@@ -88,7 +88,7 @@ def on_another_stream():
 
 @pytest.mark.parametrize(
     ("settings", "stream", "default", "created_on"),
-    pairwise(SETTINGS, [nullcontext, on_another_stream], [None, "cuda"], ["cuda", "cpu"]),
+    in_turn(SETTINGS, [nullcontext, on_another_stream], [None, None, "cuda"], ["cuda", "cuda", "cpu", "cpu"]),
 )
 def test_as_on_a_cpu(settings, stream, default, created_on):
     """Memory of the host is allocated on the host, whatever the default device is. Memory that a step replaces is not

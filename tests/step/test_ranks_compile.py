@@ -3,6 +3,7 @@
 import pytest
 import torch
 from support.devices import seeded
+from support.products import FULL
 from torch._inductor import compile_fx
 from torch.distributed.fsdp import fully_shard
 
@@ -81,7 +82,7 @@ def a_rank_without_a_working_compiler(rank, sharded):
     assert opt.compiled
 
 
-@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("sharded", [False, True] if FULL else [False])
 def test_every_rank_raises_the_error_of_the_compiler(two, sharded):
     two.run(a_rank_without_a_working_compiler, sharded)
 

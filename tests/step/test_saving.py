@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import json
 import math
 import operator
 
@@ -17,26 +16,9 @@ from lowmem.errors import CheckpointError
 from lowmem.hf.checkpoint import load_optimizer, save_optimizer
 from lowmem.step.saving import TensorSource
 
-BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 ADAM, ADAMW, SGD = torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD
 SHAPES = {"a": (64, 64), "b": (2,)}  # the first one is quantized in complete groups
-
-
-class InFloat32(torch.optim.Optimizer):
-    """Its state is float32, whatever the weights are."""
-
-    def __init__(self, params, lr=1e-3):
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for param in group["params"]:
-                state = self.state[param]
-                if not state:
-                    state["mean"] = torch.zeros_like(param, dtype=torch.float32)
-                state["mean"].mul_(0.9).add_(param.grad.float())
-                param.add_(state["mean"].to(param.dtype), alpha=-group["lr"])
 
 
 def make_optimizer(rule="adamw", dtype=BF16, shapes=SHAPES, steps=1, **options):
@@ -149,15 +131,11 @@ def test_hooks_of_torch_around_saving_and_loading():
 # -- states that fit ---------------------------------------------------------------------------------------------------
 
 FITS = {
-    "a class with float32 states": (BF16, F32, InFloat32, {"rounding": "nearest"}),
     "a class that stepped on a float32 copy": (BF16, F32, ADAMW, {"rounding": "stochastic"}),
-    "a class that will step on a float32 copy": (F32, BF16, ADAMW, {"rounding": "stochastic"}),
     "a rule with float32 states": (BF16, F32, "adamw", {}),
-    "a rule with float32 states, to 16 bits": (F32, BF16, "adamw", {}),
     "states that are held in 16 bits": (BF16, F32, "adamw", {"state_storage": "bfloat16"}),
     "states that would be held in 8 bits": (BF16, F32, "adamw", {"state_storage": "8bit"}),
     "a class without states": (BF16, F32, SGD, {"rounding": "nearest"}),
-    "the same dtype": (BF16, BF16, ADAMW, {"rounding": "nearest"}),
     "the same dtype and residual": (BF16, BF16, ADAMW, {"rounding": "compensated"}),
     "the same dtype and residual in 8 bits": (BF16, BF16, "adamw", {"rounding": "compensated8"}),
 }
@@ -175,9 +153,7 @@ def test_a_state_that_fits(was, now, rule, options):
     assert opt.last_step.step == 2
 
 
-@pytest.mark.parametrize("cls", [ADAMW, torch.optim.Adam], ids=lambda cls: cls.__name__)
-@pytest.mark.parametrize("named", [False, True])
-@pytest.mark.parametrize("seldom", [False, True])
+@pytest.mark.parametrize(("cls", "named", "seldom"), [(ADAMW, True, True), (ADAMW, False, False), (ADAM, False, True)])
 def test_a_torch_state_is_loaded(cls, named, seldom):
     """Three steps of torch's optimizer, a file, and three of ours: the bits of six of torch's."""
     decay = {"weight_decay": 0.1 if cls is ADAMW else 0.0}
@@ -214,46 +190,6 @@ def test_a_torch_state_is_loaded(cls, named, seldom):
     again.load_state_dict(through_file(opt.state_dict()))  # and is saved as any other
 
 
-@pytest.mark.parametrize(("options", "dtype"), [({}, BF16), ({"state_storage": "float32"}, F32)])
-def test_a_torch_state_in_bfloat16(options, dtype):
-    """States of torch have the dtype of the weight; loaded, they have the same values, by default in the same dtype."""
-    theirs, ours = (nn.Parameter(torch.ones(4).bfloat16()) for _ in range(2))
-    plain = ADAMW([theirs])
-    theirs.grad = torch.arange(4.0).bfloat16()
-    plain.step()
-    opt = lowmem.FusedOptimizer([ours], rule="adamw", **options)
-    opt.load_state_dict(plain.state_dict())
-    for name in ("exp_avg", "exp_avg_sq"):
-        assert opt.state[ours][name].dtype == dtype
-        assert torch.equal(opt.state[ours][name].float(), plain.state[theirs][name].float())
-    give_gradients(opt, (ours, torch.ones(4).bfloat16()))
-    assert opt.state[ours]["step"].item() == 2
-
-
-@pytest.mark.parametrize("storage", ["bfloat16", "8bit"])
-def test_a_state_of_torch_is_converted(storage):
-    theirs, ours = (nn.Parameter(torch.ones(64, 64)) for _ in range(2))
-    plain = ADAMW([theirs])
-    theirs.grad = torch.arange(64.0).expand(64, 64) / 64
-    plain.step()
-    opt = lowmem.FusedOptimizer([ours], rule="adamw", state_storage=storage, convert_states=True)
-    opt.load_state_dict(plain.state_dict())
-    (record,) = opt._records.values()
-    for name, held in record.program.held(opt.state[ours]).items():
-        torch.testing.assert_close(held.decode(), plain.state[theirs][name], rtol=0.02, atol=1e-3)
-    give_gradients(opt, (ours, torch.ones(64, 64)))
-    assert opt.state[ours]["step"].item() == 2
-
-
-def test_a_state_without_the_dtype_of_its_weights():
-    """As it was saved before that was."""
-    saved = make_optimizer(ADAMW, F32).named_state_dict()
-    del saved["weights"]
-    opt = make_optimizer(ADAMW, F32)
-    opt.load_named_state_dict(saved)
-    train(opt)
-
-
 # -- states that do not fit --------------------------------------------------------------------------------------------
 
 
@@ -281,8 +217,8 @@ OTHERS = [
 ]
 BOTH = "the saved optimizer has {} '{}', but this one has '{}'"
 for option, one, others in (
-    ("state_storage", "8bit", ("float32", "bfloat16", "8bit_64", "8bit_nearest")),
-    ("rounding", "compensated8", ("compensated", "stochastic")),
+    ("state_storage", "8bit", ("float32", "8bit_64")),
+    ("rounding", "compensated8", ("compensated",)),
 ):
     advice = r"\. convert_states=True converts it" if option == "state_storage" else ""
     for pair in (pair for other in others for pair in ((one, other), (other, one))):
@@ -291,12 +227,8 @@ DTYPES = {
     "AdamW to float32": (BF16, F32, ADAMW, {"rounding": "nearest"}, "exp_avg"),
     "AdamW to bfloat16": (F32, BF16, ADAMW, {"rounding": "nearest"}, "exp_avg"),
     "AdamW between 16 bits": (F16, BF16, ADAMW, {"rounding": "nearest"}, "exp_avg"),
-    "AdamW to float64": (F32, F64, ADAMW, {}, "exp_avg"),
     "SGD, which would go on": (BF16, F32, SGD, {"rounding": "nearest", "momentum": 0.9}, "momentum_buffer"),
-    "a residual of a class": (BF16, F32, ADAMW, {"rounding": "compensated"}, "residual"),
-    "a master copy of a class": (BF16, F32, InFloat32, {"rounding": "master"}, "weight32"),
     "a residual": (BF16, F32, "adamw", {"rounding": "compensated"}, "residual"),
-    "a residual between 16 bits": (F16, BF16, "lomo", {"rounding": "compensated"}, "residual"),
     "a residual in 8 bits": (BF16, F32, "adamw", {"rounding": "compensated8"}, "residual"),
     "the master copy of LANS": (BF16, F32, "lans", {"multi_precision": True}, "weight32"),
 }
@@ -317,13 +249,10 @@ def test_loading_the_state_of_a_different_optimizer_raises(saved, loading, messa
     ("cls", "options", "ours", "message"),
     [
         (ADAMW, {"amsgrad": True}, {}, "group 0 of the saved torch optimizer has amsgrad"),
-        (ADAMW, {"maximize": True}, {}, "has maximize"),
         (ADAM, {"weight_decay": 0.1}, {}, "has coupled weight_decay"),
         (ADAMW, {}, {"rule": "adalomo"}, "rule 'adamw', but this one has 'adalomo'"),
-        (ADAMW, {}, {"shapes": dict.fromkeys("cd", (64, 64))}, "has other parameters or a different order"),
         (ADAMW, {}, {"shapes": dict.fromkeys("ba", (64, 64))}, "has other parameters or a different order"),
         (ADAMW, {}, {"shapes": dict.fromkeys("abc", (64, 64))}, r"of \[2\] parameters, but .* groups of \[3\]"),
-        (ADAMW, {}, {"state_storage": "bfloat16"}, "state_storage 'float32', .* 'bfloat16'. convert_states=True"),
         (ADAMW, {}, {"state_storage": "8bit"}, "state_storage 'float32', .* '8bit'. convert_states=True"),
         (SGD, {}, {}, "has no step, seed and loss scale"),
     ],
@@ -355,39 +284,29 @@ CODES = r"saved state of 'a' has .* but this optimizer has .*exp_avg\.scale"
 DAMAGED = {
     "a negative step": (["step"], -5, "step=-5"),
     "a step of text": (["step"], "3", "step='3'"),
-    "a step of True": (["step"], True, "step=True"),
-    "a seed of text": (["seed"], "x", "seed='x'"),
     "no step": (["step"], del_, "'step'"),
     "no seed": (["seed"], del_, "seed"),
-    "no groups": (["param_groups"], del_, "param_groups"),
     "no state": (["state"], del_, "state"),
-    "groups of text": (["param_groups"], "x", "damaged"),
     "a group of text": (["param_groups", 0], "x", "damaged"),
     "no parameters": (["param_groups", 0, "params"], del_, "params"),
     "a learning rate of text": (["param_groups", 0, "lr"], "x", "the saved optimizer cannot be loaded: lr='x'"),
-    "no learning rate": (["param_groups", 0, "lr"], del_, "'lr'"),
     "betas that are one": (["param_groups", 0, "betas"], [0.9], "betas"),
-    "states in a list": (["state"], [], "damaged"),
     "a state of text": (["state", "b"], "x", "damaged"),
     "a tensor of text": (["state", "b", "exp_avg"], "x", "state of 'b' has .*exp_avg"),
-    "something else": (["state", "b", "other"], 5, "state of 'b' has .*other"),
     "a tensor too few": (["state", "b", "step"], del_, "state of 'b' has "),
     "an unreadable tensor": (["state", "b", "exp_avg_sq"], TensorSource((2,), F32, lambda: int("x")), "ValueError"),
     "no scale of codes": (["state", "a", "exp_avg_sq.scale"], del_, CODES),
-    "codes of another dtype": (["state", "a", "exp_avg"], torch.zeros(64, 64, dtype=torch.uint8), CODES),
     "scales of another shape": (["state", "a", "exp_avg.scale"], torch.zeros(64, 1, dtype=BF16), CODES),
     "another dtype": (["state", "b", "exp_avg"], torch.zeros(2, dtype=BF16), "bfloat16, .*this optimizer has"),
     "a parameter that is not there": (["state", "c"], {}, "a state of 'c'"),
     "a group that is not there": (["state", "_group0"], {"x": torch.ones(2)}, "state of group 0"),
     "counts of text": (["nonfinite", "steps"], "x", "nonfinite=.*'steps': 'x'"),
     "a scale of text": (["loss_scale", "scale"], "x", "loss scale has scale='x'"),
-    "no scale": (["loss_scale", "scale"], del_, "loss scale has scale=None"),
-    "no count of good steps": (["loss_scale", "good"], del_, "loss scale has good=None"),
     "no patience": (["loss_scale", "patience"], del_, "loss scale has patience=None"),
 }
 
 
-@pytest.mark.parametrize("name", [*DAMAGED, "nothing", "a list", "None"])
+@pytest.mark.parametrize("name", [*DAMAGED, "nothing", "None"])
 def test_a_damaged_state_raises_and_changes_nothing(name):
     """Nor in the middle of a step."""
     options = {"state_storage": "8bit", "loss_scale": "dynamic", "policy": "deferred"}
@@ -397,22 +316,10 @@ def test_a_damaged_state_raises_and_changes_nothing(name):
         with each.accumulate():
             train(each)
     path, value, message = DAMAGED.get(name, ([], None, "the saved optimizer is damaged"))
-    instead = {"nothing": {}, "a list": [saved], "None": None}
+    instead = {"nothing": {}, "None": None}
     with pytest.raises(CheckpointError, match=message):
         opt.load_named_state_dict(instead[name] if name in instead else changed(saved, path, value))
     train(opt)
     train(alone)
     assert_same(everything(opt), everything(alone))
     assert {**opt.named_state_dict(), "state": 0} == {**alone.named_state_dict(), "state": 0}
-
-
-@pytest.mark.parametrize("damage", ["float31", 3, ["float32"]])
-def test_a_damaged_dtype_of_weights(damage):
-    opt = make_optimizer(ADAMW, F32)
-    saved = opt.named_state_dict()
-    json.dumps(saved["weights"])  # as a file has it
-    assert_refuses(
-        opt,
-        "the saved optimizer is damaged",
-        lambda: opt.load_named_state_dict(changed(saved, ["weights", "a"], damage)),
-    )

@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 from support.devices import seeded
-from support.nets import Memory, states
+from support.nets import states
 from support.products import in_turn
 
 import lowmem
@@ -151,14 +151,6 @@ def test_small_equal_parameters_are_stacked(stacks):
 
 
 @pytest.mark.by_tiles("updates that are compiled are in no stack")
-def test_a_full_stack_does_not_wait(stacks, monkeypatch):
-    monkeypatch.setattr(updates, "STACK", 64 * 4)
-    params = [torch.nn.Parameter(torch.ones(8, 8)) for _ in range(10)]
-    lowmem.FusedOptimizer(params, rule="lomo").backward(quadratic(params))
-    assert stacks == [(4, 64), (4, 64), (2, 64)]
-
-
-@pytest.mark.by_tiles("updates that are compiled are in no stack")
 @pytest.mark.parametrize(
     ("rule", "options", "sizes"), [("lans", {"aggregate_num": 3}, [3, 3, 1]), (torch.optim.SGD, {}, [1] * 7)]
 )
@@ -166,19 +158,6 @@ def test_stack_sizes_are_limited_by_the_rule(stacks, rule, options, sizes):
     params = [torch.nn.Parameter(torch.ones(8)) for _ in range(7)]
     lowmem.FusedOptimizer(params, rule=rule, lr=0.1, **options).backward(quadratic(params))
     assert [size for size, _ in stacks] == sizes
-
-
-@pytest.mark.filterwarnings("ignore:Expected a tensor")
-@pytest.mark.by_tiles("updates that are compiled are in no stack")
-def test_memory_of_waiting_gradients():
-    """800 vectors of 4,096 are 12.5 MiB; no more than a full stack of their gradients and its copies live at a time."""
-    params = [torch.nn.Parameter(torch.randn(4096)) for _ in range(800)]
-    opt = lowmem.FusedOptimizer(params, rule="lomo", lr=0.01)
-    held = sum(param.nbytes for param in params)
-    one_stack = 4 * updates.STACK
-    with Memory(*params) as memory:
-        opt.backward(sum((param * param.detach()).sum() for param in params))
-    assert held < memory.most <= held + 6 * one_stack  # gradients, both stacks, and the tiles' temporaries
 
 
 def one_weight(dtype, rule="adamw", **options):
@@ -236,10 +215,9 @@ def test_updates_lost_by_rounding_warn_once(dtype, rule, options, said, caplog):
     assert said is None or re.search(said, caplog.text)
 
 
-def test_values_that_users_add_to_a_state_stay_there():
-    params = [torch.nn.Parameter(torch.ones(3)) for _ in range(3)]
-    opt = lowmem.FusedOptimizer(params, rule="adamw")
-    for _ in range(3):
-        opt.backward(torch.stack(params).square().sum())
-        opt.state[params[1]]["note"] = "mine"
-    assert opt.state[params[1]]["note"] == "mine" and torch.equal(params[0], params[1])
+@pytest.mark.by_tiles("updates that are compiled are in no stack")
+def test_a_full_stack_does_not_wait(stacks, monkeypatch):
+    monkeypatch.setattr(updates, "STACK", 64 * 4)
+    params = [torch.nn.Parameter(torch.ones(8, 8)) for _ in range(10)]
+    lowmem.FusedOptimizer(params, rule="lomo").backward(quadratic(params))
+    assert stacks == [(4, 64), (4, 64), (2, 64)]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from support.devices import seeded
-from test_storage import LAST, MIDDLE, NUMBERS, decoded, store
+from test_storage import LAST, decoded, store
 
 from lowmem.tiles.storage import Compensated, Moment
 
@@ -87,61 +87,6 @@ def test_a_square_is_only_zero_in_a_group_of_zeros():
         assert (decoded(storage, value, number) > 0).all()
 
 
-@SIGNED
-def test_one_huge_value_among_tiny_ones(signed):
-    """The huge one is exact. The others are the smallest code, or nothing; at random their mean is the value, except
-    that a square is at least the smallest code."""
-    value = torch.full((1, 32), 1e-3 if signed else 1e-6)
-    value[0, 9] = 2.0**10
-    smallest = 2.0**10 / (253 if signed else 65536)
-    assert decoded(Moment(signed, draws=False), value)[0, 0] == (0 if signed else smallest)
-    numbers = torch.arange(0, NUMBERS, 256, dtype=torch.int32)[:, None]
-    actual = decoded(Moment(signed), value.expand(len(numbers), 32), numbers)
-    assert (actual[:, 9] == 2.0**10).all()
-    assert actual[:, 0].mean().item() == pytest.approx(1e-3 if signed else smallest, rel=0.2)
-
-
-@SIGNED
-def test_the_largest_numbers(signed):
-    """Up to the largest of bfloat16; a float32 above it is infinite there, and shows."""
-    value = torch.linspace(0.2, 1, 32).view(1, 32)
-    value[0, 3] = torch.finfo(torch.bfloat16).max
-    assert decoded(Moment(signed, draws=False), value).isfinite().all()
-    value[0, 3] = torch.finfo(torch.float32).max
-    assert not decoded(Moment(signed, draws=False), value).isfinite().any()
-
-
-@SIGNED
-def test_subnormals_are_not_rounded_up(signed):
-    """A group whose largest value is below 2⁻¹²⁶ is stored as less than it is, with its sign: no update feels that."""
-    value = torch.logspace(-44, -38, 300, dtype=torch.float64).float()
-    value = torch.cat([value, -value]).view(-1, 1) if signed else value.view(-1, 1)
-    value = value * torch.linspace(0.1, 1, 32)
-    for storage, number in [(Moment(signed, draws=False), 0), (Moment(signed), 0), (Moment(signed), LAST)]:
-        actual = decoded(storage, value, number)
-        assert actual.isfinite().all()
-        assert (actual * value.sign() >= 0).all()
-        assert (actual.abs().amax(-1) <= value.abs().amax(-1) * (1 + 2.0**-7) + 2.0**-133).all()
-
-
-def test_storing_a_square_again_changes_it_at_most_once():
-    """The largest square of a group may round to code 254, if its scale was rounded up by so much. The next scale is
-    that value rounded up, which may be smaller by one spacing of bfloat16; codes then are others, values within half a
-    step. After that nothing changes.
-    """
-    storage = Moment(False, draws=False)
-    codes, scale = store(storage, groups_of_all_sizes(False))
-    assert set(codes.amax(-1).tolist()) == {254, 255}
-    again = store(storage, storage.decode((codes, scale)))
-    full = codes.amax(-1) == 255
-    assert torch.equal(again[0][full], codes[full]) and torch.equal(again[1][full], scale[full])
-    before, after = storage.decode((codes, scale)).sqrt(), storage.decode(again).sqrt()
-    assert ((after - before).abs() <= before.amax(-1, keepdim=True) / 512 * 1.01).all()
-    for _ in range(3):
-        again = store(storage, storage.decode(again))
-    assert all(map(torch.equal, store(storage, storage.decode(again)), again))
-
-
 def tails(exponent, sign, precision):
     """Numbers with this exponent and all tails behind the first, second and last pattern of `precision` bits."""
     heads = np.array([0, 1, (1 << precision) - 1], dtype=np.uint32)[:, None] << np.uint32(23 - precision)
@@ -182,28 +127,3 @@ def test_residuals_equal_flashoptim(dtype, precision, exponents, usual):
                 assert (np.abs(actual - (narrow + residual * half / 127)) <= last).all()
                 assert (error <= half / 254 + last).all()
                 assert np.abs(residual).max() == 127
-
-
-def test_residuals_of_subnormal_weights():
-    """They have one spacing, in float16 2⁻²⁴."""
-    value = torch.linspace(-(2.0**-14), 2.0**-14, 100_001)
-    stored, residual = store(Compensated(torch.float16, 8), value)
-    assert torch.equal(stored, value.half())
-    actual = Compensated(torch.float16, 8).decode((stored, residual))
-    assert (actual - value).abs().max() <= 2.0**-24 / 508 + 2.0**-38
-
-
-@pytest.mark.parametrize("number", [0, MIDDLE, LAST])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_storing_a_weight_again_does_not_change_it(dtype, number):
-    """Half a spacing away is the middle of two weights: the other one may be taken, with the opposite residual. If that
-    is a power of two, it has twice the spacing, and residuals twice as far apart.
-    """
-    source, storage = seeded(0), Compensated(dtype, 8)
-    value = torch.randn(200_000, generator=source) * 10 ** (torch.rand(200_000, generator=source) * 4 - 3)
-    stored, residual = store(storage, value)
-    again = store(storage, storage.decode((stored, residual)), number)
-    same = (again[0] == stored) & (again[1] == residual)
-    assert same[residual.abs() < 127].all()
-    actual, expected = storage.decode(again), storage.decode((stored, residual))
-    torch.testing.assert_close(actual, expected, rtol=torch.finfo(dtype).eps / 254 * 1.01, atol=0)

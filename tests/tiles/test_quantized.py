@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from support.compiled import compiles
 from support.devices import seeded
 from support.nets import through_file
-from support.products import pairwise
+from support.products import in_turn, pairwise
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -20,9 +20,6 @@ from lowmem.layers.head import linear_cross_entropy
 from lowmem.tiles.quantized import QuantizedWeight, plain
 from lowmem.tiles.storage import Integer
 
-BITS = pytest.mark.parametrize("bits", [8, 10, 12])
-DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)
-
 
 def pair(bits=10, dtype=torch.bfloat16, shape=(96, 128), size=64):
     """A quantized weight, and an ordinary parameter with its values."""
@@ -31,8 +28,7 @@ def pair(bits=10, dtype=torch.bfloat16, shape=(96, 128), size=64):
     return quantized, nn.Parameter(plain(quantized))
 
 
-@BITS
-@DTYPES
+@pytest.mark.parametrize(("bits", "dtype"), in_turn([8, 10, 12], [torch.bfloat16, torch.float32, torch.float16]))
 def test_each_element_is_rounded_to_the_nearest_value(bits, dtype):
     torch.manual_seed(0)
     weight = torch.randn(96, 128).to(dtype)
@@ -167,35 +163,16 @@ COPIES = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("change", COPIES.values(), ids=COPIES)
-def test_copies_keep_the_values_of_the_matrix(change, autocast, dtype):
-    quantized, matrix = pair(12, dtype)
+def test_copies_keep_the_values_of_the_matrix(change, autocast):
+    quantized, matrix = pair(12, torch.float32)
     with torch.autocast(torch.get_default_device().type, torch.bfloat16, enabled=autocast):
         taken, expected = (change(weight.detach()) for weight in (quantized, matrix))
     with torch.no_grad():
         quantized.copy_(torch.ones(96, 128))
     assert taken.dtype == expected.dtype
     assert torch.equal(plain(taken), expected)
-
-
-@pytest.mark.parametrize("shape", [(), (1,), (128,), (96, 1), (1, 96, 128), (2, 96, 128), (128, 96), (96, 64)], ids=str)
-@pytest.mark.parametrize("part", [slice(None), slice(None, None, 2)], ids=["all", "every other"])
-def test_copies_broadcast_as_in_torch(shape, part):
-    """A number is stored exactly, if it is the only one in its group."""
-    quantized, matrix = (torch.zeros(2, 96, 128) for _ in range(2))
-    quantized = QuantizedWeight.of(quantized, Integer(12))
-    source = torch.full(shape, 0.75)
-    errors = []
-    for weight in (quantized, matrix):
-        try:
-            weight[part].copy_(source)
-        except RuntimeError as error:
-            errors.append(error)
-    assert len(errors) in (0, 2)
-    torch.testing.assert_close(plain(quantized), matrix, rtol=2**-8, atol=0.0)
-    assert not plain(quantized)[1].any() or part == slice(None)
 
 
 def test_non_finite_numbers_raise():
@@ -211,12 +188,6 @@ def test_non_finite_numbers_raise():
     assert torch.equal(plain(quantized), before)
 
 
-def test_a_shard_without_rows_is_viewed_as_a_line():
-    quantized, _ = pair()
-    assert quantized[:0].view(-1).shape == (0,)
-    assert plain(quantized[:0]).shape == (0, 128)
-
-
 @compiles
 def test_a_strided_slice_is_decoded_by_compiled_code(monkeypatch):
     monkeypatch.setattr(QuantizedWeight, "compiled", True)
@@ -224,31 +195,6 @@ def test_a_strided_slice_is_decoded_by_compiled_code(monkeypatch):
         quantized, matrix = pair(shape=shape)
         assert torch.equal(plain(quantized[::2]), matrix[::2])
     assert QuantizedWeight.compiled
-
-
-def test_running_out_of_memory_is_not_a_failure_of_the_compiler(monkeypatch):
-    def decoder(*parts):
-        raise torch.OutOfMemoryError
-
-    monkeypatch.setattr(QuantizedWeight, "compiled", True)
-    monkeypatch.setattr("lowmem.tiles.quantized._decoder", lambda *_: decoder)
-    with pytest.raises(torch.OutOfMemoryError):
-        pair()[0].dequantize()
-    assert QuantizedWeight.compiled
-
-
-def test_a_model_quantized_in_inference_mode_can_be_trained():
-    with torch.inference_mode():
-        model = lowmem.quantize_(nn.Linear(128, 96, bias=False), "int12")
-        assert model.weight.half().dtype == torch.float16
-    opt = lowmem.FusedOptimizer(model.named_parameters(), lr=1e-2)
-    before = model.weight.dequantize()
-    opt.backward(model(torch.ones(2, 128)).square().sum())
-    assert not torch.equal(model.weight.dequantize(), before)
-    with torch.inference_mode():
-        lowmem.dequantize_(model)
-    model(torch.ones(2, 128)).sum().backward()
-    assert model.weight.grad is not None
 
 
 @pytest.mark.parametrize(
@@ -270,21 +216,6 @@ def test_a_backward_to_chosen_inputs_computes_a_checkpointed_forward_again(backw
     assert torch.equal(quantized.grad, weight.grad)
 
 
-def test_a_compiled_model_computes_the_same(recwarn):
-    model = lowmem.quantize_(
-        nn.Sequential(nn.Linear(128, 96), nn.GELU(), nn.Linear(96, 64, bias=False)), "int12", group=32
-    )
-    outs = []
-    for computed in (torch.compile(model, backend="eager"), model):
-        out = computed(torch.ones(3, 128))
-        out.square().sum().backward()
-        outs.append((out, *(param.grad.clone() for param in model.parameters())))
-        model.zero_grad()
-    for got, expected in zip(*outs, strict=True):
-        torch.testing.assert_close(got, expected)
-    assert not any("trace" in str(each.message) for each in recwarn)
-
-
 def test_moving_copying_and_saving_keep_every_bit(tmp_path):
     model = lowmem.quantize_(nn.Sequential(nn.Linear(128, 96), nn.Linear(96, 64)).bfloat16(), "int12", group=32)
     weight = model[0].weight
@@ -297,18 +228,6 @@ def test_moving_copying_and_saving_keep_every_bit(tmp_path):
             assert mine.data_ptr() != theirs.data_ptr()
 
 
-def test_to_a_device_keeps_the_hooks_of_the_optimizer():
-    model = lowmem.quantize_(nn.Linear(128, 96, bias=False).bfloat16(), "int8")
-    opt = lowmem.FusedOptimizer(model.named_parameters(), lr=1e-2)
-    model.to(model.weight.device)
-    with pytest.raises(lowmem.LowmemError, match="dequantize_"):
-        model.half()
-    before = model.weight.parts[0].clone()
-    opt.backward(model(torch.ones(2, 128).bfloat16()).float().square().sum())
-    assert model.weight.grad is None
-    assert not torch.equal(model.weight.parts[0], before)
-
-
 @pytest.mark.parametrize(
     ("use", "words"),
     [
@@ -317,12 +236,8 @@ def test_to_a_device_keeps_the_hooks_of_the_optimizer():
         (lambda weight: weight.t()[:64], "aten.slice"),
         (lambda weight: F.embedding(torch.tensor([1]), weight.t()), "aten.embedding"),
         (lambda weight: weight.t().contiguous(), "skip"),
-        (lambda weight: weight.share_memory_(), "dequantize_"),
-        (lambda weight: weight.apply_(abs), r"Tensor.apply_\(\)"),
         (lambda weight: weight.numpy(), "dequantize_"),
-        (lambda weight: weight.tolist(), "dequantize_"),
         (lambda weight: save_file({"weight": weight}, os.devnull), "dequantize_"),
-        (lambda weight: weight.view(192, 64)[:, :8], "aten.slice"),
         (lambda weight: weight.as_strided((3, 64), (128, 1)), "aten.as_strided"),
         (lambda weight: F.embedding(torch.tensor([1]), weight, max_norm=1.0), "aten.embedding_renorm_"),
         (lambda weight: setattr(weight, "data", torch.zeros(96, 128)), "dequantize_"),

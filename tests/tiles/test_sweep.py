@@ -172,12 +172,6 @@ def test_noise_of_a_column_does_not_depend_on_tiles_and_shards(border):
     assert torch.equal(whole[3:], rounded_at(border - 29, 61))
 
 
-def test_noise_of_many_columns_does_not_repeat():
-    starts = [0, 1 << 30, 1 << 31, 3 << 30, 1 << 32, 5 << 30, 3 << 31, 1 << 33]
-    seen = {tuple(rounded_at(start).tolist()) for start in starts}
-    assert len(seen) == len(starts)
-
-
 def test_noise_of_fewer_columns_has_not_changed():
     """Bits of a run that resumes."""
     col = torch.arange(64, dtype=torch.int32) + ((1 << 31) - 64)
@@ -212,9 +206,27 @@ def test_tiles_of_many_columns(first, last, tile):
     assert all(start // WIDEST == (stop - 1) // WIDEST for start, stop in cols)
 
 
+class Three:
+    """Ranks that have once, twice and three times the tensors of this one."""
+
+    def all_reduce(self, tensors, *, largest=False):
+        return [tensor * (3 if largest else 6) for tensor in tensors]
+
+
+def test_sums_and_maxima_over_ranks():
+    sums = stored.over_ranks(Three(), Sums(row={"r": torch.ones(1, 2)}, row_max={"m": torch.ones(1, 2)}))
+    assert sums.row["r"].tolist() == [[6.0, 6.0]] and sums.row_max["m"].tolist() == [[3.0, 3.0]]
+
+
 def test_a_tensor_that_is_missing_is_a_missing_attribute():
     """So that hasattr and copy work on the tensors of a tile."""
     fields = Fields({("row", "r"): torch.ones(2)}, "row")
     assert hasattr(fields, "r") and not hasattr(fields, "c") and torch.equal(copy.copy(fields).r, fields.r)
     with pytest.raises(AttributeError, match="'c' was passed to the sweep"):
         _ = fields.c
+
+
+def test_noise_of_many_columns_does_not_repeat():
+    starts = [0, 1 << 30, 1 << 31, 3 << 30, 1 << 32, 5 << 30, 3 << 31, 1 << 33]
+    seen = {tuple(rounded_at(start).tolist()) for start in starts}
+    assert len(seen) == len(starts)
