@@ -27,7 +27,7 @@ from lowmem.tiles.graph import try_compiler
 from lowmem.tiles.layout import Place
 from lowmem.tiles.quantized import QuantizedWeight
 from lowmem.tiles.stages import OneTile, Stages
-from lowmem.tiles.storage import Float, StoredTensor
+from lowmem.tiles.storage import Float
 from lowmem.tiles.stored import StoredTiles
 from lowmem.tiles.tile import extent
 from lowmem.tiles.traced import GRAD, Arguments, Kind, TracedUpdate, signature, trace_update
@@ -161,7 +161,7 @@ class Compilation:
             return None
         key = None
         if not is_observed():
-            key = made_for(record, tiles.grad, tiles.weight, states, tiles.scalars.names, place)
+            key = made_for(record, tiles.grad, tiles.weight.parts, states, tiles.scalars.names, place)
         bound = self._bound.get(record)
         if bound is None or bound.made_for != key or bound.form != tiles.reading.form:
             bound = self._bind(record, tiles, states, key)
@@ -271,17 +271,16 @@ def is_observed() -> bool:
 def made_for(
     record: ParamRecord,
     grad: Tensor,
-    weight: StoredTensor,
+    parts: Sequence[Tensor],
     states: Mapping[str, Any],
     numbers: tuple[str, ...],
     place: tuple[int, int],
 ) -> tuple[Any, ...]:
     """Returns what a bound update depends on, except for the form of its reading.
 
-    numbers: the names of its group's numbers.  place: see `kernel_updates.PendingUpdate`.
+    See `kernel_updates.PendingUpdate`. `states` may have other values, from users.
     """
-    tensors = *weight.parts, *[each for each in states.values() if isinstance(each, Tensor)]  # users may add values
-    pointers = [each.data_ptr() for each in tensors]
+    pointers = [each.data_ptr() for each in (*parts, *states.values()) if isinstance(each, Tensor)]
     return record.program, grad.dtype, grad.is_contiguous(), grad.data_ptr() % 16 == 0, numbers, place, pointers
 
 

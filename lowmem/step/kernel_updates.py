@@ -26,17 +26,22 @@ Waiting = tuple[ParamRecord, Tensor, dict[str, Any], dict[str, Tensor]]
 class PendingUpdate(NamedTuple):
     """An update that kernels run.
 
-    shard: this rank's shard of the parameter.  weight: its stored tensors.  numbers: the names of its group's numbers.
+    shard: this rank's shard of the parameter.  parts: its stored tensors.  numbers: the names of its group's numbers.
     place: the indices in `StepValues` of the first of these numbers and of its noise key.
     """
 
     record: ParamRecord
     grad: Tensor
     shard: Tensor
-    weight: StoredTensor
+    parts: tuple[Tensor, ...]
     states: dict[str, Any]
     numbers: tuple[str, ...]
     place: tuple[int, int]
+
+    @property
+    def weight(self) -> StoredTensor:
+        """The weight with its storage."""
+        return StoredTensor(self.record.program.weight, self.parts)
 
 
 class Together(NamedTuple):
@@ -85,18 +90,18 @@ class KernelUpdates:
     def _pending(
         self, record: ParamRecord, grad: Tensor, states: dict[str, Any], extra: dict[str, Tensor]
     ) -> PendingUpdate:
-        values, shard = self._inputs.on(grad.device), self._shard.read(record.param)
-        weight = StoredTensor(record.program.weight, (*tensors_of(shard), *extra.values()))
-        place = values.places[record.group], values.drawing.get(record, 0)
-        return PendingUpdate(record, grad, shard, weight, states, values.names[record.group], place)
+        values, group, shard = self._inputs.on(grad.device), record.group, self._shard.read(record.param)
+        place = values.places[group], values.drawing.get(record, 0)
+        parts = (*tensors_of(shard), *extra.values())
+        return PendingUpdate(record, grad, shard, parts, states, values.names[group], place)
 
     def _bound(self, key: Key, flush: Sequence[PendingUpdate]) -> Sequence[Together] | None:
         """Returns how these parameters were updated in the last step, or None if their updates must be bound again."""
         found = self._flushes.get(key) or self._earlier.get(key)
         if found is None or is_observed():
             return None
-        for (record, grad, _, weight, states, numbers, place), bound in zip(flush, found[0], strict=True):
-            if not self._compilation.is_current(record, bound, made_for(record, grad, weight, states, numbers, place)):
+        for (record, grad, _, parts, states, numbers, place), bound in zip(flush, found[0], strict=True):
+            if not self._compilation.is_current(record, bound, made_for(record, grad, parts, states, numbers, place)):
                 return None
         self._flushes[key] = found
         return found[1]
