@@ -8,7 +8,6 @@ import copy
 import os
 from types import SimpleNamespace
 from typing import Any, Literal
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -23,7 +22,6 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from lowmem import placements
 from lowmem.errors import ConfigError, UnsupportedError, did_you_mean
 from lowmem.hf import check_version
-from lowmem.hf.deferred import shard_unit
 from lowmem.options import DynamicScale
 from lowmem.placements.ranks import set_timeout
 from lowmem.tiles.quantized import in_codes
@@ -70,11 +68,9 @@ class Sharding:
     """Distributes the weights of a model over the devices of ranks, or over the memory of a host.
 
     Attributes:
-        converts: whether weights are converted to another dtype when they are sharded or streamed.
         broadcasts: whether rank 0 loads the weights, and broadcasts them when they are sharded.
     """
 
-    converts = False
     broadcasts = False
 
     def prepare(self, dtype: torch.dtype) -> None:
@@ -264,11 +260,10 @@ class FSDP2Sharding(Sharding):
         if settings.get("cpu_offload") and args.device.type == "cpu":
             raise UnsupportedError("fsdp: cpu_offload needs an accelerator to offload from; omit it")
         self.broadcasts = bool(settings.get("cpu_ram_efficient_loading"))
-        self.converts = not self.broadcasts
 
     def prepare(self, dtype: torch.dtype) -> None:
         _require_process_group("fsdp")
-        if not self.converts:
+        if self.broadcasts:
             # transformers (distributed/fsdp.py) reads it: ranks other than 0 initialize only buffers. 5.23 loads
             # weights on every rank anyway. Sharding broadcasts the weights of rank 0
             os.environ["ACCELERATE_USE_FSDP"] = "true"
@@ -277,7 +272,7 @@ class FSDP2Sharding(Sharding):
         if isinstance(model, FSDPModule):
             return
         _require_process_group("fsdp")
-        if not self.converts and in_codes(model):
+        if self._args.fsdp_plugin_args.get("cpu_ram_efficient_loading") and in_codes(model):
             raise UnsupportedError(
                 "fsdp: cpu_ram_efficient_loading can only broadcast ordinary weights. Set it to false with "
                 "fused.weight_format"
@@ -303,8 +298,7 @@ class FSDP2Sharding(Sharding):
             raise ConfigError(f"fsdp: {error}") from error
         if plugin.activation_checkpointing:
             fsdp2_apply_ac(stand_in, model)
-        with patch("torch.distributed.fsdp.fully_shard", shard_unit):  # where Accelerate finds it
-            fsdp2_prepare_model(stand_in, model)
+        fsdp2_prepare_model(stand_in, model)
 
     def release(self, model: nn.Module) -> None:
         for module in model.modules():

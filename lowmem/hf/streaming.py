@@ -1,6 +1,5 @@
 """Streams the layers of a trainer's model through its device."""
 
-import time
 from typing import Any
 
 from torch import nn
@@ -8,7 +7,6 @@ from transformers import TrainingArguments
 
 from lowmem import placements
 from lowmem.errors import ConfigError, UnsupportedError
-from lowmem.hf.deferred import convert
 from lowmem.hf.sharding import Sharding
 from lowmem.options import FusedConfig
 from lowmem.placements.homes import FileHome
@@ -20,9 +18,7 @@ _NOT_STREAMED = ("torch_compile", "use_vllm", "sync_ref_model", "fp16_full_eval"
 
 
 class StreamedSharding(Sharding):
-    """Streams the layers of a model through the device of a run, and converts weights layer by layer."""
-
-    converts = True
+    """Streams the layers of a model through the device of a run."""
 
     def __init__(self, args: TrainingArguments, fused: FusedConfig) -> None:
         self._args, self._fused = args, fused
@@ -46,7 +42,7 @@ class StreamedSharding(Sharding):
     def shard(self, model: nn.Module, accelerator: Any = None, *, reference: bool = False) -> None:
         """Streams a model unless it is streamed already. Layers of a reference model do not stay on the device."""
         memory = None if reference else self._fused.device_bytes
-        stream(model, self._args.device, home=self._fused.home, device_memory=memory, load=convert)
+        stream(model, self._args.device, home=self._fused.home, device_memory=memory)
 
 
 def in_words(streaming: Streaming, model: nn.Module) -> str:
@@ -63,20 +59,3 @@ def in_words(streaming: Streaming, model: nn.Module) -> str:
     if isinstance(home, FileHome):
         text += ". Each step writes the trained layers to the disk, which wears it out"
     return text
-
-
-class Traffic:
-    """Measures the copies of a streamed model between two logs."""
-
-    def __init__(self, streaming: Streaming) -> None:
-        self._streaming, self._before = streaming, self._counts(streaming)
-
-    def metrics(self) -> dict[str, float]:
-        """Returns the speed of copies in both directions, and the share of time in which the device waited for them."""
-        before, self._before = self._before, self._counts(self._streaming)
-        seconds, copied, waited = (now - then for now, then in zip(self._before, before, strict=True))
-        return {"streamed_gb_per_second": copied / seconds / 1e9, "waiting_share": waited / seconds}
-
-    @staticmethod
-    def _counts(streaming: Streaming) -> tuple[float, int, float]:
-        return time.perf_counter(), streaming.fetched + streaming.written, streaming.waited

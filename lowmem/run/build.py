@@ -18,7 +18,6 @@ from trl import get_peft_config, get_quantization_config, is_conversational
 
 from lowmem.errors import ConfigError, DataError, LowmemError
 from lowmem.run.boundary import blaming, reason
-from lowmem.run.publishing import publish_checkpoint
 from lowmem.run.recipe import Recipe
 from lowmem.trainer import FusedSFTTrainer, FusedTrainerMixin
 
@@ -57,11 +56,6 @@ class _RunTrainer:
             super()._maybe_log_save_evaluate(*args, **options)  # type: ignore[misc]
         except EvaluationStopped:
             super()._maybe_log_save_evaluate(*args, **options)  # type: ignore[misc]
-
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        # transformers 5.23 (trainer.py) would replace the final model by it, and upload the complete run folder
-        if self._run.staged is None and self.is_world_process_zero():  # type: ignore[attr-defined]
-            publish_checkpoint(self, Path(checkpoint_folder))
 
     def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, *options: Any) -> Any:
         prepare = super()._prepare_dataset  # type: ignore[misc]

@@ -108,7 +108,8 @@ def plan(recipe: Recipe, ranks: int = 1, memory: int | None = None) -> RunPlan:
         buffers = options.get("buffer_count", 5) * options.get("buffer_size", 10**8) * recipe.dtype.itemsize
         for name, each in phases.items():
             moved = step.host_weights + (0 if name == "load" else step.host_states)
-            phases[name] = Phase(each.device, max(0, each.host - moved) + buffers, each.disk + ranks * moved)
+            left = 0 if in_files and converts and name == "load" else moved  # converted before they are moved
+            phases[name] = Phase(each.device, max(0, each.host - left) + buffers, each.disk + ranks * moved)
     micro = f"{args.gradient_accumulation_steps} micro-batches of " if args.gradient_accumulation_steps > 1 else ""
     rows = f"{micro}{args.per_device_train_batch_size} x {args.max_length or LONGEST} tokens{shown}"
     return RunPlan(step, phases, {**summary, "step": rows}, RESERVE[recipe.device or "gpu"])
@@ -202,8 +203,9 @@ def _load(trainer: Any, step: StepMemory, ranks: int, *, on_cpu: bool, converts:
         more = max(weights)  # rank 0 broadcasts one weight after another
         on_host = (sum(weights) if converts else 0) + (more if on_cpu else 0)
     elif by_rows:
-        if converts or not on_cpu:
-            more = unit  # it is converted, or moved to the GPU
+        more = 0 if on_cpu else unit  # it is moved to the GPU
+        if converts:
+            on_host = sum(weights)
         if quantizes:
             on_host = sum(map(nbytes, trainer.model.parameters()))
     elif placement == "zero3":
@@ -211,9 +213,9 @@ def _load(trainer: Any, step: StepMemory, ranks: int, *, on_cpu: bool, converts:
     else:
         if placement == "replicated":
             more = max(weights)
-        one_by_one = ranks == 1 and not (on_cpu or quantizes)  # to the GPU
+        one_by_one = ranks == 1 and placement != "streamed" and not (on_cpu or quantizes)  # to the GPU
         if converts and not one_by_one:
-            on_host = sum(weights)
+            on_host = sum(weights) - step.host_weights  # streamed weights get their home layer by layer
         elif converts or quantizes:
             on_host = max(weights)
     held = step.items[WEIGHTS] + step.items[BUFFERS]

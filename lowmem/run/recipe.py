@@ -35,8 +35,9 @@ from lowmem.run.yaml_file import SECTIONS, Setting, configured
 # Values of `resume_from_checkpoint` for the last intact checkpoint in `output_dir`. AUTO starts a run if it has none.
 LAST, AUTO = "last", "auto"
 
-# Without these, trainers log a NaN loss as 0, and the progress bar depends on the log level of transformers.
-_DEFAULTS = {"logging_nan_inf_filter": False, "disable_tqdm": False}
+# Without these, trainers log a NaN loss as 0, the progress bar depends on the log level of transformers, and trainers
+# upload the run folder whenever they save.
+_DEFAULTS = {"logging_nan_inf_filter": False, "disable_tqdm": False, "hub_strategy": "end"}
 
 # The rule whose hyperparameters are arguments if no rule is set.
 _DEFAULT_RULE = "adamw"
@@ -258,6 +259,8 @@ def _check(settings: Mapping[str, Setting]) -> None:
             )
     if all(name in settings and settings[name].value for name in ("datasets", "dataset_name")):
         raise ConfigError(f"{settings['dataset_name']} has no effect together with datasets. Omit one of them")
+    if (strategy := settings.get("hub_strategy")) is not None and _plain(strategy.value) != "end":
+        raise ConfigError(f"{strategy}: only the final model is uploaded. Omit it; `hf upload` uploads a checkpoint")
     for name, setting in settings.items():
         try:
             check_number(name, setting.value)

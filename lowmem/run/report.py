@@ -169,7 +169,6 @@ _PARTS = {
     "loss_scale": "scale {loss_scale:>10,.10g}",
     "learning_rate": "lr {learning_rate:.2e}",
     "tokens_per_second": "{tokens_per_second:>7,.0f} tokens/s",
-    "waiting_share": "waiting {waiting_share:>4.0%}",
     "peak": "peak {peak:>10}",
     DOMINANT: f"{{dominant_proportion:.0%}} of the norm is {{{DOMINANT}}}",
 }

@@ -414,7 +414,7 @@ BROADCAST = ["--fsdp", "--fsdp_config", '{"cpu_ram_efficient_loading": true}']
 @pytest.mark.parametrize(
     ("files", "fused", "words", "ranks", "on_host"),
     [
-        ("float32", None, ["--fsdp"], 2, 0),  # converted when they are sharded
+        ("float32", None, ["--fsdp"], 2, 2),  # converted before they are sharded
         ("float32", None, BROADCAST, 2, 2),
         (None, {"rule": "adalomo", "weight_format": "int12"}, ["--fsdp"], 2, 1.5 + 2 / 64),
         ("float32", None, [], 1, 2 * 4096 * 64 / PARAMETERS),  # one weight on its way to the GPU

@@ -85,7 +85,7 @@ def read_only(*_, **__):
 
 @pytest.mark.parametrize("place", ["flush_tree", "write_safetensors", "shutil.rmtree", "Path.rename"])
 def test_a_save_that_fails_keeps_the_checkpoint_before(make, place, tmp_path, monkeypatch):
-    """Anywhere; also while it replaces a checkpoint of an earlier run."""
+    """Anywhere; also in a run that was resumed from an earlier checkpoint."""
     make(**SAVES, max_steps=3).train()
     trainer = make(**SAVES, max_steps=3)
     original = (tmp_path / "run" / "checkpoint-3" / "optimizer.safetensors").read_bytes()
@@ -107,8 +107,9 @@ def test_a_save_that_fails_keeps_the_checkpoint_before(make, place, tmp_path, mo
     with pytest.raises(CheckpointError, match=r"checkpoint-3 could not be written: .*(No space left|Read-only)"):
         trainer.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-1"))
     monkeypatch.undo()
-    assert [name for name in names(tmp_path / "run") if name != ".replaced"] == [f"checkpoint-{n}" for n in (1, 2, 3)]
-    assert (tmp_path / "run" / "checkpoint-3" / "optimizer.safetensors").read_bytes() == original
+    superseded = "checkpoint-3-superseded"  # when step 2 was saved
+    assert names(tmp_path / "run") == ["checkpoint-1", "checkpoint-2", superseded]
+    assert (tmp_path / "run" / superseded / "optimizer.safetensors").read_bytes() == original
     assert checkpoint.find_last(tmp_path / "run") == (tmp_path / "run" / "checkpoint-2", [])  # of the resumed run
 
 
@@ -204,7 +205,7 @@ def test_a_run_killed_while_removing_a_checkpoint_leaves_no_partial_checkpoint(m
     with pytest.raises(Killed):
         checkpoint.rotate(run, 3, 1, None)
     monkeypatch.undo()
-    assert [each.folder for each in checkpoint.candidates(run)] == [run / "checkpoint-3", run / "checkpoint-2"]
+    assert checkpoint.candidates(run) == [run / "checkpoint-3", run / "checkpoint-2"]
     checkpoint.rotate(run, 3, 1, None)
     assert names(run) == ["checkpoint-3"]
 
@@ -223,7 +224,9 @@ def test_save_total_limit_keeps_the_best_and_newest_checkpoints(there, step, lim
     for number in there:
         (tmp_path / f"checkpoint-{number}").mkdir()
     checkpoint.rotate(tmp_path, step, limit, best and str(tmp_path / f"checkpoint-{best}"))
-    assert [each.step for each in checkpoint.candidates(tmp_path)] == left[::-1]
+    assert [folder.name for folder in checkpoint.candidates(tmp_path)] == [
+        f"checkpoint-{number}" for number in left[::-1]
+    ]
 
 
 @pytest.mark.parametrize("absolute", ["the run directory", "the checkpoint"])
@@ -238,7 +241,7 @@ def test_the_best_checkpoint_is_kept_for_any_spelling_of_its_path(make, absolute
     trainer = make(**settings, output_dir=str(path), save_total_limit=2)
     trainer.train(resume_from_checkpoint=str(resumed_from))
     assert Path(trainer.state.best_model_checkpoint).resolve() == checkpoint_1
-    assert names(run) == ["checkpoint-1", "checkpoint-3"]
+    assert names(run) == ["checkpoint-1", "checkpoint-3", "checkpoint-3-superseded"]
 
 
 def test_equal_runs_have_equal_files(make, tmp_path):
