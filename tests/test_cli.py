@@ -86,10 +86,10 @@ def test_an_end_to_end_run(tmp_path, run_dir):
         "updates    during backward, each parameter as soon as its gradient is complete (policy immediate)\n"
         in ended.out
     )
-    assert ended.out.count("grad norm") == 3 and "evaluation  loss" in ended.out
+    assert ended.out.count("  grad norm ") == 3 and "  eval loss " in ended.out
     of_libraries = ("tokenizer", "generation", "training", "README")
     assert {path.name for path in run_dir.iterdir() if not path.name.startswith(of_libraries)} == {
-        "config.yaml", "environment.json", "metrics.jsonl", "loss.png", "checkpoint-4", "checkpoint-6",
+        "config.yaml", "metrics.jsonl", "loss.png", "checkpoint-4", "checkpoint-6",
         "config.json", "model.safetensors", "chat_template.jinja",
     }  # fmt: skip
     text = (run_dir / "config.yaml").read_text()
@@ -101,8 +101,7 @@ def test_an_end_to_end_run(tmp_path, run_dir):
     assert weights(run_dir) == weights(run_dir / "checkpoint-6")
     AutoModelForCausalLM.from_pretrained(run_dir / "checkpoint-6")
     assert AutoTokenizer.from_pretrained(run_dir).chat_template is not None
-    logged_lines = [line for line in ended.out.splitlines() if line.startswith("step ")]
-    assert re.search(r" 0:00:\d\d left .* tokens/s  peak ", logged_lines[0])
+    assert re.search(r"\n# lowmem 0\.1\.0, python 3\.\d+\.\d+, torch 2\.", text)
 
     card = (run_dir / "README.md").read_text()
     assert "is a fine-tuned version of `model`." in card and "None" not in card
@@ -121,7 +120,7 @@ def test_the_rules_of_groups_and_a_statistic_are_reported(tmp_path, run_dir):
     rules = r"optimizer  scaled_adam, lr 0.001: [\d,]+ parameters; adamw, lr 0.001: [\d,]+ parameters;"
     assert re.search(rules, ended.out)
     names = logged(run_dir, "dominant_parameter")
-    assert len(names) == 2 and f"of the norm is {names[0]}" in ended.out
+    assert len(names) == 2 and f"dominant parameter {names[0]}" in ended.out
 
 
 @pytest.mark.parametrize("command", ["grpo", "rloo"])
@@ -174,7 +173,7 @@ def test_a_finished_run_is_not_changed(run, caplog):
     """Job scripts that always resume end well."""
     metrics, saved = read(run), weights(run / "checkpoint-6")
     ended = resume(run)
-    assert ended.status == 0 and "mean loss" not in ended.out and "\ndone\n" in ended.out
+    assert ended.status == 0 and "train loss" not in ended.out and "\ndone\n" in ended.out
     assert f"training is already complete: {run}/checkpoint-6 is at step 6 of 6" in caplog.text
     assert read(run) == metrics[: len(read(run))] and weights(run / "checkpoint-6") == saved
     assert [record["step"] for record in read(run) if "loss" in record] == [2, 4, 6]
@@ -467,7 +466,7 @@ def test_lowmem_rules_prints_the_learning_rate_for_a_model(tmp_path):
     assert lowmem("rules", "adalomo", "--model", tmp_path / "none").status == 2
 
 
-@pytest.mark.parametrize("command", ["", "plan", "profile", "inspect", "generate"])
+@pytest.mark.parametrize("command", ["", "plan", "inspect", "generate"])
 def test_the_example_of_a_command_has_a_separate_line(command, monkeypatch):
     """It can be copied, whatever the width of the terminal."""
     monkeypatch.setenv("COLUMNS", "40")

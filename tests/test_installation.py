@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lowmem.run import environment
+from lowmem import hf
 
 ROOT = Path(__file__).parents[1]
 
@@ -136,5 +136,5 @@ def test_characters_unknown_to_the_console_are_replaced(tmp_path, monkeypatch):
 
 
 def test_version_says_what_is_not_installed(monkeypatch):
-    monkeypatch.setattr(environment, "PACKAGES", ("torch", "no_such_package"))
-    assert environment.versions()["no_such_package"] is None
+    monkeypatch.setattr(hf, "TESTED", ("torch", "no_such_package"))
+    assert hf.versions()["no_such_package"] is None

@@ -76,8 +76,8 @@ class FakeRun(NamedTuple):
         assert self.evaluated is not None
         self.trainer.prediction_step(self.trainer.model.eval(), dict(self.evaluated), prediction_loss_only=True)
 
-    def step(self, count: int | None = None) -> StepMemory:
-        """Records `count` steps, by default as many as a plan needs, and an evaluation if the run evaluates."""
+    def step(self) -> StepMemory:
+        """Records as many steps as a plan needs, and an evaluation if the run evaluates."""
         trainer, args = self.trainer, self.trainer.args
         with blaming_libraries("the memory of a step cannot be found"):
             return step_memory(
@@ -87,7 +87,7 @@ class FakeRun(NamedTuple):
                 batch=[*filter(torch.is_tensor, (self.batch | (self.evaluated or {})).values())],
                 others=self.others,
                 evaluate=None if self.evaluated is None else self.evaluate,
-                steps=count or (2 if args.deepspeed else 1),
+                steps=2 if args.deepspeed else 1,
             )
 
 

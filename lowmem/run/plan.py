@@ -6,7 +6,6 @@ No memory is allocated, and the prediction does not depend on the machine.
 
 import math
 from collections import Counter
-from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -29,13 +28,11 @@ from lowmem.tiles.quantized import in_codes
 # The device of fake tensors. A GPU is "meta", so that its tensors differ from those on the host.
 DEVICES = {"gpu": torch.device("meta"), "cpu": torch.device("cpu")}
 
-# Commands and arguments that can be neither planned nor profiled, or only not planned: the reason and an alternative.
+# Commands and arguments that cannot be planned: the reason and an alternative.
 _BOUND = "sft with the same model and length of rows is a lower bound"
-_NEITHER = {
+_NOT_PLANNED = {
     **dict.fromkeys(("grpo", "rloo"), f"its step also generates text. {_BOUND}"),
     **dict.fromkeys(("load_in_4bit", "load_in_8bit"), "its kernels need data. Omit it for a bfloat16 base model"),
-}
-_NOT_PLANNED = {
     "use_liger_kernel": "its kernels need data. Omit it to plan PyTorch's code, which needs more memory",
     "torch_compile": "a compiled model cannot run on fake tensors. Omit it to plan the eager model",
 }
@@ -252,7 +249,11 @@ def require_plannable(recipe: Recipe, ranks: int = 1) -> None:
     """Raises `UnsupportedError` for a command, a device or an argument that a plan does not support, and `ConfigError`
     if there are too few ranks to shard the model.
     """
-    require_rows(recipe, _NOT_PLANNED, "planned")
+    parts = (recipe.training, recipe.model)
+    given = {recipe.command, *(name for part in parts for name, value in vars(part).items() if value)}
+    for name, reason in _NOT_PLANNED.items():
+        if name in given:
+            raise UnsupportedError(f"{name} cannot be planned: {reason}")
     sharded = next((name for name in ("deepspeed", "fsdp") if getattr(recipe.training, name)), None)
     if sharded and ranks < 2:
         raise ConfigError(f"{sharded} shards the model over several processes: say how many with --ranks N")
@@ -265,14 +266,3 @@ def require_plannable(recipe: Recipe, ranks: int = 1) -> None:
             "plans for a GPU do not support autocast. Set dtype: bfloat16, which also halves the memory, or bf16: "
             "false, or use --device cpu"
         )
-
-
-def require_rows(recipe: Recipe, unsupported: Mapping[str, str] = {}, done: str = "profiled") -> None:
-    """Raises `UnsupportedError` for a command or an argument that does not work with random weights and generated rows,
-    or that is in `unsupported`.
-    """
-    parts = (recipe.training, recipe.model)
-    given = {recipe.command, *(name for part in parts for name, value in vars(part).items() if value)}
-    for name, reason in {**_NEITHER, **unsupported}.items():
-        if name in given:
-            raise UnsupportedError(f"{name} cannot be {done}: {reason}")

@@ -27,9 +27,8 @@ from lowmem.hf.optim import with_learning_rate
 from lowmem.options import DynamicScale, FusedConfig, LayersConfig
 from lowmem.run import secrets
 from lowmem.run.boundary import blaming, reason
-from lowmem.run.environment import CONFIG, ENVIRONMENT
 from lowmem.run.parser import Parser, check_keys, dataclasses_of
-from lowmem.run.terminal import warn
+from lowmem.run.terminal import CONFIG, METRICS, warn
 from lowmem.run.yaml_file import SECTIONS, Setting, configured
 
 # Values of `resume_from_checkpoint` for the last intact checkpoint in `output_dir`. AUTO starts a run if it has none.
@@ -208,7 +207,7 @@ def parse(
 
 def _stay_in_place(settings: dict[str, Setting], file: Path | None) -> None:
     """Sets `output_dir` to the run folder of the configuration file, because it may have been moved or copied."""
-    if file is None or file.name != CONFIG or not (file.parent / ENVIRONMENT).exists():
+    if file is None or file.name != CONFIG or not (file.parent / METRICS).exists():
         return
     setting, folder = settings.get("output_dir", Setting("output_dir", "")), file.parent.resolve()
     names = Path(setting.value).parts  # relative to an unknown working directory

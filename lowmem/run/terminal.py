@@ -2,16 +2,17 @@
 
 import os
 import shlex
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partialmethod
 from pathlib import Path
-from types import SimpleNamespace
 from unittest.mock import patch
 
 from rich.console import Console
 from tqdm import tqdm  # type: ignore[import-untyped]
+
+# Files of a run: its arguments, and the log history with one JSON object per line.
+CONFIG, METRICS = "config.yaml", "metrics.jsonl"
 
 # Columns per line if the output is not a terminal.
 _IN_A_FILE = 200
@@ -33,7 +34,7 @@ def train_command(command: str, run_dir: Path, save_only_model: bool = False) ->
     of them. It does not include the launcher of several processes, which is not known.
     """
     launcher = ", with the same launcher" if int(os.environ.get("WORLD_SIZE", 1)) > 1 else ""
-    config = shlex.quote(str(run_dir / "config.yaml"))
+    config = shlex.quote(str(run_dir / CONFIG))
     again = "--resume_from_checkpoint last"
     if save_only_model:
         again = f"--model_name_or_path {shlex.quote(str(run_dir / 'checkpoint-N'))} --output_dir ANOTHER"
@@ -46,23 +47,10 @@ def stage(activity: str) -> None:
 
 
 @contextmanager
-def progress_in_lines(seconds: float = 60) -> Iterator[None]:
-    """A context in which libraries' progress bars are lines on stderr, at most one line per bar every `seconds`."""
-
-    def printer(_: object) -> Callable[[str], None]:
-        last = time.monotonic()
-
-        def show(bar: str) -> None:
-            nonlocal last
-            if bar and time.monotonic() - last >= seconds:
-                last = time.monotonic()
-                err.print(bar, soft_wrap=True)
-
-        return show
-
-    # bars move the cursor by writing to their file, and huggingface_hub's are shown unless the file is not a terminal
-    begin = partialmethod(tqdm.__init__, file=SimpleNamespace(write=len))
-    with patch.object(tqdm, "__init__", begin), patch.object(tqdm, "status_printer", staticmethod(printer)):
+def seldom_progress(seconds: float = 60) -> Iterator[None]:
+    """A context in which libraries update their progress bars at most every `seconds`, for output to a file."""
+    begin = partialmethod(tqdm.__init__, mininterval=seconds, delay=seconds)
+    with patch.object(tqdm, "__init__", begin):
         yield
 
 

@@ -50,7 +50,7 @@ def train(recipe: Recipe) -> int | None:
         first_step, stop = _FirstStep(recipe, folder), _StopOnSignal()
         trainer.add_callback(first_step)
         trainer.add_callback(stop)
-        with report.RunReport(folder.path, out).attached(trainer):
+        with report.RunReport(folder.path).attached(trainer):
             with stop.handling(), first_step.blaming:
                 trainer.train(resume_from_checkpoint=checkpoint)
             first_step.on_step_end()  # also if no steps remained

@@ -1,15 +1,11 @@
 """The run folder: one run at a time, continued where it lies, and never mistaken for another."""
 
-import json
-import sys
 from pathlib import Path
 
 import pytest
-import torch
 from support.runs import in_use
 
 from lowmem.errors import ConfigError, LowmemError
-from lowmem.run import environment
 from lowmem.run.folder import RunFolder
 from lowmem.run.terminal import train_command
 
@@ -105,14 +101,3 @@ def test_the_launcher_of_several_processes_is_not_guessed(monkeypatch):
     assert train_command("sft", Path("run")) == (
         "lowmem sft --config run/config.yaml --resume_from_checkpoint last, with the same launcher"
     )
-
-
-def test_the_environment_says_where_and_with_what(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["lowmem", "sft", "--config", "my run.yaml"])
-    environment.write_environment(tmp_path)
-    written = json.loads((tmp_path / "environment.json").read_text())
-    assert written["command"] == "lowmem sft --config 'my run.yaml'"
-    assert torch.__version__.startswith(written["versions"]["torch"])  # "+cu130" is not always part of it
-    assert written["cpus"] >= 1
-    assert written["memory_bytes"] > 2**28
-    assert written["versions"]["python"].startswith(f"{sys.version_info.major}.{sys.version_info.minor}.")

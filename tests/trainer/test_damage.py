@@ -86,7 +86,7 @@ def test_a_flipped_bit_in_any_file_is_found(run):
 def test_a_model_is_checked_without_the_file_of_the_optimizer(run, monkeypatch):
     """It is as large as the weights, or twice as large, and answering a prompt does not need it."""
     read = []
-    monkeypatch.setattr(checkpoint, "checksum", lambda path: read.append(path.name))
+    monkeypatch.setattr(checksums, "checksum", lambda path: read.append(path.name))
     (run / NEWEST / "checksums.txt").write_text(f"{'0' * 32}  optimizer.safetensors\n")
     checkpoint.check_model(run / NEWEST)
     assert read == []
