@@ -40,14 +40,9 @@ def trainer_class(name: str) -> Any:
 
 
 class _RunTrainer:
-    """Names the row that TRL cannot prepare, and stops evaluations.
-
-    Attributes:
-        untruncated: in `sft`, the tokenized rows before truncation to `max_length`, by "train" and "eval".
-    """
+    """Names the row that TRL cannot prepare, and stops evaluations."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        self.untruncated: dict[str, Any] = {}
         super().__init__(*args, **options)
         _require_template(self.train_dataset, self.processing_class, self.args)  # type: ignore[attr-defined]
 
@@ -60,12 +55,6 @@ class _RunTrainer:
     def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, *options: Any) -> Any:
         prepare = super()._prepare_dataset  # type: ignore[misc]
         _require_template(dataset, processing_class, args)
-        if len(options) == 3 and isinstance(dataset, datasets.Dataset):  # packing, formatting_func, name: of `sft`
-            uncut, (_, *others) = copy.copy(args), options
-            uncut.max_length, uncut.shuffle_dataset = None, False
-            rows = _by_row(lambda rows: prepare(rows, processing_class, uncut, False, *others), dataset)
-            self.untruncated[others[-1]] = rows
-            return prepare(rows, processing_class, args, *options) if len(rows) else rows
         return _by_row(lambda rows: prepare(rows, processing_class, args, *options), dataset)
 
 
