@@ -131,24 +131,16 @@ def trainer(recipe: Recipe, train: Any, evaluation: Any, model: Any = None, **op
     with blaming(recipe.subject_of(type(args))):
         if (quantization := get_quantization_config(names)) is not None and args.model_init_kwargs is not None:
             args.model_init_kwargs["quantization_config"] = quantization
-        try:
-            return trainer_class(type(args).__name__.replace("Config", "Trainer"))(
-                model=model,
-                args=args,
-                train_dataset=train,
-                eval_dataset=evaluation,
-                peft_config=get_peft_config(names),
-                fused=recipe.fused,
-                layers=recipe.layers,
-                **options,
-            )
-        except OSError as error:
-            if isinstance(model, str) and error.errno is None and not Path(model).is_dir():
-                raise ConfigError(
-                    f"model_name_or_path {model!r}: there is no such directory, and loading it from the Hub failed: "
-                    f"{reason(error)}"
-                ) from error
-            raise
+        return trainer_class(type(args).__name__.replace("Config", "Trainer"))(
+            model=model,
+            args=args,
+            train_dataset=train,
+            eval_dataset=evaluation,
+            peft_config=get_peft_config(names),
+            fused=recipe.fused,
+            layers=recipe.layers,
+            **options,
+        )
 
 
 def _reward_functions(script: Any) -> list[Any]:

@@ -119,21 +119,15 @@ def _fault(entries: list[Any]) -> str | None:
             if path.suffix in (".jsonl", ".csv", ".txt") and path.is_file():
                 with path.open("rb") as lines:
                     for number, line in enumerate(lines, start=1):
-                        if problem := _problem(line, is_json=path.suffix == ".jsonl"):
-                            return f"{path}, line {number}: {problem}"
+                        try:
+                            text = line.decode()
+                            row = json.loads(text) if path.suffix == ".jsonl" and text.strip() else {}
+                            json.dumps(row, ensure_ascii=False).encode()  # half of a surrogate pair has no encoding
+                        except ValueError as error:
+                            return f"{path}, line {number}: {reason(error)}"
+                        if not isinstance(row, dict):
+                            return f'{path}, line {number}: it is not a JSON object, such as {{"text": "..."}}'
     return None
-
-
-def _problem(line: bytes, *, is_json: bool) -> str | None:
-    """Returns the reason why a line of data cannot be read, or None."""
-    try:
-        line.decode()
-        row = json.loads(line) if is_json and line.strip() else {}
-        json.dumps(row, ensure_ascii=False).encode()  # half of a surrogate pair has no encoding
-    except ValueError as error:
-        advice = ". Convert it: iconv -f latin1 -t utf-8" if isinstance(error, UnicodeDecodeError) else ""
-        return f"{reason(error)}{advice}"
-    return None if isinstance(row, dict) else 'it is not a JSON object, such as {"text": "..."}'
 
 
 def first(train: Any, samples: int = 0) -> Any:

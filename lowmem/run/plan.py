@@ -15,7 +15,6 @@ from torch.distributed.fsdp import FSDPModule
 
 from lowmem.errors import ConfigError, UnsupportedError
 from lowmem.placements import nbytes, shape_of, streaming_of
-from lowmem.placements.streaming import moves
 from lowmem.run import images
 from lowmem.run.description import describe, recomputed
 from lowmem.run.fake import LONGEST, MICRO_BATCHES, offloaded_to_nvme, running
@@ -90,8 +89,6 @@ def plan(recipe: Recipe, ranks: int = 1, memory: int | None = None) -> RunPlan:
         with running(recipe, device) as run:
             trainer, args = run.trainer, run.trainer.args
             step, streaming = run.step(), streaming_of(trainer.model)
-            if in_files and device.type == "cpu":
-                step = _without_files(step, streaming, trainer.optimizer)
             converts = (recipe.config.dtype or recipe.dtype) != recipe.dtype
             shown = images.described(run.trainer.train_dataset[0]) if images.sees(recipe.config) else ""
             summary = describe(trainer)
@@ -110,17 +107,6 @@ def plan(recipe: Recipe, ranks: int = 1, memory: int | None = None) -> RunPlan:
     micro = f"{args.gradient_accumulation_steps} micro-batches of " if args.gradient_accumulation_steps > 1 else ""
     rows = f"{micro}{args.per_device_train_batch_size} x {args.max_length or LONGEST} tokens{shown}"
     return RunPlan(step, phases, {**summary, "step": rows}, RESERVE[recipe.device or "gpu"])
-
-
-def _without_files(step: StepMemory, streaming: Any, optimizer: Any) -> StepMemory:
-    """Subtracts weights and states in files, which a CPU maps: two layers and one parameter's states are in memory."""
-    layers = sorted(unit.nbytes for unit in streaming.units)
-    states = [[each for each in optimizer.state[param].values() if moves(each)] for param in streaming.owners]
-    sizes = sorted(sum(state.nbytes for state in each) for each in states)
-    out_of_memory = {WEIGHTS: sum(layers[:-2]), STATES: sum(sizes[:-1])}
-    items = {kind: nbytes - out_of_memory.get(kind, 0) for kind, nbytes in step.items.items()}
-    evaluation = max(0, step.evaluation - sum(out_of_memory.values()))
-    return replace(step, items=items, evaluation=evaluation, host_weights=sum(layers), host_states=sum(sizes))
 
 
 def _store(step: StepMemory, trainer: Any, memory: int | None) -> tuple[StepMemory, str]:
@@ -177,7 +163,7 @@ def _phases(trainer: Any, step: StepMemory, ranks: int, *, on_cpu: bool, convert
         gathered = max(weights)
     states = (step.items[STATES] + step.host_states) * (ranks if sharded else 1)
     checkpoint = sum(weights) + (0 if args.save_only_model else states)
-    kept = 0 if args.save_strategy == "no" else args.save_total_limit or _saves(args)
+    kept = 0 if args.save_strategy == "no" else args.save_total_limit or 1
     load = _load(trainer, step, ranks, on_cpu=on_cpu, converts=converts)
     saved = Phase(step.rest + gathered, 0 if on_cpu else step.host_peak + max(weights))
     phases = {"load": load, "step": Phase(step.peak, step.host_peak)}
@@ -226,15 +212,6 @@ def _weights(model: Any) -> list[int]:
     return [math.prod(shape_of(param)) * param.element_size() for param in model.parameters()]
 
 
-def _saves(args: Any) -> int:
-    """Returns the number of checkpoints of a run, or 1 if its arguments do not determine the number."""
-    if args.save_strategy == "epoch":
-        return math.ceil(args.num_train_epochs)
-    if args.save_strategy == "steps" and args.save_steps < 1:
-        return math.ceil(1 / args.save_steps)
-    return max(1, math.ceil(args.max_steps / args.save_steps)) if args.save_strategy == "steps" else 1
-
-
 def _largest_unit(model: Any, placement: str) -> int:
     """Returns the maximum bytes gathered at once: of an FSDP2 unit, or of a module without its submodules."""
     modules = (module for module in model.modules() if placement == "zero3" or isinstance(module, FSDPModule))
@@ -257,6 +234,8 @@ def require_plannable(recipe: Recipe, ranks: int = 1) -> None:
     sharded = next((name for name in ("deepspeed", "fsdp") if getattr(recipe.training, name)), None)
     if sharded and ranks < 2:
         raise ConfigError(f"{sharded} shards the model over several processes: say how many with --ranks N")
+    if recipe.device == "cpu" and recipe.fused is not None and recipe.fused.home != "host":
+        raise UnsupportedError("home: weights in files cannot be planned for a CPU. Plan them for a GPU (--device gpu)")
     if (getattr(recipe.training, "fsdp_plugin_args", None) or {}).get("cpu_offload"):
         raise UnsupportedError("fsdp_config.cpu_offload cannot be planned. Omit it to plan weights on the device")
     values = recipe.values

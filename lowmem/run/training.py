@@ -6,14 +6,12 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import distributed
 from transformers import TrainerCallback
-from transformers.trainer_utils import has_length
 
-from lowmem.errors import ConfigError, LowmemError
+from lowmem.errors import LowmemError
 from lowmem.hf.arguments import Inputs
 from lowmem.hf.resuming import steps_with_completions
 from lowmem.placements import in_group, streaming_of
@@ -46,7 +44,6 @@ def train(recipe: Recipe) -> int | None:
             trainer.create_optimizer()  # raises for unsupported models before anything is written
         topics = {**describe(trainer), "data": counts}
         print_topics(topics)
-        _require_metric(trainer)
         first_step, stop = _FirstStep(recipe, folder), _StopOnSignal()
         trainer.add_callback(first_step)
         trainer.add_callback(stop)
@@ -67,35 +64,13 @@ def train(recipe: Recipe) -> int | None:
     return stop.number
 
 
-def _require_metric(trainer: Any) -> None:
-    """Raises `ConfigError` if an evaluation of one batch does not return `metric_for_best_model`."""
-    name, data = trainer.args.metric_for_best_model, trainer.eval_dataset
-    if data is None or name in (None, "loss", "eval_loss"):
-        return
-    handler, device = trainer.callback_handler, trainer.args.device
-    count = trainer.args.per_device_eval_batch_size * trainer.args.world_size
-    forked = torch.random.fork_rng([device] if device.type == "cuda" else [])
-    with forked, patch.object(handler, "callbacks", []):  # they would report this evaluation
-        metrics = trainer.evaluate(data.take(min(count, len(data)) if has_length(data) else count))
-    names = [metric.removeprefix("eval_") for metric in metrics]
-    if name.removeprefix("eval_") not in names:
-        raise ConfigError(f"metric_for_best_model {name!r} is unknown. An evaluation has {', '.join(names)}")
-
-
 class _FirstStep(TrainerCallback):  # type: ignore[misc]
-    """Writes the configuration after the first step. Before that step, library errors are reported as argument errors,
-    and until the first update, the message names the library.
-    """
+    """Writes the configuration after the first step. Until the first update, messages of library errors name it."""
 
     def __init__(self, recipe: Recipe, folder: RunFolder) -> None:
         self.recipe, self.folder, self.written = recipe, folder, False
         self.blaming = ExitStack()
-        self.blaming.enter_context(blaming(recipe.subject_of(type(recipe.training))))
-
-    def on_step_begin(self, *_: Any, **__: Any) -> None:
-        self.blaming.pop_all()
-        if not self.written:
-            self.blaming.enter_context(blaming_libraries("the first step cannot be computed"))
+        self.blaming.enter_context(blaming_libraries("the first step cannot be computed"))
 
     def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
         self.blaming.pop_all()

