@@ -21,6 +21,7 @@ import torch
 from accelerate.utils import is_peft_model, purge_accelerate_environment
 from torch import Tensor, nn
 from transformers import PreTrainedModel, Trainer, TrainingArguments
+from transformers.trainer_utils import rotate_checkpoints
 
 from lowmem.errors import StepError, require_packages
 from lowmem.hf import adapters, arguments, checkpoint, optim, packing, processes, resuming
@@ -292,7 +293,8 @@ class FusedTrainerMixin(_Base):
                 "gradients, and you may need to continue from an older checkpoint", step, streak
             )  # fmt: skip
         elif self.is_world_process_zero():
-            checkpoint.rotate(run_dir, step, self.args.save_total_limit, self.state.best_model_checkpoint)
+            best = self.state.best_model_checkpoint and str(run_dir / Path(self.state.best_model_checkpoint).name)
+            rotate_checkpoints(str(run_dir), self.args.save_total_limit, best)
         self.accelerator.wait_for_everyone()
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:

@@ -34,7 +34,6 @@ SETTINGS = {
 MOMENTS = {
     "writing a checkpoint": ".saving/*/model.safetensors",
     "finishing a checkpoint": ".saving/*/checksums.txt",
-    "removing a checkpoint": ".removed",
     "drawing": "loss.png",
     "saving the final model": ".saving/model",
     "moving the final model": "tokenizer.json",

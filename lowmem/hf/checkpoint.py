@@ -40,10 +40,9 @@ SCHEDULER_FILE = "scheduler.pt"
 # A directory with one of these files is a model.
 _CONFIGURATIONS = (CONFIG_NAME, ADAPTER_CONFIG_NAME)
 
-# Directories of a run with the checkpoint that is being written, replaced or removed. A killed run leaves them behind.
+# Directories of a run with the checkpoint that is being written or replaced. A killed run leaves them behind.
 STAGING = ".saving"
 _REPLACED = ".replaced"
-_REMOVED = ".removed"
 
 # Keys of a configuration that describe its file rather than the model.
 _VOLATILE = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"}
@@ -204,15 +203,19 @@ def publish(staged: Path, folder: Path) -> None:
     """
     checksums.write(staged)
     flush_tree(staged)
-    replaced = _set_aside(folder, _REPLACED) if os.path.lexists(folder) else None
+    replaced = folder.parent / _REPLACED / folder.name
+    if exists := os.path.lexists(folder):
+        remove(replaced.parent)
+        replaced.parent.mkdir()
+        folder.rename(replaced)
     try:
         staged.rename(folder)
     except OSError:
-        if replaced is not None:
+        if exists:
             replaced.rename(folder)
         raise
     flush(folder.parent)
-    remove(folder.parent / _REPLACED)
+    remove(replaced.parent)
 
 
 def publish_model(staged: Path, folder: Path) -> None:
@@ -228,33 +231,6 @@ def publish_model(staged: Path, folder: Path) -> None:
             remove(folder / path.name)
         path.replace(folder / path.name)
     flush(folder)
-
-
-def rotate(run_dir: Path, step: int, limit: int | None, best: str | None) -> None:
-    """Removes the oldest checkpoints until `limit` remain, but never the checkpoint of `step` or the best one."""
-    remove(run_dir / _REMOVED)  # left by a run that was killed here
-    if limit is None or limit <= 0:
-        return
-    found = candidates(run_dir)[::-1]
-    protected = {Path(path).resolve() for path in (run_dir / f"checkpoint-{step}", best) if path}
-    removable = [folder for folder in found if folder.resolve() not in protected]
-    for folder in removable[: max(0, len(found) - limit)]:
-        _set_aside(folder, _REMOVED)  # so that a partly removed directory does not look like a checkpoint
-        remove(run_dir / _REMOVED)
-
-
-def _set_aside(folder: Path, name: str) -> Path:
-    """Moves a checkpoint to an empty directory `name` next to it, with one rename. Returns its new path."""
-    aside = folder.parent / name
-    remove(aside)
-    aside.mkdir()
-    return folder.rename(aside / folder.name)
-
-
-def tidy(run_dir: Path) -> None:
-    """Removes the directories in which a killed run was writing or removing checkpoints."""
-    for name in (STAGING, _REMOVED):
-        remove(run_dir / name)
 
 
 def remove(folder: Path) -> None:
@@ -281,7 +257,7 @@ def _supersede(run_dir: Path, step: int) -> None:
     """Renames checkpoints of later steps, which exist if a run was resumed from an earlier step."""
     for later in candidates(run_dir):
         if _step(later) > step:
-            place = run_dir / f"{later.name}-superseded"
+            place = run_dir / f"superseded-{later.name}"
             remove(place)
             later.rename(place)
             logger.warning("%s is now %s, because the run continues without it", later, place.name)

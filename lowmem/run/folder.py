@@ -71,7 +71,7 @@ class RunFolder:
         try:
             with self._locked():
                 self._check_use()
-                checkpoint.tidy(self.path)
+                checkpoint.remove(self.path / checkpoint.STAGING)  # of a killed run
                 before = {*self.path.iterdir()}
                 try:
                     yield

@@ -35,7 +35,7 @@ def publish(trainer: Any, recipe: Recipe, folder: Path, topics: dict[str, str]) 
         token=trainer.args.hub_token,
         commit_message="End of training",
         allow_patterns=[*_MODEL, card.name, ARGUMENTS, "loss.png"],
-        ignore_patterns=["checkpoint-*", ".*"],
+        ignore_patterns=["checkpoint-*", "superseded-*", ".*"],
     )
 
 

@@ -117,7 +117,7 @@ def test_the_last_checkpoint_belongs_to_the_run_that_was_resumed(tmp_path, run_d
     limited = run(tmp_path, "--resume_from_checkpoint", "last", "--save_total_limit", 2, **save | {"max_steps": 4})
     assert limited.status == 0 and "train loss" in limited.out
     assert [folder.name for folder in checkpoint.candidates(run_dir)] == ["checkpoint-4", "checkpoint-3"]
-    assert (run_dir / "checkpoint-5-superseded").is_dir()
+    assert (run_dir / "superseded-checkpoint-5").is_dir()
 
 
 def test_a_damaged_checkpoint_is_passed_over_for_the_one_before_it_in_its_run(tmp_path, run_dir):
