@@ -26,13 +26,12 @@ from transformers.trainer_utils import rotate_checkpoints
 from lowmem.errors import StepError, require_packages
 from lowmem.hf import adapters, arguments, checkpoint, optim, packing, processes, resuming
 from lowmem.hf import layers as model_layers
-from lowmem.hf.accelerator import FusedAccelerator
-from lowmem.hf.metrics import step_metrics
-from lowmem.hf.streaming import StreamedSharding, in_words
+from lowmem.hf.accelerator import FusedAccelerator, step_metrics
+from lowmem.hf.streaming import StreamedSharding
 from lowmem.hf.weights import load_weights, save_weights
 from lowmem.optimizer import FusedOptimizer
 from lowmem.options import FusedConfig, LayersConfig
-from lowmem.placements import find, streaming_of
+from lowmem.placements import find
 from lowmem.step.record import weights_in_words
 from lowmem.tiles.quantized import in_codes
 
@@ -201,8 +200,6 @@ class FusedTrainerMixin(_Base):
         names = ", ".join(dict.fromkeys(group["rule"] for group in opt.param_groups))
         formats = weights_in_words(opt._records.values())
         logger.info("fused optimizer: %s, weights in %s, policy %s (%s)", names, formats, opt.policy, opt.policy_reason)
-        if (streaming := streaming_of(model)) is not None:
-            logger.info("streamed: %s", in_words(streaming, model))
         # Accelerate 1.15 (accelerator.py, prepare_optimizer and optimizer_step_was_skipped) wraps an optimizer without
         # the first of these attributes, and reads the second attribute
         opt._is_accelerate_prepared = True

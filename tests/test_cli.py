@@ -328,7 +328,7 @@ MISTAKES = {
     "a folder that cannot be written": ("sft", {"output_dir": "/proc/run"}, "", "/proc/run: cannot be written: "),
     "no checkpoint to resume": ("sft", {}, "--resume_from_checkpoint none", "there is no directory none. Use 'last'"),
     "no model": ("sft", {"model_name_or_path": None}, "", "no model: set model_name_or_path"),
-    "no such model": ("sft", {"model_name_or_path": "no/such"}, "", "error: model_name_or_path 'no/such': there is no"),
+    "no such model": ("sft", {"model_name_or_path": "no/such"}, "", "SFTConfig of no/such: We couldn't connect"),
     "no reward": ("grpo", {"reward_model_name_or_path": None}, "", "no reward: set reward_funcs"),
     "unknown reward": ("grpo", {"reward_funcs": ["no_module.f"]}, "", "reward_funcs: 'no_module.f' is not a reward"),
     "a schedule without its arguments": ("sft", {"lr_scheduler_type": "warmup_stable_decay"}, "", "'num_decay_steps'"),

@@ -128,7 +128,7 @@ def trainer(recipe: Recipe, train: Any, evaluation: Any, model: Any = None, **op
         args.model_init_kwargs = None
     if recipe.command in _WITH_REWARDS:
         options["reward_funcs"] = _reward_functions(recipe.script)
-    with blaming(recipe.subject_of(type(args))):
+    with blaming(f"{recipe.subject_of(type(args))} of {names.model_name_or_path}"):
         if (quantization := get_quantization_config(names)) is not None and args.model_init_kwargs is not None:
             args.model_init_kwargs["quantization_config"] = quantization
         return trainer_class(type(args).__name__.replace("Config", "Trainer"))(

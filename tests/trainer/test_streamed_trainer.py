@@ -1,7 +1,6 @@
 """Trainers whose model is streamed past its device: losses and bits of the same trainer without streaming."""
 
 import hashlib
-import logging
 from itertools import product
 
 import peft
@@ -222,12 +221,6 @@ def test_start_weights_do_not_change(sft, folder, tmp_path):
     for dtype, home in (("float32", "host"), ("bfloat16", str(tmp_path / "home"))):
         sft({**STREAMED, "home": home}, dtype=dtype).train()
         assert digest(folder) == before
-
-
-def test_streaming_is_described(sft, caplog):
-    caplog.set_level(logging.INFO, "lowmem")
-    sft(STREAMED).train()
-    assert "streamed: 4 layers of up to 1.4 MiB in host memory, two of them on the device at a time" in caplog.text
 
 
 # -- wrong input -------------------------------------------------------------------------------------------------------
