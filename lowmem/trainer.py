@@ -27,7 +27,7 @@ from lowmem.errors import StepError, require_packages
 from lowmem.hf import adapters, arguments, checkpoint, optim, packing, processes, resuming
 from lowmem.hf import layers as model_layers
 from lowmem.hf.accelerator import FusedAccelerator, step_metrics
-from lowmem.hf.streaming import StreamedSharding
+from lowmem.hf.sharding import StreamedSharding
 from lowmem.hf.weights import load_weights, save_weights
 from lowmem.optimizer import FusedOptimizer
 from lowmem.options import FusedConfig, LayersConfig

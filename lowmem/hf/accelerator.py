@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lowmem.errors import ConfigError
-from lowmem.hf.streaming import StreamedSharding
+from lowmem.hf.sharding import StreamedSharding
 from lowmem.optimizer import FusedOptimizer
 
 

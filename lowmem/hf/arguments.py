@@ -15,8 +15,7 @@ from transformers.trainer_utils import has_length
 
 from lowmem.errors import ConfigError, UnsupportedError
 from lowmem.hf import optim, sharding
-from lowmem.hf.sharding import FSDP2Sharding, Sharding, Zero3Sharding
-from lowmem.hf.streaming import StreamedSharding
+from lowmem.hf.sharding import FSDP2Sharding, Sharding, StreamedSharding, Zero3Sharding
 from lowmem.optimizer import FusedOptimizer
 from lowmem.options import FusedConfig
 from lowmem.rules import require, resolve

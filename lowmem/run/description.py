@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 from lowmem.hf import arguments
-from lowmem.hf.streaming import in_words
+from lowmem.hf.sharding import in_words
 from lowmem.placements import in_group, shape_of, streaming_of
 from lowmem.step.record import states_in_words, weights_in_words
 

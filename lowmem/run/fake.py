@@ -34,7 +34,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from lowmem.errors import ConfigError
 from lowmem.hf import arguments
 from lowmem.hf.layers import positions
-from lowmem.hf.streaming import StreamedSharding
+from lowmem.hf.sharding import StreamedSharding
 from lowmem.run import build, data, images
 from lowmem.run.boundary import blaming, blaming_libraries
 from lowmem.run.fake_ranks import Patch, patched
