@@ -59,5 +59,4 @@ def recomputed(args: Any) -> bool:
 
 
 def _count(params: list[Any]) -> str:
-    count = sum(math.prod(shape_of(param)) for param in params)
-    return f"{count / 1e6:,.1f}M parameters" if count >= 1e5 else f"{count:,} parameters"
+    return f"{sum(math.prod(shape_of(param)) for param in params):,} parameters"
