@@ -1,4 +1,4 @@
-"""The command line: TRL's training commands; `plan`, `profile` and `inspect` before training; `generate`, and `rules`.
+"""The command line: TRL's training commands; `plan` and `inspect` before training; `generate`, and `rules`.
 
 For invalid input, it prints one message to stderr, exits with status 2 and does not leave files behind.
 """
@@ -24,12 +24,11 @@ from torch import Tensor
 from lowmem import rules
 from lowmem.errors import ConfigError, LowmemError
 from lowmem.files import write_file
-from lowmem.hf import processes
+from lowmem.hf import processes, versions
 from lowmem.options import parse_bytes
 from lowmem.rules import require
 from lowmem.rules.rates import describe_rates
 from lowmem.run.boundary import is_out_of_memory, reason
-from lowmem.run.environment import versions
 from lowmem.run.memory import StepMemory, state_bytes
 from lowmem.run.secrets import redacted
 from lowmem.run.terminal import err, out, print_topics, progress_in_lines, rank, size, stage
@@ -111,7 +110,6 @@ def _parser() -> argparse.ArgumentParser:
         command(name, train, summary, add_help=False).set_defaults(training=name)
     for name, run, summary in (
         ("plan", plan, "Predict the memory of a run, without downloading or allocating weights."),
-        ("profile", profile, "Measure the memory of training steps, with random weights and without downloading any."),
         ("inspect", inspect, "Show the first training rows, and the tokens that contribute to the loss."),
     ):
         sub = command(name, run, summary, "sft --config configs/llama3_8b_chat_24gb.yaml")
@@ -212,24 +210,6 @@ def plan(command: argparse.Namespace, rest: Sequence[str]) -> int:
     return 0 if fits else 1
 
 
-def profile(command: argparse.Namespace, rest: Sequence[str]) -> None:
-    recipe = _recipe(command, rest, _profile_options, device=None)
-    from lowmem.run import profile as profiling
-
-    steps, folder = _count("--steps", recipe.options.steps, 2), recipe.options.out or Path("profile")
-    stage("planning the run and taking steps")
-    result = profiling.profile(recipe, steps, folder)
-    table = _table("peak of tensors", "measured", "planned", numbers=["measured", "planned"])
-    planned = {**result.planned["items"], "total": result.planned["peak"]} if result.planned else {}
-    for kind, nbytes in {**result.measured.items, "total": result.measured.peak}.items():
-        table.add_row(kind, size(nbytes), size(planned[kind]) if kind in planned else "")
-    out.print(table)
-    out.print(f"\nthe process: {size(result.process)}", soft_wrap=True)
-    if result.planned is None:
-        out.print(f"not planned: {result.text}", soft_wrap=True)
-    out.print(f"written: {', '.join(map(str, result.files))}", soft_wrap=True)
-
-
 def _recipe(
     command: argparse.Namespace, rest: Sequence[str], options: Callable[[Any], None], device: str | None = "gpu"
 ) -> "Recipe":
@@ -257,11 +237,6 @@ def _train_options(group: Any) -> None:
 def _inspect_options(group: Any) -> None:
     group.add_argument("--samples", type=int, metavar="N", help="number of rows to show (3)")
     group.add_argument("--device", choices=("gpu", "cpu"), help="the device to train on (gpu)")
-
-
-def _profile_options(group: Any) -> None:
-    group.add_argument("--steps", type=int, metavar="N", help="number of steps to take (2)")
-    group.add_argument("--out", type=Path, metavar="DIR", help="the folder of the picture and its figures (profile)")
 
 
 def _plan_options(group: Any) -> None:

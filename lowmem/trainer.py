@@ -21,18 +21,17 @@ import torch
 from accelerate.utils import is_peft_model, purge_accelerate_environment
 from torch import Tensor, nn
 from transformers import PreTrainedModel, Trainer, TrainingArguments
+from transformers.trainer_utils import rotate_checkpoints
 
 from lowmem.errors import StepError, require_packages
 from lowmem.hf import adapters, arguments, checkpoint, optim, packing, processes, resuming
 from lowmem.hf import layers as model_layers
-from lowmem.hf.accelerator import FusedAccelerator
-from lowmem.hf.deferred import loading
-from lowmem.hf.metrics import step_metrics
-from lowmem.hf.streaming import StreamedSharding, Traffic, in_words
+from lowmem.hf.accelerator import FusedAccelerator, step_metrics
+from lowmem.hf.sharding import StreamedSharding
 from lowmem.hf.weights import load_weights, save_weights
 from lowmem.optimizer import FusedOptimizer
 from lowmem.options import FusedConfig, LayersConfig
-from lowmem.placements import find, streaming_of
+from lowmem.placements import find
 from lowmem.step.record import weights_in_words
 from lowmem.tiles.quantized import in_codes
 
@@ -90,9 +89,7 @@ class FusedTrainerMixin(_Base):
             self._inputs.prepare()
         self.layers = layers or LayersConfig()
         self._run = resuming.Run()
-        sharding = None if self._inputs.args is None else self._inputs.sharding
-        with loading(converts=sharding is not None and sharding.converts):
-            super().__init__(*args, **kwargs)
+        super().__init__(*args, **kwargs)
         self._inputs.check(self)
         self._hide_sharding()
         model_layers.quantize(self.model, self._inputs.fused)  # unless the trainer has done so when it moved the model
@@ -203,9 +200,6 @@ class FusedTrainerMixin(_Base):
         names = ", ".join(dict.fromkeys(group["rule"] for group in opt.param_groups))
         formats = weights_in_words(opt._records.values())
         logger.info("fused optimizer: %s, weights in %s, policy %s (%s)", names, formats, opt.policy, opt.policy_reason)
-        if (streaming := streaming_of(model)) is not None:
-            logger.info("streamed: %s", in_words(streaming, model))
-            self._run.traffic = Traffic(streaming)
         # Accelerate 1.15 (accelerator.py, prepare_optimizer and optimizer_step_was_skipped) wraps an optimizer without
         # the first of these attributes, and reads the second attribute
         opt._is_accelerate_prepared = True
@@ -248,8 +242,6 @@ class FusedTrainerMixin(_Base):
         """Logs like the trainer, and adds the metrics of the policy and the rule, which are also sent to trackers."""
         if isinstance(self.optimizer, FusedOptimizer) and self.optimizer.last_step is not None and "loss" in logs:
             logs |= step_metrics(self.optimizer)
-            if self._run.traffic is not None:
-                logs |= self._run.traffic.metrics()
         super().log(logs, *args, **kwargs)  # adds to `logs`, which evaluate() and train() return
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
@@ -263,7 +255,7 @@ class FusedTrainerMixin(_Base):
         if self.model is not None:  # otherwise the next trial of a hyperparameter search creates a model
             adapters.check(self.model, self.args, sharded=self._inputs.sharded, saves=saves)
         folder = checkpoint.to_resume(resume_from_checkpoint, Path(self.args.output_dir))
-        self._run = resuming.Run(folder, checkpoint.earlier_steps(folder, Path(self.args.output_dir)))
+        self._run = resuming.Run(folder)
         arguments.check_callbacks(self.callback_handler.callbacks, resumed=folder is not None)
         if resume_from_checkpoint or args:  # the `train` of a class may not have arguments
             args = (None if folder is None else str(folder), *args)
@@ -277,7 +269,7 @@ class FusedTrainerMixin(_Base):
         run_dir = Path(super()._get_output_dir(trial))
         name = f"checkpoint-{self.state.global_step}"
         try:
-            with checkpoint.saving(run_dir, name, self._run.earlier) as self._run.staged:
+            with checkpoint.saving(run_dir, name) as self._run.staged:
                 super()._save_checkpoint(model, trial)
                 if self.state.best_model_checkpoint == str(self._run.staged):
                     self.state.best_model_checkpoint = str(run_dir / name)
@@ -285,7 +277,6 @@ class FusedTrainerMixin(_Base):
                         self.state.save_to_json(str(self._run.staged / checkpoint.TRAINER_STATE_FILE))
         finally:
             self._run.staged = None
-        self._run.earlier.append(self.state.global_step)
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(run_dir / name))
         self._rotate(run_dir)
@@ -299,10 +290,8 @@ class FusedTrainerMixin(_Base):
                 "gradients, and you may need to continue from an older checkpoint", step, streak
             )  # fmt: skip
         elif self.is_world_process_zero():
-            push = getattr(self, "push_in_progress", None)
-            published = () if push is None or push.is_done() else self._run.published
-            kept = self.state.best_model_checkpoint, *published
-            checkpoint.rotate(run_dir, step, self.args.save_total_limit, *kept)
+            best = self.state.best_model_checkpoint and str(run_dir / Path(self.state.best_model_checkpoint).name)
+            rotate_checkpoints(str(run_dir), self.args.save_total_limit, best)
         self.accelerator.wait_for_everyone()
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:

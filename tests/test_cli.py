@@ -5,7 +5,6 @@ import importlib
 import io
 import json
 import os
-import pkgutil
 import re
 import shlex
 import shutil
@@ -87,10 +86,10 @@ def test_an_end_to_end_run(tmp_path, run_dir):
         "updates    during backward, each parameter as soon as its gradient is complete (policy immediate)\n"
         in ended.out
     )
-    assert ended.out.count("grad norm") == 3 and "evaluation  loss" in ended.out
+    assert ended.out.count("  grad norm ") == 3 and "  eval loss " in ended.out
     of_libraries = ("tokenizer", "generation", "training", "README")
     assert {path.name for path in run_dir.iterdir() if not path.name.startswith(of_libraries)} == {
-        "config.yaml", "environment.json", "metrics.jsonl", "loss.png", "checkpoint-4", "checkpoint-6",
+        "config.yaml", "metrics.jsonl", "loss.png", "checkpoint-4", "checkpoint-6",
         "config.json", "model.safetensors", "chat_template.jinja",
     }  # fmt: skip
     text = (run_dir / "config.yaml").read_text()
@@ -102,8 +101,7 @@ def test_an_end_to_end_run(tmp_path, run_dir):
     assert weights(run_dir) == weights(run_dir / "checkpoint-6")
     AutoModelForCausalLM.from_pretrained(run_dir / "checkpoint-6")
     assert AutoTokenizer.from_pretrained(run_dir).chat_template is not None
-    logged_lines = [line for line in ended.out.splitlines() if line.startswith("step ")]
-    assert re.search(r" 0:00:\d\d left .* tokens/s  peak ", logged_lines[0])
+    assert re.search(r"\n# lowmem 0\.1\.0, python 3\.\d+\.\d+, torch 2\.", text)
 
     card = (run_dir / "README.md").read_text()
     assert "is a fine-tuned version of `model`." in card and "None" not in card
@@ -122,7 +120,7 @@ def test_the_rules_of_groups_and_a_statistic_are_reported(tmp_path, run_dir):
     rules = r"optimizer  scaled_adam, lr 0.001: [\d,]+ parameters; adamw, lr 0.001: [\d,]+ parameters;"
     assert re.search(rules, ended.out)
     names = logged(run_dir, "dominant_parameter")
-    assert len(names) == 2 and f"of the norm is {names[0]}" in ended.out
+    assert len(names) == 2 and f"dominant parameter {names[0]}" in ended.out
 
 
 def test_a_policy_is_trained(tmp_path, run_dir):
@@ -160,7 +158,6 @@ def test_a_copied_run_continues_in_the_copy(finished, run):
     before = {path: path.stat().st_mtime_ns for path in finished.rglob("*")}
     ended = resume(run, "--max_steps", 8)
     assert ended.status == 0, ended.err
-    assert f"the run folder was moved or copied from {finished}; the run continues in {run}" in ended.err
     assert f"lowmem generate '{run}'" in ended.out and (run / "checkpoint-8").exists()
     assert {path: path.stat().st_mtime_ns for path in finished.rglob("*")} == before
     text = (run / "config.yaml").read_text()
@@ -174,7 +171,7 @@ def test_a_finished_run_is_not_changed(run, caplog):
     """Job scripts that always resume end well."""
     metrics, saved = read(run), weights(run / "checkpoint-6")
     ended = resume(run)
-    assert ended.status == 0 and "mean loss" not in ended.out and "\ndone\n" in ended.out
+    assert ended.status == 0 and "train loss" not in ended.out and "\ndone\n" in ended.out
     assert f"training is already complete: {run}/checkpoint-6 is at step 6 of 6" in caplog.text
     assert read(run) == metrics[: len(read(run))] and weights(run / "checkpoint-6") == saved
     assert [record["step"] for record in read(run) if "loss" in record] == [2, 4, 6]
@@ -333,7 +330,7 @@ MISTAKES = {
     "DeepSpeed without a launcher": ("sft", ZERO, "", "Start it with a launcher"),
     "a folder that cannot be written": ("sft", {"output_dir": "/proc/run"}, "", "/proc/run: cannot be written: "),
     "no model": ("sft", {"model_name_or_path": None}, "", "no model: set model_name_or_path"),
-    "no such model": ("sft", {"model_name_or_path": "no/such"}, "", "error: model_name_or_path 'no/such': there is no"),
+    "no such model": ("sft", {"model_name_or_path": "no/such"}, "", "SFTConfig of no/such: We couldn't connect"),
     "no reward": ("grpo", {"reward_model_name_or_path": None}, "", "no reward: set reward_funcs"),
     "unknown reward": ("grpo", {"reward_funcs": ["no_module.f"]}, "", "reward_funcs: 'no_module.f' is not a reward"),
     "no chat template": ("sft", {"model_name_or_path": "model"}, "", "Set chat_template_path to a .jinja", no_template),
@@ -354,30 +351,19 @@ def test_mistakes_exit_with_one_message_and_leave_no_files(case, tmp_path, monke
     assert ended.err.count("\n") == 1, ended.err
 
 
-HUB = "huggingface_hub.constants.HF_HUB_OFFLINE"
-LIGER = "lowmem.hf.arguments.is_liger_kernel_available"
-TRACKERS = "lowmem.hf.arguments.get_reporting_integration_callbacks"
-LOG_IN = [failing(RuntimeError("No API key"))]
-
-# Arguments, the message, and attributes that are changed.
-REFUSED = {
-    "Liger": ({"use_liger_kernel": True}, "pip install liger", {LIGER: False}),
-    "a tracker": ({"report_to": "clearml"}, "report_to=['clearml']: ClearMLCallback requires", {}),
-    "a login": ({"report_to": "wandb"}, "report_to=['wandb']: No API key", {TRACKERS: LOG_IN}),
-    "a token": ({"push_to_hub": True}, "Run: hf auth login", {HUB: False, "huggingface_hub.get_token": None}),
-    "several GPUs": ({}, "one process sees 2 GPUs", {"transformers.TrainingArguments.n_gpu": 2}),
-}
+def test_several_gpus_in_one_process_end_a_run_before_it_loads_anything(tmp_path, monkeypatch):
+    monkeypatch.setattr("transformers.TrainingArguments.n_gpu", 2)
+    ended = train(tmp_path, "sft", "--config", write(tmp_path, fused=None))
+    assert ended.status == 2 and "one process sees 2 GPUs" in ended.err and "loading" not in ended.out
 
 
-@pytest.mark.parametrize(("arguments", "message", "changes"), REFUSED.values(), ids=REFUSED)
-def test_arguments_that_cannot_work_end_a_run_before_it_loads_anything(
-    arguments, message, changes, tmp_path, monkeypatch
-):
-    for name, value in changes.items():
-        monkeypatch.setattr(name, (lambda *_, value=value: value) if callable(pkgutil.resolve_name(name)) else value)
-    words = [f"--{name}={value}" for name, value in arguments.items()]
-    ended = train(tmp_path, "sft", "--config", write(tmp_path, fused=None), *words)
-    assert ended.status == 2 and message in ended.err and "loading" not in ended.out
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [("--report_to clearml", "ClearMLCallback requires"), ("--push_to_hub", "HF_HUB_OFFLINE")],
+)
+def test_a_missing_service_ends_a_run_before_its_first_step(words, message, tmp_path):
+    ended = train(tmp_path, "sft", "--config", write(tmp_path, fused=None), *words.split())
+    assert ended.status == 2 and message in ended.err and not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(

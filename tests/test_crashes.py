@@ -33,7 +33,6 @@ SETTINGS = {
 MOMENTS = {
     "writing a checkpoint": ".saving/*/model.safetensors",
     "finishing a checkpoint": ".saving/*/checksums.txt",
-    "removing a checkpoint": ".removed",
     "drawing": "loss.png",
     "saving the final model": ".saving/model",
     "moving the final model": "tokenizer.json",
@@ -60,7 +59,8 @@ def results(run):
     for name in ("trainer_state.json", "training_args.bin"):  # have times, and the path of the folder
         files.pop(name, None)
     records = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    logged = {(r["step"], key): r[key] for r in records for key in ("loss", "eval_loss", "tokens") if key in r}
+    keys = ("loss", "eval_loss", "num_input_tokens_seen")
+    logged = {(record["step"], key): record[key] for record in records for key in keys if key in record}
     # a run that is killed right after its last save keeps one checkpoint more
     names = sorted(path.name for path in run.iterdir() if not path.name.startswith((".", "checkpoint-")))
     return files, checksum(*run.glob("*model.safetensors")), logged, names

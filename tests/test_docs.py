@@ -23,7 +23,7 @@ from support.runs import assistant, user
 from torch import nn
 
 import lowmem
-from lowmem.cli import _inspect_options, _parser, _plan_options, _profile_options
+from lowmem.cli import _inspect_options, _parser, _plan_options
 from lowmem.hf import TESTED
 from lowmem.rules import resolve
 from lowmem.run import recipe, yaml_file
@@ -126,7 +126,7 @@ def test_yaml(page, marker, code, tmp_path, monkeypatch):
     assert {name.partition(".")[0] for name in parsed.values} >= set(yaml.safe_load(code))
 
 
-MORE = {"plan": _plan_options, "profile": _profile_options, "inspect": _inspect_options}
+MORE = {"plan": _plan_options, "inspect": _inspect_options}
 
 
 def commands(code):

@@ -76,7 +76,7 @@ def assert_same_metrics(run_dir, one_process):
     actual, expected = metrics(run_dir), metrics(one_process)
     assert [line["step"] for line in actual] == [line["step"] for line in expected] == list(range(1, 1 + len(expected)))
     for line, reference in zip(actual, expected, strict=True):
-        for key in ("loss", "grad_norm", "clip_coef", "tokens"):
+        for key in ("loss", "grad_norm", "clip_coef", "num_input_tokens_seen"):
             assert line[key] == pytest.approx(reference[key], rel=1e-4), key
 
 

@@ -21,7 +21,7 @@ import lowmem
 from lowmem import cli
 from lowmem.errors import ConfigError
 from lowmem.hf import checkpoint
-from lowmem.run import build, data, environment, secrets
+from lowmem.run import build, data, secrets
 from lowmem.run.folder import RunFolder
 from lowmem.run.recipe import parse
 
@@ -196,16 +196,10 @@ def outside(tmp_path):
     assert {path: path.read_text() for path in folder.rglob("*") if path.is_file()} == before
 
 
-def test_links_are_removed_and_not_their_targets(tmp_path, outside):
-    """By rotation, and where a killed run has left something."""
-    run_dir = tmp_path / "run"
-    checkpoints(run_dir, 2, 3)
-    (run_dir / "checkpoint-1").symlink_to(outside / "checkpoint-1")
-    for name in (".removed", ".saving"):
-        (run_dir / name).symlink_to(outside)
-    checkpoint.rotate(run_dir, 3, 1, None)
-    checkpoint.tidy(run_dir)
-    assert [path.name for path in run_dir.iterdir()] == ["checkpoint-3"]
+def test_a_link_is_removed_and_not_its_target(tmp_path, outside):
+    (tmp_path / ".saving").symlink_to(outside)
+    checkpoint.remove(tmp_path / ".saving")
+    assert not (tmp_path / ".saving").is_symlink()
 
 
 def staged(run_dir, *names):
@@ -265,7 +259,7 @@ def test_the_best_checkpoint_is_one_of_the_run(make, tmp_path):
     trainer = make(max_steps=4, save_total_limit=1, **saving)
     trainer.train(resume_from_checkpoint=True)
     assert trainer.state.best_model_checkpoint is None
-    assert [each.step for each in checkpoint.candidates(tmp_path / "run")] == [4]
+    assert [folder.name for folder in checkpoint.candidates(tmp_path / "run")] == ["checkpoint-4"]
 
 
 # --- Secrets and the network ------------------------------------------------------------------------------------------
@@ -347,14 +341,6 @@ def test_a_failed_run_writes_and_prints_no_secrets(home, monkeypatch, capsys):
     assert "login failed" in (home / "run" / "traceback.txt").read_text()
     for path, text in {**written(home / "run"), "output": out + err}.items():
         assert_no_secret(text, path)
-
-
-def test_the_command_is_recorded_without_secrets(tmp_path, monkeypatch):
-    monkeypatch.setenv("WANDB_API_KEY", SECRETS["WANDB_API_KEY"])
-    monkeypatch.setattr(sys, "argv", ["lowmem", "sft", "--hub_token=abc", "--run_name", "markerofwandb"])
-    environment.write_environment(tmp_path)
-    command = json.loads((tmp_path / "environment.json").read_text())["command"]
-    assert "abc" not in command and "markerofwandb" not in command and "lowmem sft" in command
 
 
 def test_a_configuration_with_the_value_of_a_secret_variable_raises(home, monkeypatch):

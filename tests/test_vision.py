@@ -62,8 +62,8 @@ def test_rows_with_images_are_counted_and_shown(write, tmp_path):
     path = write(rows=rows, max_length=26)
     shown = runs.lowmem("inspect", "sft", "--config", path)
     assert "row 1: 26 tokens, trained on 25" in shown.out and "<image> x 16 where 0" in shown.out, shown
-    over, tokens = lengths[0] - 26, 26 + sum(lengths[1:])
-    counts = f"8 rows, 1 longer than max_length=26 ({over} tokens cut off), {tokens} tokens, loss on {tokens - 8} "
+    full, tokens = sum(length >= 26 for length in lengths), 26 + sum(lengths[1:])
+    counts = f"8 rows, {full} cut off at max_length=26, or as long, {tokens} tokens, loss on {tokens - 8} "
     trained = runs.train(tmp_path, "sft", "--config", path)
     assert counts in shown.out and counts in trained.out, (counts, shown.out)
     for command in ("inspect sft", "sft"):
@@ -92,6 +92,6 @@ def test_a_plan_is_the_memory_of_real_steps(write, command, rows):
     words = "2 x 128 tokens, with images of 88 x 40 pixels" if rows is None else "2 x 128 tokens, without images"
     assert planned.summary["step"] == words and "ForConditionalGeneration" in planned.summary["model"]
     with fake.running(recipe, torch.device("cpu"), real=True) as run:
-        measured = run.step(1)
+        measured = run.step()
     assert planned.step.items["weights"] == measured.items["weights"]
     assert planned.step.peak == pytest.approx(measured.peak, rel=0.01)

@@ -1,4 +1,4 @@
-"""The accelerator of a fused trainer, whose `backward` updates parameters. It does not wrap models and optimizers."""
+"""The accelerator of a fused trainer, whose `backward` updates parameters, and the metrics of its steps."""
 
 import math
 from contextlib import nullcontext
@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lowmem.errors import ConfigError
-from lowmem.hf.streaming import StreamedSharding
+from lowmem.hf.sharding import StreamedSharding
+from lowmem.optimizer import FusedOptimizer
 
 
 class FusedAccelerator(Accelerator):  # type: ignore[misc]
-    """The accelerator of a trainer. Its `backward` updates parameters once `updates` is true."""
+    """Updates parameters in `backward` once `updates` is true. It does not wrap models and optimizers."""
 
     trainer: Any
     updates: bool
@@ -80,3 +81,21 @@ class FusedAccelerator(Accelerator):  # type: ignore[misc]
         # with a loss scale, a skipped step does not advance the schedule, as with GradScaler
         scaled = self.sync_gradients and optimizer.loss_scale is not None
         optimizer.step_was_skipped = scaled and optimizer.last_step.skipped
+
+
+def step_metrics(optimizer: FusedOptimizer) -> dict[str, Any]:
+    """Returns the norms, changed weights, clip coefficient and loss scale of the last step, and the rule's metrics."""
+    last: Any = optimizer.last_step
+    scale, nonfinite_steps = last.loss_scale, optimizer.nonfinite_steps  # each is copied to the host
+    metrics: dict[str, Any] = {"grad_norm": float(last.grad_norm)}
+    if not math.isnan(changed_share := float(last.changed_share)):
+        metrics["changed_share"] = changed_share
+    if last.clip_coef is not None:
+        metrics["clip_coef"] = float(last.clip_coef)
+    if scale is not None:
+        metrics["loss_scale"] = scale
+    if scale is not None or nonfinite_steps:
+        metrics["nonfinite_steps"] = nonfinite_steps
+    if optimizer.config.log_norms:
+        metrics |= {f"grad_norm/{name}": norm for name, norm in zip(last.names, last.norms.tolist(), strict=True)}
+    return {**metrics, **last.statistics}

@@ -3,24 +3,19 @@
 import inspect
 import logging
 import os
-import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-import huggingface_hub
 from accelerate.utils import parse_flag_from_env
 from torch import nn
 from transformers import TrainingArguments
-from transformers.integrations import get_reporting_integration_callbacks
 from transformers.trainer_utils import has_length
-from transformers.utils import is_liger_kernel_available
 
 from lowmem.errors import ConfigError, UnsupportedError
 from lowmem.hf import optim, sharding
-from lowmem.hf.sharding import FSDP2Sharding, Sharding, Zero3Sharding
-from lowmem.hf.streaming import StreamedSharding
+from lowmem.hf.sharding import FSDP2Sharding, Sharding, StreamedSharding, Zero3Sharding
 from lowmem.optimizer import FusedOptimizer
 from lowmem.options import FusedConfig
 from lowmem.rules import require, resolve
@@ -104,7 +99,6 @@ class Inputs:
         check_devices(self.model, self.args)
         if (offload := offloading(self.args)) and self.args.device.type == "cpu":  # TRL would fail
             raise ConfigError(f"{offload}: this run computes on the CPU, where its activations already are; omit it")
-        check_services(self.args)
         if self.optimizer is None:
             optim.with_learning_rate(self.args, self.options(self.args), self.model)
 
@@ -226,24 +220,6 @@ def check_devices(model: Any, args: TrainingArguments) -> None:
             f"process per GPU (torchrun --nproc_per_node {args.n_gpu} ...), or make only one visible "
             "(CUDA_VISIBLE_DEVICES=0)"
         )
-
-
-def check_services(args: TrainingArguments) -> None:
-    """Raises `ConfigError` if a package or a token that the arguments need is missing."""
-    if args.use_liger_kernel and not is_liger_kernel_available():
-        raise ConfigError("use_liger_kernel=True: liger-kernel is not installed. Run: pip install liger-kernel")
-    try:
-        for tracker in get_reporting_integration_callbacks(args.report_to):
-            tracker()
-        if "wandb" in args.report_to and args.process_index == 0:
-            sys.modules["wandb"].login()
-    except Exception as error:  # each tracker raises its own types
-        raise ConfigError(f"report_to={args.report_to}: {error}") from error
-    if args.push_to_hub and args.process_index == 0:
-        if huggingface_hub.constants.HF_HUB_OFFLINE:
-            raise ConfigError("push_to_hub=True, but the environment variable HF_HUB_OFFLINE is set. Unset one of them")
-        if (args.hub_token or huggingface_hub.get_token()) is None:
-            raise ConfigError("push_to_hub=True needs a token for the Hub. Run: hf auth login. Or set HF_TOKEN")
 
 
 def offloading(args: TrainingArguments) -> str | None:

@@ -9,14 +9,13 @@ so that saving and resuming do not need more memory than training.
 import functools
 import json
 import logging
-import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,7 +24,7 @@ from safetensors import SafetensorError
 from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME
 
 from lowmem.errors import CheckpointError
-from lowmem.files import SafetensorsFile, checksum, flush, flush_tree, read_json, write_safetensors
+from lowmem.files import SafetensorsFile, flush, flush_tree, read_json, write_safetensors
 from lowmem.hf import checksums
 from lowmem.hf.weights import weight_files
 from lowmem.optimizer import FusedOptimizer
@@ -37,15 +36,13 @@ logger = logging.getLogger(__name__)
 OPTIMIZER_FILE = "optimizer.safetensors"
 TRAINER_STATE_FILE = "trainer_state.json"
 SCHEDULER_FILE = "scheduler.pt"
-TIMELINE_FILE = "timeline.json"
 
 # A directory with one of these files is a model.
 _CONFIGURATIONS = (CONFIG_NAME, ADAPTER_CONFIG_NAME)
 
-# Directories of a run with the checkpoint that is being written, replaced or removed. A killed run leaves them behind.
+# Directories of a run with the checkpoint that is being written or replaced. A killed run leaves them behind.
 STAGING = ".saving"
 _REPLACED = ".replaced"
-_REMOVED = ".removed"
 
 # Keys of a configuration that describe its file rather than the model.
 _VOLATILE = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"}
@@ -170,13 +167,10 @@ def to_resume(requested: str | bool | None, run_dir: Path) -> Path | None:
 
 
 @contextmanager
-def saving(run_dir: Path, name: str | None = None, earlier: Sequence[int] = ()) -> Iterator[Path]:
+def saving(run_dir: Path, name: str | None = None) -> Iterator[Path]:
     """A context in which every rank saves to the directory that it yields. At its end, rank 0 renames the directory to
     the checkpoint `name` in `run_dir`. Without a name, its files are the final model, and rank 0 moves them to
     `run_dir`. Raises `CheckpointError` if a file cannot be written. Earlier checkpoints stay complete.
-
-    Args:
-        earlier: the steps of the checkpoints from which this one continues.
     """
     state = PartialState()
     staged = run_dir / STAGING / (name or "model")
@@ -189,9 +183,7 @@ def saving(run_dir: Path, name: str | None = None, earlier: Sequence[int] = ()) 
         if state.is_main_process and name is None:
             publish_model(staged, run_dir)
         elif state.is_main_process:
-            numbers = [each.number for each in candidates(run_dir) if each.number < math.inf]
-            place = {"saved": max(numbers, default=0) + 1, "earlier": [*earlier]}
-            (staged / TIMELINE_FILE).write_text(json.dumps(place))
+            _supersede(run_dir, _step(staged))
             publish(staged, run_dir / str(name))
     except (OSError, RuntimeError, SafetensorError) as error:
         if isinstance(error, RuntimeError) and not _FILE_ERROR.search(str(error)):
@@ -211,15 +203,19 @@ def publish(staged: Path, folder: Path) -> None:
     """
     checksums.write(staged)
     flush_tree(staged)
-    replaced = _set_aside(folder, _REPLACED) if os.path.lexists(folder) else None
+    replaced = folder.parent / _REPLACED / folder.name
+    if exists := os.path.lexists(folder):
+        remove(replaced.parent)
+        replaced.parent.mkdir()
+        folder.rename(replaced)
     try:
         staged.rename(folder)
     except OSError:
-        if replaced is not None:
+        if exists:
             replaced.rename(folder)
         raise
     flush(folder.parent)
-    remove(folder.parent / _REPLACED)
+    remove(replaced.parent)
 
 
 def publish_model(staged: Path, folder: Path) -> None:
@@ -237,36 +233,6 @@ def publish_model(staged: Path, folder: Path) -> None:
     flush(folder)
 
 
-def rotate(run_dir: Path, step: int, limit: int | None, *kept: str | Path | None) -> None:
-    """Removes the oldest checkpoints until `limit` remain, but never the checkpoint of `step` or those in `kept`.
-    Checkpoints outside the timeline of the last one are removed first.
-    """
-    remove(run_dir / _REMOVED)  # left by a run that was killed here
-    if limit is None or limit <= 0:
-        return
-    line = timeline(run_dir)
-    found = sorted(candidates(run_dir), key=lambda each: (each in line, each.step))
-    protected = {Path(path).resolve() for path in (run_dir / f"checkpoint-{step}", *kept) if path}
-    removable = [each.folder for each in found if each.folder.resolve() not in protected]
-    for folder in removable[: max(0, len(found) - limit)]:
-        _set_aside(folder, _REMOVED)  # so that a partly removed directory does not look like a checkpoint
-        remove(run_dir / _REMOVED)
-
-
-def _set_aside(folder: Path, name: str) -> Path:
-    """Moves a checkpoint to an empty directory `name` next to it, with one rename. Returns its new path."""
-    aside = folder.parent / name
-    remove(aside)
-    aside.mkdir()
-    return folder.rename(aside / folder.name)
-
-
-def tidy(run_dir: Path) -> None:
-    """Removes the directories in which a killed run was writing or removing checkpoints."""
-    for name in (STAGING, _REMOVED):
-        remove(run_dir / name)
-
-
 def remove(folder: Path) -> None:
     """Removes a directory as far as possible. A symbolic link is removed, but its target is not."""
     if folder.is_symlink():
@@ -274,68 +240,38 @@ def remove(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-class Candidate(NamedTuple):
-    """A checkpoint, complete or not."""
-
-    number: float  # order of saving; 0 if an earlier version saved it, infinity if it is damaged
-    step: int
-    folder: Path
-    earlier: list[int] | None  # the steps of the checkpoints from which it continues, if they are known
-
-
-def candidates(run_dir: Path) -> list[Candidate]:
-    """Returns the checkpoints in a run directory, including one that was being replaced. The last saved is first."""
+def candidates(run_dir: Path) -> list[Path]:
+    """Returns the checkpoints in a run directory, complete or not, including one that was being replaced. The last step
+    comes first.
+    """
     paths = [path for home in (run_dir / _REPLACED, run_dir) for path in home.glob("checkpoint-*")]
     checkpoints = {path.name: path for path in paths if _DIRECTORY.fullmatch(path.name)}
-    return sorted(map(_candidate, checkpoints.values()), reverse=True)
+    return sorted(checkpoints.values(), key=_step, reverse=True)
 
 
-def timeline(run_dir: Path) -> list[Candidate]:
-    """Returns the last saved checkpoint, followed by the checkpoints from which it continues. A run that was resumed
-    from an earlier step does not continue from the checkpoints after that step.
-    """
-    found: list[Candidate] = []
-    steps = None
-    for each in candidates(run_dir):
-        if steps is None or each.step in steps:
-            found.append(each)
-            steps = each.earlier if steps is None else steps
-    return found
+def _step(folder: Path) -> int:
+    return int(folder.name.rpartition("-")[2])
 
 
-def earlier_steps(folder: Path | None, run_dir: Path) -> list[int]:
-    """Returns the steps of the checkpoints in `run_dir` that a run resumed from `folder` continues from."""
-    if folder is None or run_dir.resolve() not in folder.resolve().parents or not _DIRECTORY.fullmatch(folder.name):
-        return []  # the checkpoint is in another directory, or was renamed
-    _, step, _, steps = _candidate(folder)
-    steps = [each.step for each in candidates(run_dir)] if steps is None else steps
-    return [*(each for each in steps if each < step), step]
-
-
-def _candidate(folder: Path) -> Candidate:
-    path, step = folder / TIMELINE_FILE, int(folder.name.rpartition("-")[2])
-    try:
-        listed = path.exists() or (folder / checksums.FILE).exists()
-        expected = checksums.read(folder).get(TIMELINE_FILE) if listed else None
-        if expected is None and not path.exists():
-            return Candidate(0, step, folder, None)
-        match read_json(path):
-            case {"saved": int(saved), "earlier": list(earlier)} if expected in (None, checksum(path)):
-                return Candidate(saved, step, folder, earlier)
-    except (CheckpointError, OSError):
-        pass
-    return Candidate(math.inf, step, folder, None)
+def _supersede(run_dir: Path, step: int) -> None:
+    """Renames checkpoints of later steps, which exist if a run was resumed from an earlier step."""
+    for later in candidates(run_dir):
+        if _step(later) > step:
+            place = run_dir / f"superseded-{later.name}"
+            remove(place)
+            later.rename(place)
+            logger.warning("%s is now %s, because the run continues without it", later, place.name)
 
 
 def find_last(run_dir: Path, check: Callable[[Path], None] = check_resumable) -> tuple[Path, list[str]]:
-    """Returns the last checkpoint of the timeline that passes `check`, and the errors of the checkpoints that failed.
+    """Returns the last checkpoint that passes `check`, and the errors of the checkpoints that failed.
     Raises `CheckpointError` if no checkpoint passes.
     """
     damaged: list[str] = []
-    for each in timeline(run_dir):
+    for folder in candidates(run_dir):
         try:
-            check(each.folder)
-            return each.folder, damaged
+            check(folder)
+            return folder, damaged
         except CheckpointError as error:
             damaged.append(str(error))
     reasons = f": {'; '.join(damaged)}" if damaged else ""

@@ -7,7 +7,7 @@ import json
 import logging
 import math
 import shutil
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -26,7 +26,6 @@ from lowmem.errors import CheckpointError, DataError
 from lowmem.files import read_json
 from lowmem.hf import processes
 from lowmem.hf.checkpoint import TRAINER_STATE_FILE
-from lowmem.hf.streaming import Traffic
 
 logger = logging.getLogger(__name__)
 
@@ -193,11 +192,8 @@ class Run:
     """The run that `train` has started."""
 
     resumed: Path | None = None  # the checkpoint that it resumes from
-    earlier: list[int] = field(default_factory=list)  # the steps of the checkpoints that it has saved or resumed from
     position: DataPosition | None = None  # None in a custom training loop
     staged: Path | None = None  # the directory of the checkpoint that is being saved
-    published: tuple[Path, ...] = ()  # the checkpoints that the last uploads read
-    traffic: Traffic | None = None  # of a streamed model, or None
 
 
 def steps_with_completions(args: TrainingArguments) -> int:

@@ -1,4 +1,4 @@
-"""Shards the model of a trainer with DeepSpeed ZeRO-3 or FSDP2, as the trainer's arguments request.
+"""Shards the model of a trainer with DeepSpeed ZeRO-3 or FSDP2, or streams it, as the trainer's arguments request.
 
 The Trainer and Accelerate would wrap the model and replace the optimizer. Here, their arguments have the same meaning
 and their code shards the model, but the model is not wrapped, and `lowmem.placements` recognizes its shards.
@@ -8,7 +8,6 @@ import copy
 import os
 from types import SimpleNamespace
 from typing import Any, Literal
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -23,9 +22,11 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from lowmem import placements
 from lowmem.errors import ConfigError, UnsupportedError, did_you_mean
 from lowmem.hf import check_version
-from lowmem.hf.deferred import shard_unit
-from lowmem.options import DynamicScale
+from lowmem.options import DynamicScale, FusedConfig
+from lowmem.placements.homes import FileHome
 from lowmem.placements.ranks import set_timeout
+from lowmem.placements.streamed import stream
+from lowmem.placements.streaming import Streaming
 from lowmem.tiles.quantized import in_codes
 
 # Keys of a DeepSpeed configuration that have no effect: the accepted values, and the reason or alternative.
@@ -65,16 +66,17 @@ _FSDP2: dict[str, tuple[str, Any]] = {
 # Other accepted keys. `accelerate launch` always sets the variables of the first two.
 OTHER_FSDP_KEYS = ("min_num_params", "cpu_ram_efficient_loading", "xla", "xla_fsdp_v2", "xla_fsdp_grad_ckpt")
 
+# Arguments that compile the model, or that read or convert weights that are not on the device.
+_NOT_STREAMED = ("torch_compile", "use_vllm", "sync_ref_model", "fp16_full_eval", "bf16_full_eval")
+
 
 class Sharding:
     """Distributes the weights of a model over the devices of ranks, or over the memory of a host.
 
     Attributes:
-        converts: whether weights are converted to another dtype when they are sharded or streamed.
         broadcasts: whether rank 0 loads the weights, and broadcasts them when they are sharded.
     """
 
-    converts = False
     broadcasts = False
 
     def prepare(self, dtype: torch.dtype) -> None:
@@ -264,11 +266,10 @@ class FSDP2Sharding(Sharding):
         if settings.get("cpu_offload") and args.device.type == "cpu":
             raise UnsupportedError("fsdp: cpu_offload needs an accelerator to offload from; omit it")
         self.broadcasts = bool(settings.get("cpu_ram_efficient_loading"))
-        self.converts = not self.broadcasts
 
     def prepare(self, dtype: torch.dtype) -> None:
         _require_process_group("fsdp")
-        if not self.converts:
+        if self.broadcasts:
             # transformers (distributed/fsdp.py) reads it: ranks other than 0 initialize only buffers. 5.23 loads
             # weights on every rank anyway. Sharding broadcasts the weights of rank 0
             os.environ["ACCELERATE_USE_FSDP"] = "true"
@@ -277,7 +278,7 @@ class FSDP2Sharding(Sharding):
         if isinstance(model, FSDPModule):
             return
         _require_process_group("fsdp")
-        if not self.converts and in_codes(model):
+        if self._args.fsdp_plugin_args.get("cpu_ram_efficient_loading") and in_codes(model):
             raise UnsupportedError(
                 "fsdp: cpu_ram_efficient_loading can only broadcast ordinary weights. Set it to false with "
                 "fused.weight_format"
@@ -303,10 +304,53 @@ class FSDP2Sharding(Sharding):
             raise ConfigError(f"fsdp: {error}") from error
         if plugin.activation_checkpointing:
             fsdp2_apply_ac(stand_in, model)
-        with patch("torch.distributed.fsdp.fully_shard", shard_unit):  # where Accelerate finds it
-            fsdp2_prepare_model(stand_in, model)
+        fsdp2_prepare_model(stand_in, model)
 
     def release(self, model: nn.Module) -> None:
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
+
+
+class StreamedSharding(Sharding):
+    """Streams the layers of a model through the device of a run."""
+
+    def __init__(self, args: TrainingArguments, fused: FusedConfig) -> None:
+        self._args, self._fused = args, fused
+        for argument in ("deepspeed", "fsdp"):
+            if getattr(args, argument):
+                raise ConfigError(f"fused.placement='streamed' contradicts {argument}. Set only one of them")
+        if args.world_size > 1:
+            raise UnsupportedError(
+                f"fused.placement='streamed' supports one process, but there are {args.world_size}. Set fsdp or "
+                "deepspeed, or start one process"
+            )
+        if not args.gradient_checkpointing:
+            raise ConfigError(
+                "fused.placement='streamed' needs gradient_checkpointing=True. Otherwise the activations of all layers "
+                "are on the device"
+            )
+        for name in _NOT_STREAMED:
+            if getattr(args, name, False):
+                raise UnsupportedError(f"{name}=True is not supported with fused.placement='streamed'; omit it")
+
+    def shard(self, model: nn.Module, accelerator: Any = None, *, reference: bool = False) -> None:
+        """Streams a model unless it is streamed already. Layers of a reference model do not stay on the device."""
+        memory = None if reference else self._fused.device_bytes
+        stream(model, self._args.device, home=self._fused.home, device_memory=memory)
+
+
+def in_words(streaming: Streaming, model: nn.Module) -> str:
+    """Describes the streamed layers, and the weights that stay on the device."""
+    sizes = [unit.nbytes for unit in streaming.units]
+    stays = sum(map(placements.nbytes, model.parameters())) - sum(sizes)
+    if not sizes:
+        return f"no layer, because all {stays / 2**20:,.1f} MiB of weights fit on the device"
+    home = streaming.units[0].home
+    text = (
+        f"{len(sizes)} layers of up to {max(sizes) / 2**20:,.1f} MiB in {home}, two of them on the device at a time, "
+        f"where {stays / 2**20:,.1f} MiB of other weights stay"
+    )
+    if isinstance(home, FileHome):
+        text += ". Each step writes the trained layers to the disk, which wears it out"
+    return text

@@ -27,7 +27,6 @@ def stream(
     *,
     home: str | Path = "host",
     device_memory: int | None = None,
-    load: Callable[[Tensor], object] = lambda tensor: None,
 ) -> Streaming:
     """Moves the repeated layers of a model to a home, and everything else to a device. Afterwards, the weights of a
     layer are on the device only while it computes.
@@ -44,8 +43,6 @@ def stream(
         home: "host" for pinned memory (a CPU uses the weights in place), or a folder for unnamed files, which are
             written in every step and deleted when the process ends.
         device_memory: bytes for weights on the device. As many of the last layers as fit stay there. None: none stay.
-        load: called with each parameter and buffer before it is moved. It may load the elements, with
-            `torch.utils.swap_tensors`.
 
     Returns:
         An object that counts the copied bytes. For a model that is already streamed, the same object.
@@ -66,12 +63,11 @@ def stream(
         home = "host"
     if home != "host":
         require_room(Path(home), sum(unit.nbytes for unit in units))
-    _move_others(model, streamed, device, load)
+    _move_others(model, streamed, device)
     for unit in units:
         unit.home = make_home(home, device)
         unit.states = make_home(home, device)
         for weight in unit.homes:
-            load(weight)
             _move_home(unit, weight, device)
     streaming = Streaming(units, device)
     for unit in units:
@@ -104,18 +100,14 @@ def _number_that_streams(model: nn.Module, units: list[Unit], device_memory: int
     )
 
 
-def _move_others(
-    model: nn.Module, streamed: Collection[Tensor], device: torch.device, load: Callable[[Tensor], object]
-) -> None:
+def _move_others(model: nn.Module, streamed: Collection[Tensor], device: torch.device) -> None:
     """Moves everything that is not streamed to the device."""
     for module in model.modules():
         for param in module.parameters(recurse=False):
             if param not in streamed:
-                load(param)
                 # a view of a mapped file would keep the entire file in memory
                 param.data = param.data.to(device, copy=device.type == "cpu")
         for name, buffer in module.named_buffers(recurse=False):
-            load(buffer)
             module._buffers[name] = buffer.to(device)
 
 

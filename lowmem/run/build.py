@@ -18,7 +18,6 @@ from trl import get_peft_config, get_quantization_config, is_conversational
 
 from lowmem.errors import ConfigError, DataError, LowmemError
 from lowmem.run.boundary import blaming, reason
-from lowmem.run.publishing import publish_checkpoint
 from lowmem.run.recipe import Recipe
 from lowmem.trainer import FusedSFTTrainer, FusedTrainerMixin
 
@@ -41,14 +40,9 @@ def trainer_class(name: str) -> Any:
 
 
 class _RunTrainer:
-    """Names the row that TRL cannot prepare, and stops evaluations.
-
-    Attributes:
-        untruncated: in `sft`, the tokenized rows before truncation to `max_length`, by "train" and "eval".
-    """
+    """Names the row that TRL cannot prepare, and stops evaluations."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        self.untruncated: dict[str, Any] = {}
         super().__init__(*args, **options)
         _require_template(self.train_dataset, self.processing_class, self.args)  # type: ignore[attr-defined]
 
@@ -58,20 +52,9 @@ class _RunTrainer:
         except EvaluationStopped:
             super()._maybe_log_save_evaluate(*args, **options)  # type: ignore[misc]
 
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        # transformers 5.23 (trainer.py) would replace the final model by it, and upload the complete run folder
-        if self._run.staged is None and self.is_world_process_zero():  # type: ignore[attr-defined]
-            publish_checkpoint(self, Path(checkpoint_folder))
-
     def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, *options: Any) -> Any:
         prepare = super()._prepare_dataset  # type: ignore[misc]
         _require_template(dataset, processing_class, args)
-        if len(options) == 3 and isinstance(dataset, datasets.Dataset):  # packing, formatting_func, name: of `sft`
-            uncut, (_, *others) = copy.copy(args), options
-            uncut.max_length, uncut.shuffle_dataset = None, False
-            rows = _by_row(lambda rows: prepare(rows, processing_class, uncut, False, *others), dataset)
-            self.untruncated[others[-1]] = rows
-            return prepare(rows, processing_class, args, *options) if len(rows) else rows
         return _by_row(lambda rows: prepare(rows, processing_class, args, *options), dataset)
 
 
@@ -145,27 +128,19 @@ def trainer(recipe: Recipe, train: Any, evaluation: Any, model: Any = None, **op
         args.model_init_kwargs = None
     if recipe.command in _WITH_REWARDS:
         options["reward_funcs"] = _reward_functions(recipe.script)
-    with blaming(recipe.subject_of(type(args))):
+    with blaming(f"{recipe.subject_of(type(args))} of {names.model_name_or_path}"):
         if (quantization := get_quantization_config(names)) is not None and args.model_init_kwargs is not None:
             args.model_init_kwargs["quantization_config"] = quantization
-        try:
-            return trainer_class(type(args).__name__.replace("Config", "Trainer"))(
-                model=model,
-                args=args,
-                train_dataset=train,
-                eval_dataset=evaluation,
-                peft_config=get_peft_config(names),
-                fused=recipe.fused,
-                layers=recipe.layers,
-                **options,
-            )
-        except OSError as error:
-            if isinstance(model, str) and error.errno is None and not Path(model).is_dir():
-                raise ConfigError(
-                    f"model_name_or_path {model!r}: there is no such directory, and loading it from the Hub failed: "
-                    f"{reason(error)}"
-                ) from error
-            raise
+        return trainer_class(type(args).__name__.replace("Config", "Trainer"))(
+            model=model,
+            args=args,
+            train_dataset=train,
+            eval_dataset=evaluation,
+            peft_config=get_peft_config(names),
+            fused=recipe.fused,
+            layers=recipe.layers,
+            **options,
+        )
 
 
 def _reward_functions(script: Any) -> list[Any]:

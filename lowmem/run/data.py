@@ -119,21 +119,15 @@ def _fault(entries: list[Any]) -> str | None:
             if path.suffix in (".jsonl", ".csv", ".txt") and path.is_file():
                 with path.open("rb") as lines:
                     for number, line in enumerate(lines, start=1):
-                        if problem := _problem(line, is_json=path.suffix == ".jsonl"):
-                            return f"{path}, line {number}: {problem}"
+                        try:
+                            text = line.decode()
+                            row = json.loads(text) if path.suffix == ".jsonl" and text.strip() else {}
+                            json.dumps(row, ensure_ascii=False).encode()  # half of a surrogate pair has no encoding
+                        except ValueError as error:
+                            return f"{path}, line {number}: {reason(error)}"
+                        if not isinstance(row, dict):
+                            return f'{path}, line {number}: it is not a JSON object, such as {{"text": "..."}}'
     return None
-
-
-def _problem(line: bytes, *, is_json: bool) -> str | None:
-    """Returns the reason why a line of data cannot be read, or None."""
-    try:
-        line.decode()
-        row = json.loads(line) if is_json and line.strip() else {}
-        json.dumps(row, ensure_ascii=False).encode()  # half of a surrogate pair has no encoding
-    except ValueError as error:
-        advice = ". Convert it: iconv -f latin1 -t utf-8" if isinstance(error, UnicodeDecodeError) else ""
-        return f"{reason(error)}{advice}"
-    return None if isinstance(row, dict) else 'it is not a JSON object, such as {"text": "..."}'
 
 
 def first(train: Any, samples: int = 0) -> Any:
@@ -189,13 +183,11 @@ def _counts(trainer: Any, loaded: Any, name: str) -> str:
         loaded = first(loaded)
         if len(loaded) < len(tokenized):
             rows += f", of which the first {len(loaded)} are counted"
-        trainer.untruncated[name], tokenized = images.tokenized(trainer, loaded)
+        tokenized = images.tokenized(trainer, loaded)
     packed = getattr(args, "packing", False)
     if name == "eval" and getattr(args, "eval_packing", None) is not None:
         packed = args.eval_packing
-    splits_long_rows = packed and args.packing_strategy != "bfd"
-    complete = trainer.untruncated.pop(name, tokenized)
-    whole, counts = _measured(complete, None if splits_long_rows else limit), _measured(tokenized)
+    counts = _measured(tokenized, None if packed and args.packing_strategy != "bfd" else limit)
     tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
     highest = max(counts.highest, tokenizer.pad_token_id or 0)
     _require_places(trainer.model, tokenizer, highest, min(counts.longest, limit or counts.longest))
@@ -206,13 +198,13 @@ def _counts(trainer: Any, loaded: Any, name: str) -> str:
             "check the rows with `lowmem inspect`"
         )
     if has_labels and name == "train":
-        _warn_of_answers_without_end(trainer.model, tokenizer, first(complete))
+        _warn_of_answers_without_end(trainer.model, tokenizer, first(tokenized), limit)
     parts = [f"{rows} packed into {len(tokenized):,}" if packed else rows]
     if not packed and len(tokenized) < len(loaded):
         parts.append(f"{len(loaded) - len(tokenized):,} dropped by max_length={limit}")
-    if whole.cut:
-        advice = "; packing_strategy: wrapped keeps them" if packed else ""
-        parts.append(f"{whole.cut:,} longer than max_length={limit} ({whole.over:,} tokens cut off{advice})")
+    if counts.cut:
+        advice = "; packing_strategy: wrapped cuts nothing off" if packed else ""
+        parts.append(f"{counts.cut:,} cut off at max_length={limit}, or as long{advice}")
     if not has_labels:
         return f"{', '.join(parts)}; columns {', '.join(tokenized.column_names)}"
     if counts.empty:
@@ -229,8 +221,7 @@ class _Counts:
     tokens: int = 0
     trained: int = 0  # tokens that contribute to the loss
     empty: int = 0  # rows without such a token
-    cut: int = 0  # rows longer than `max_length`
-    over: int = 0  # tokens of these rows beyond `max_length`
+    cut: int = 0  # samples of `max_length` tokens or more, which TRL cuts off there
     highest: int = 0  # the highest token
     longest: int = 0  # the length of the longest row, with its prompt
 
@@ -240,9 +231,8 @@ class _Counts:
         prompt = len(ids.pop("prompt_ids", ()))
         lengths = [prompt + len(tokens) for tokens in ids.values()] or [prompt]
         self.longest = max(self.longest, *lengths)
-        beyond = 0 if limit is None else sum(max(0, length - limit) for length in lengths)
-        self.cut += beyond > 0
-        self.over += beyond
+        if limit is not None:
+            self.cut += sum(length >= limit for length in row.get("seq_lengths", [max(lengths)]))
         self.tokens += len(ids.get("input_ids", ()))
         if "labels" in row:
             contributes = row["labels"] != -100
@@ -262,11 +252,13 @@ def _measured(tokenized: datasets.Dataset, limit: int | None = None) -> _Counts:
     return counts
 
 
-def _warn_of_answers_without_end(model: Any, tokenizer: Any, rows: datasets.Dataset) -> None:
+def _warn_of_answers_without_end(model: Any, tokenizer: Any, rows: datasets.Dataset, limit: int | None) -> None:
     """Warns if all rows end with one special token, but generation with the trained model ends at other tokens."""
     special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
     endings = set()
     for row in rows:
+        if limit is not None and len(row["input_ids"]) >= limit:
+            continue  # it may be cut off
         trained = [token for token, label in zip(row["input_ids"], row["labels"], strict=True) if label != -100]
         last_two = reversed(trained[-2:])  # a template may end rows with a newline
         endings.add(next((token for token in last_two if token in special), None) if trained else None)
@@ -298,7 +290,7 @@ def rows(trainer: Any, count: int) -> Iterator[list[Segment]]:
     tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
     for row in islice(trainer.train_dataset, count):
         if (has_images := getattr(trainer, "_is_vision_dataset", False)) or "labels" in row:
-            sequences = images.tokenized(trainer, [row])[1] if has_images else [row]
+            sequences = images.tokenized(trainer, [row]) if has_images else [row]
             yield [part for each in sequences for part in segments(each, trainer.processing_class)]
             continue
         columns = [name for name in row if name.endswith(("_ids", "prompt", "completion", "chosen", "rejected"))]

@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 from lowmem.hf import arguments
-from lowmem.hf.streaming import in_words
+from lowmem.hf.sharding import in_words
 from lowmem.placements import in_group, shape_of, streaming_of
 from lowmem.step.record import states_in_words, weights_in_words
 
@@ -59,5 +59,4 @@ def recomputed(args: Any) -> bool:
 
 
 def _count(params: list[Any]) -> str:
-    count = sum(math.prod(shape_of(param)) for param in params)
-    return f"{count / 1e6:,.1f}M parameters" if count >= 1e5 else f"{count:,} parameters"
+    return f"{sum(math.prod(shape_of(param)) for param in params):,} parameters"

@@ -34,7 +34,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from lowmem.errors import ConfigError
 from lowmem.hf import arguments
 from lowmem.hf.layers import positions
-from lowmem.hf.streaming import StreamedSharding
+from lowmem.hf.sharding import StreamedSharding
 from lowmem.run import build, data, images
 from lowmem.run.boundary import blaming, blaming_libraries
 from lowmem.run.fake_ranks import Patch, patched
@@ -76,8 +76,8 @@ class FakeRun(NamedTuple):
         assert self.evaluated is not None
         self.trainer.prediction_step(self.trainer.model.eval(), dict(self.evaluated), prediction_loss_only=True)
 
-    def step(self, count: int | None = None) -> StepMemory:
-        """Records `count` steps, by default as many as a plan needs, and an evaluation if the run evaluates."""
+    def step(self) -> StepMemory:
+        """Records as many steps as a plan needs, and an evaluation if the run evaluates."""
         trainer, args = self.trainer, self.trainer.args
         with blaming_libraries("the memory of a step cannot be found"):
             return step_memory(
@@ -87,7 +87,7 @@ class FakeRun(NamedTuple):
                 batch=[*filter(torch.is_tensor, (self.batch | (self.evaluated or {})).values())],
                 others=self.others,
                 evaluate=None if self.evaluated is None else self.evaluate,
-                steps=count or (2 if args.deepspeed else 1),
+                steps=2 if args.deepspeed else 1,
             )
 
 

@@ -12,12 +12,10 @@ from filelock import FileLock, Timeout
 
 from lowmem.errors import ConfigError
 from lowmem.files import write_file, writing
-from lowmem.hf import checkpoint
-from lowmem.run.environment import CONFIG, write_environment
+from lowmem.hf import checkpoint, versions
 from lowmem.run.recipe import AUTO, LAST, Recipe
-from lowmem.run.report import METRICS
 from lowmem.run.secrets import redacted
-from lowmem.run.terminal import train_command, warn
+from lowmem.run.terminal import CONFIG, METRICS, train_command, warn
 
 LOCK = ".lock"
 TRACEBACK = "traceback"  # prefix of a file per rank
@@ -25,8 +23,9 @@ TRACEBACK = "traceback"  # prefix of a file per rank
 _HEADER = """\
 # The arguments of a run of `lowmem {command}`. To continue it, here or where this folder was moved to:
 #   {resume}
-# environment.json: machine and versions · metrics.jsonl, loss.png: everything that was logged
+# metrics.jsonl, loss.png: everything that was logged
 # checkpoint-N: the weights as a model of transformers, and the optimizer · model.safetensors: the final weights
+# {versions}
 """
 
 
@@ -72,7 +71,7 @@ class RunFolder:
         try:
             with self._locked():
                 self._check_use()
-                checkpoint.tidy(self.path)
+                checkpoint.remove(self.path / checkpoint.STAGING)  # of a killed run
                 before = {*self.path.iterdir()}
                 try:
                     yield
@@ -99,12 +98,12 @@ class RunFolder:
         return self.resume
 
     def write_config(self, recipe: Recipe) -> None:
-        """Writes environment.json and config.yaml, which is needed to continue the run."""
+        """Writes config.yaml, which is needed to continue the run."""
         if self.rank == 0:
             again = train_command(recipe.command, self.path, recipe.training.save_only_model)
-            header = _HEADER.format(command=recipe.command, resume=again)
+            installed = ", ".join(f"{name} {number}" for name, number in versions().items() if number)
+            header = _HEADER.format(command=recipe.command, resume=again, versions=installed)
             write_file(self.path / CONFIG, (header + recipe.to_yaml()).encode())
-            write_environment(self.path)
 
     def write_traceback(self, error: BaseException) -> None:
         """Writes the traceback of an error, without credentials."""

@@ -40,9 +40,9 @@ def _sizes(row: dict[str, Any]) -> list[tuple[int, int]]:
     return [load_image(image).size for image in images]
 
 
-def tokenized(trainer: Any, rows: Iterable[Any]) -> tuple[Dataset, Dataset]:
-    """Returns the tokens and labels of rows with images: complete, and cut off at `max_length`. Raises `DataError` if a
-    row cannot be tokenized, or if tokens of its images would be cut off.
+def tokenized(trainer: Any, rows: Iterable[Any]) -> Dataset:
+    """Returns the tokens and labels of rows with images, cut off at `max_length`. Raises `DataError` if a row cannot be
+    tokenized, or if tokens of its images would be cut off.
     """
     collator, limit, sequences = copy.copy(trainer.data_collator), trainer.args.max_length, []
     collator.max_length = None
@@ -52,14 +52,13 @@ def tokenized(trainer: Any, rows: Iterable[Any]) -> tuple[Dataset, Dataset]:
             labels = batch.get("labels")
             labels = batch["input_ids"].where(batch["completion_mask"] == 1, -100) if labels is None else labels
         for ids, of_loss, mask in zip(batch["input_ids"], labels, batch["attention_mask"].bool(), strict=True):
-            sequences.append({"input_ids": ids[mask].tolist(), "labels": of_loss[mask].tolist()})
+            sequences.append({"input_ids": ids[mask][:limit].tolist(), "labels": of_loss[mask][:limit].tolist()})
             if limit and getattr(trainer.processing_class, "image_token_id", None) in ids[mask].tolist()[limit:]:
                 raise DataError(
                     f"row {number} of the data: max_length={limit} cuts off tokens of its images. Increase it, or set "
                     "max_length: null"
                 )
-    cut = [{name: tokens[:limit] for name, tokens in each.items()} for each in sequences]
-    return Dataset.from_list(sequences), Dataset.from_list(cut)
+    return Dataset.from_list(sequences)
 
 
 def decoded(processor: Any, tokens: Sequence[int]) -> str:

@@ -1,12 +1,11 @@
 """Records the memory of a training step by kind: predicted with fake tensors, or measured with real tensors."""
 
-import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -61,7 +60,6 @@ class _Tracker(TorchDispatchMode, Observer):
     def __init__(self) -> None:
         super().__init__()
         self.now = 0  # a clock that advances by one with every allocation and every release
-        self.seconds: list[float] = []  # the time of each moment, except in updates of fake tensors
         self.allocations: list[_Allocation] = []
         self._by_storage = WeakIdKeyDictionary()
         self._firsts: dict[Any, tuple[Result, int, list[tuple[_Allocation, int, int]]]] = {}  # first updates by program
@@ -152,17 +150,7 @@ class _Tracker(TorchDispatchMode, Observer):
 
     def _tick(self) -> int:
         self.now += 1
-        self.seconds.append(time.perf_counter())
         return self.now
-
-
-class Timeline(NamedTuple):
-    """The bytes of tensors on the model's device at each moment of the recorded steps."""
-
-    live: dict[str, Any]  # by kind, int64 [moments]
-    seconds: Any  # the time of each moment, float64 [moments]; fewer for fake tensors
-    backwards: list[tuple[int, int]]  # the first and last moment of each backward
-    end: int  # the moment at which the last step ends; an evaluation may follow
 
 
 @dataclass(frozen=True)
@@ -179,7 +167,6 @@ class StepMemory:
     # bytes of streamed weights and states: to the device, back, and to the device per micro-batch except the last
     copied: tuple[int, int, int] = (0, 0, 0)
     evaluation: int = 0  # bytes at the peak of an evaluation after the step; 0 without one
-    timeline: Timeline | None = field(default=None, compare=False, repr=False)
 
     @property
     def peak(self) -> int:
@@ -219,7 +206,7 @@ def step_memory(
     streamings = [streaming for each in (model, *others) if (streaming := streaming_of(each)) is not None]
     tracker.label((param for streaming in streamings for param in streaming.owners), WEIGHTS)  # on the device
     tracker.label([*(buffer for each in (model, *others) for buffer in each.buffers()), *batch], BUFFERS)
-    tracker.now, tracker.seconds = 0, [time.perf_counter()]
+    tracker.now = 0
     backwards, fetched = [], list[int]()
     with tracker:
         optimizer = make_optimizer()
@@ -262,7 +249,6 @@ def step_memory(
         host_gradients=kept[GRADIENTS],
         copied=copied,
         evaluation=0 if evaluate is None else int(total[end:].max()),
-        timeline=Timeline(dict(zip(KINDS, live, strict=True)), np.array(tracker.seconds), backwards, end),
     )
 
 

@@ -4,7 +4,7 @@ import importlib
 import re
 from argparse import SUPPRESS, ArgumentError, ArgumentTypeError
 from collections.abc import Callable, Iterator
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from functools import cache
 from pathlib import Path
 from types import NoneType
@@ -15,21 +15,15 @@ from trl import TrlParser
 
 from lowmem.errors import ConfigError, did_you_mean
 from lowmem.rules import resolve
-from lowmem.run.boundary import reason
+from lowmem.run.boundary import blaming, reason
 from lowmem.run.yaml_file import SECTIONS, Setting, yaml_value
 
-# Arguments of earlier versions and other programs, with their replacements; None if there is no replacement.
+# Arguments of earlier versions, with their replacements.
 FORMER = {
-    "dataset_probs": "datasets: [{path: A, fraction: 0.7}, {path: B, fraction: 0.3}]",  # if TRL supports fractions
     "group_by_length": "train_sampling_strategy: group_by_length",
-    "include_tokens_per_second": None,
     "max_prompt_length": "max_length",
     "no_cuda": "use_cpu",
-    "overwrite_output_dir": None,
-    "save_safetensors": None,
     "torch_dtype": "dtype",
-    "use_flash_attention_2": "attn_implementation: flash_attention_2",
-    "use_flash_attn": "attn_implementation: flash_attention_2",
     "warmup_ratio": "warmup_steps: SHARE, with a share of all steps below 1",
 }
 
@@ -130,10 +124,8 @@ class Parser(TrlParser):
         elif (kind := self.items.get(name)) is not None:
             if len(value) == 1 and str(value[0]).startswith("["):
                 value = _yaml(value[0], setting)
-            value = [kind(item) if isinstance(item, str) else item for item in value]  # a name, as in TRL
-            for item in value:
-                if not isinstance(item, kind):
-                    check_keys(item, kind, setting)
+            with blaming(str(setting)):
+                value = [kind(item) if isinstance(item, str) else kind(**item) for item in value]  # a name, as in TRL
         return setting._replace(value=value)
 
     def unknown(self, name: str, place: str = "") -> NoReturn:
@@ -147,10 +139,7 @@ class Parser(TrlParser):
             if not hint and section == "fused":
                 hint = f" The rule {self.rule.name} takes {', '.join(self.rule.defaults)}."
         elif name in FORMER:
-            now = FORMER[name]
-            hint = (
-                f" It belongs to an earlier version or another program: {f'write {now} instead' if now else 'omit it'}."
-            )
+            hint = f" It belongs to an earlier version: write {FORMER[name]} instead."
         elif name in _LAUNCHER_OPTIONS:
             launch = f"accelerate launch OPTIONS -m {self.prog} ..."
             hint = f" Write the options of the launcher before the command: {launch}"
@@ -160,19 +149,6 @@ class Parser(TrlParser):
             if not hint and sections:
                 hint = f" Did you mean {name!r} of the section {sections[0]!r}?"
         raise ConfigError(f"{place}unknown {'key' if place else 'argument'} {name!r}.{hint} See `{self.prog} --help`.")
-
-
-def check_keys(item: Any, kind: Any, place: object) -> None:
-    """Raises `ConfigError` unless a mapping has the keys of a dataclass."""
-    if not isinstance(item, dict):
-        raise ConfigError(f"{place}: expected a mapping such as {{path: json, data_files: a.jsonl}}, found {item!r}")
-    names = [option.name for option in fields(kind)]
-    for key in item.keys() - set(names):
-        raise ConfigError(
-            f"{place}: unknown key {key!r}.{did_you_mean(str(key), names)} Choose from {', '.join(names)}"
-        )
-    if missing := [f.name for f in fields(kind) if f.default is MISSING and f.name not in item]:
-        raise ConfigError(f"{place}: {missing[0]} is missing")
 
 
 def _options(kind: Any) -> Iterator[tuple[str, Any, str]]:

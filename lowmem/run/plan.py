@@ -6,7 +6,6 @@ No memory is allocated, and the prediction does not depend on the machine.
 
 import math
 from collections import Counter
-from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -16,7 +15,6 @@ from torch.distributed.fsdp import FSDPModule
 
 from lowmem.errors import ConfigError, UnsupportedError
 from lowmem.placements import nbytes, shape_of, streaming_of
-from lowmem.placements.streaming import moves
 from lowmem.run import images
 from lowmem.run.description import describe, recomputed
 from lowmem.run.fake import LONGEST, MICRO_BATCHES, offloaded_to_nvme, running
@@ -29,13 +27,11 @@ from lowmem.tiles.quantized import in_codes
 # The device of fake tensors. A GPU is "meta", so that its tensors differ from those on the host.
 DEVICES = {"gpu": torch.device("meta"), "cpu": torch.device("cpu")}
 
-# Commands and arguments that can be neither planned nor profiled, or only not planned: the reason and an alternative.
+# Commands and arguments that cannot be planned: the reason and an alternative.
 _BOUND = "sft with the same model and length of rows is a lower bound"
-_NEITHER = {
+_NOT_PLANNED = {
     **dict.fromkeys(("grpo", "rloo"), f"its step also generates text. {_BOUND}"),
     **dict.fromkeys(("load_in_4bit", "load_in_8bit"), "its kernels need data. Omit it for a bfloat16 base model"),
-}
-_NOT_PLANNED = {
     "use_liger_kernel": "its kernels need data. Omit it to plan PyTorch's code, which needs more memory",
     "torch_compile": "a compiled model cannot run on fake tensors. Omit it to plan the eager model",
 }
@@ -93,8 +89,6 @@ def plan(recipe: Recipe, ranks: int = 1, memory: int | None = None) -> RunPlan:
         with running(recipe, device) as run:
             trainer, args = run.trainer, run.trainer.args
             step, streaming = run.step(), streaming_of(trainer.model)
-            if in_files and device.type == "cpu":
-                step = _without_files(step, streaming, trainer.optimizer)
             converts = (recipe.config.dtype or recipe.dtype) != recipe.dtype
             shown = images.described(run.trainer.train_dataset[0]) if images.sees(recipe.config) else ""
             summary = describe(trainer)
@@ -108,21 +102,11 @@ def plan(recipe: Recipe, ranks: int = 1, memory: int | None = None) -> RunPlan:
         buffers = options.get("buffer_count", 5) * options.get("buffer_size", 10**8) * recipe.dtype.itemsize
         for name, each in phases.items():
             moved = step.host_weights + (0 if name == "load" else step.host_states)
-            phases[name] = Phase(each.device, max(0, each.host - moved) + buffers, each.disk + ranks * moved)
+            left = 0 if in_files and converts and name == "load" else moved  # converted before they are moved
+            phases[name] = Phase(each.device, max(0, each.host - left) + buffers, each.disk + ranks * moved)
     micro = f"{args.gradient_accumulation_steps} micro-batches of " if args.gradient_accumulation_steps > 1 else ""
     rows = f"{micro}{args.per_device_train_batch_size} x {args.max_length or LONGEST} tokens{shown}"
     return RunPlan(step, phases, {**summary, "step": rows}, RESERVE[recipe.device or "gpu"])
-
-
-def _without_files(step: StepMemory, streaming: Any, optimizer: Any) -> StepMemory:
-    """Subtracts weights and states in files, which a CPU maps: two layers and one parameter's states are in memory."""
-    layers = sorted(unit.nbytes for unit in streaming.units)
-    states = [[each for each in optimizer.state[param].values() if moves(each)] for param in streaming.owners]
-    sizes = sorted(sum(state.nbytes for state in each) for each in states)
-    out_of_memory = {WEIGHTS: sum(layers[:-2]), STATES: sum(sizes[:-1])}
-    items = {kind: nbytes - out_of_memory.get(kind, 0) for kind, nbytes in step.items.items()}
-    evaluation = max(0, step.evaluation - sum(out_of_memory.values()))
-    return replace(step, items=items, evaluation=evaluation, host_weights=sum(layers), host_states=sum(sizes))
 
 
 def _store(step: StepMemory, trainer: Any, memory: int | None) -> tuple[StepMemory, str]:
@@ -202,8 +186,9 @@ def _load(trainer: Any, step: StepMemory, ranks: int, *, on_cpu: bool, converts:
         more = max(weights)  # rank 0 broadcasts one weight after another
         on_host = (sum(weights) if converts else 0) + (more if on_cpu else 0)
     elif by_rows:
-        if converts or not on_cpu:
-            more = unit  # it is converted, or moved to the GPU
+        more = 0 if on_cpu else unit  # it is moved to the GPU
+        if converts:
+            on_host = sum(weights)
         if quantizes:
             on_host = sum(map(nbytes, trainer.model.parameters()))
     elif placement == "zero3":
@@ -211,9 +196,9 @@ def _load(trainer: Any, step: StepMemory, ranks: int, *, on_cpu: bool, converts:
     else:
         if placement == "replicated":
             more = max(weights)
-        one_by_one = ranks == 1 and not (on_cpu or quantizes)  # to the GPU
+        one_by_one = ranks == 1 and placement != "streamed" and not (on_cpu or quantizes)  # to the GPU
         if converts and not one_by_one:
-            on_host = sum(weights)
+            on_host = sum(weights) - step.host_weights  # streamed weights get their home layer by layer
         elif converts or quantizes:
             on_host = max(weights)
     held = step.items[WEIGHTS] + step.items[BUFFERS]
@@ -250,10 +235,16 @@ def require_plannable(recipe: Recipe, ranks: int = 1) -> None:
     """Raises `UnsupportedError` for a command, a device or an argument that a plan does not support, and `ConfigError`
     if there are too few ranks to shard the model.
     """
-    require_rows(recipe, _NOT_PLANNED, "planned")
+    parts = (recipe.training, recipe.model)
+    given = {recipe.command, *(name for part in parts for name, value in vars(part).items() if value)}
+    for name, reason in _NOT_PLANNED.items():
+        if name in given:
+            raise UnsupportedError(f"{name} cannot be planned: {reason}")
     sharded = next((name for name in ("deepspeed", "fsdp") if getattr(recipe.training, name)), None)
     if sharded and ranks < 2:
         raise ConfigError(f"{sharded} shards the model over several processes: say how many with --ranks N")
+    if recipe.device == "cpu" and recipe.fused is not None and recipe.fused.home != "host":
+        raise UnsupportedError("home: weights in files cannot be planned for a CPU. Plan them for a GPU (--device gpu)")
     if (getattr(recipe.training, "fsdp_plugin_args", None) or {}).get("cpu_offload"):
         raise UnsupportedError("fsdp_config.cpu_offload cannot be planned. Omit it to plan weights on the device")
     values = recipe.values
@@ -263,14 +254,3 @@ def require_plannable(recipe: Recipe, ranks: int = 1) -> None:
             "plans for a GPU do not support autocast. Set dtype: bfloat16, which also halves the memory, or bf16: "
             "false, or use --device cpu"
         )
-
-
-def require_rows(recipe: Recipe, unsupported: Mapping[str, str] = {}, done: str = "profiled") -> None:
-    """Raises `UnsupportedError` for a command or an argument that does not work with random weights and generated rows,
-    or that is in `unsupported`.
-    """
-    parts = (recipe.training, recipe.model)
-    given = {recipe.command, *(name for part in parts for name, value in vars(part).items() if value)}
-    for name, reason in {**_NEITHER, **unsupported}.items():
-        if name in given:
-            raise UnsupportedError(f"{name} cannot be {done}: {reason}")

@@ -99,7 +99,7 @@ def free_on_host() -> int:
     return max(0, free)
 
 
-def plan_elsewhere(recipe: Recipe, memory: int | None = None) -> tuple[dict[str, Any] | None, str]:
+def plan_elsewhere(recipe: Recipe, memory: int) -> tuple[dict[str, Any] | None, str]:
     """Plans a run in another process, so that it does not affect this one. Returns the figures and the text of the
     plan, or None and the reason why there is no plan.
     """
@@ -110,7 +110,7 @@ def plan_elsewhere(recipe: Recipe, memory: int | None = None) -> tuple[dict[str,
         config.write_text(recipe.to_yaml(), encoding="utf-8")
         words = [sys.executable, "-m", "lowmem", "plan", recipe.command, "--config", str(config), "--json", str(file)]
         words += ["--ranks", str(recipe.training.world_size), "--device", device]
-        words += [] if memory is None else ["--memory", f"{memory / 2**20:.2f}MiB"]
+        words += ["--memory", f"{memory / 2**20:.2f}MiB"]
         env["CUDA_VISIBLE_DEVICES"] = ""
         ended = subprocess.run(words, env=env, capture_output=True, text=True)
         if ended.returncode in (0, 1) and file.exists():

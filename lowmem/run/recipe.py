@@ -27,16 +27,16 @@ from lowmem.hf.optim import with_learning_rate
 from lowmem.options import DynamicScale, FusedConfig, LayersConfig
 from lowmem.run import secrets
 from lowmem.run.boundary import blaming, reason
-from lowmem.run.environment import CONFIG, ENVIRONMENT
-from lowmem.run.parser import Parser, check_keys, dataclasses_of
-from lowmem.run.terminal import warn
+from lowmem.run.parser import Parser, dataclasses_of
+from lowmem.run.terminal import CONFIG, METRICS
 from lowmem.run.yaml_file import SECTIONS, Setting, configured
 
 # Values of `resume_from_checkpoint` for the last intact checkpoint in `output_dir`. AUTO starts a run if it has none.
 LAST, AUTO = "last", "auto"
 
-# Without these, trainers log a NaN loss as 0, and the progress bar depends on the log level of transformers.
-_DEFAULTS = {"logging_nan_inf_filter": False, "disable_tqdm": False}
+# Without these, trainers log a NaN loss as 0, the progress bar depends on the log level of transformers, and trainers
+# upload the run folder whenever they save.
+_DEFAULTS = {"logging_nan_inf_filter": False, "disable_tqdm": False, "hub_strategy": "end"}
 
 # The rule whose hyperparameters are arguments if no rule is set.
 _DEFAULT_RULE = "adamw"
@@ -164,8 +164,8 @@ class Recipe:
             if isinstance(options.get("groups"), list):
                 options["groups"] = tuple(options["groups"])
             if isinstance(options.get("loss_scale"), dict):
-                check_keys(options["loss_scale"], DynamicScale, "loss_scale")
-                options["loss_scale"] = DynamicScale(**options["loss_scale"])
+                with blaming("loss_scale"):
+                    options["loss_scale"] = DynamicScale(**options["loss_scale"])
             return SECTIONS[name](**options)
 
 
@@ -196,24 +196,13 @@ def parse(
     settings = {setting.name: setting for setting in map(parser.convert, in_file.values())}
     if unknown:
         parser.unknown(unknown[0].lstrip("-").partition("=")[0].replace("-", "_"))
-    if options.output_dir is None:
-        _stay_in_place(settings, file)
+    if options.output_dir is None and file is not None and file.name == CONFIG and (file.parent / METRICS).exists():
+        settings["output_dir"] = Setting("output_dir", str(file.parent))  # the run folder may have been moved
     names = [name for name in vars(options) if name in parser.hints or "." in name]
     settings |= {name: Setting(name, vars(options).pop(name)) for name in names}
     settings = {name: parser.nested(setting) for name, setting in settings.items()}
     _check(settings)
     return Recipe(command, settings, options.device or device, file, options)
-
-
-def _stay_in_place(settings: dict[str, Setting], file: Path | None) -> None:
-    """Sets `output_dir` to the run folder of the configuration file, because it may have been moved or copied."""
-    if file is None or file.name != CONFIG or not (file.parent / ENVIRONMENT).exists():
-        return
-    setting, folder = settings.get("output_dir", Setting("output_dir", "")), file.parent.resolve()
-    names = Path(setting.value).parts  # relative to an unknown working directory
-    if folder != Path(setting.value).resolve() and folder.parts[len(folder.parts) - len(names) :] != names:
-        warn(f"the run folder was moved or copied from {setting.value}; the run continues in {file.parent}")
-    settings["output_dir"] = setting._replace(value=str(file.parent))
 
 
 def _for_device(device: str | None, arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -258,6 +247,8 @@ def _check(settings: Mapping[str, Setting]) -> None:
             )
     if all(name in settings and settings[name].value for name in ("datasets", "dataset_name")):
         raise ConfigError(f"{settings['dataset_name']} has no effect together with datasets. Omit one of them")
+    if (strategy := settings.get("hub_strategy")) is not None and _plain(strategy.value) != "end":
+        raise ConfigError(f"{strategy}: only the final model is uploaded. Omit it; `hf upload` uploads a checkpoint")
     for name, setting in settings.items():
         try:
             check_number(name, setting.value)

@@ -13,6 +13,9 @@ from unittest.mock import patch
 from rich.console import Console
 from tqdm import tqdm  # type: ignore[import-untyped]
 
+# Files of a run: its arguments, and the log history with one JSON object per line.
+CONFIG, METRICS = "config.yaml", "metrics.jsonl"
+
 # Columns per line if the output is not a terminal.
 _IN_A_FILE = 200
 
@@ -33,7 +36,7 @@ def train_command(command: str, run_dir: Path, save_only_model: bool = False) ->
     of them. It does not include the launcher of several processes, which is not known.
     """
     launcher = ", with the same launcher" if int(os.environ.get("WORLD_SIZE", 1)) > 1 else ""
-    config = shlex.quote(str(run_dir / "config.yaml"))
+    config = shlex.quote(str(run_dir / CONFIG))
     again = "--resume_from_checkpoint last"
     if save_only_model:
         again = f"--model_name_or_path {shlex.quote(str(run_dir / 'checkpoint-N'))} --output_dir ANOTHER"

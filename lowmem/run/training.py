@@ -50,7 +50,7 @@ def train(recipe: Recipe) -> int | None:
         first_step, stop = _FirstStep(recipe, folder), _StopOnSignal()
         trainer.add_callback(first_step)
         trainer.add_callback(stop)
-        with report.RunReport(folder.path, out).attached(trainer):
+        with report.RunReport(folder.path).attached(trainer):
             with stop.handling(), first_step.blaming:
                 trainer.train(resume_from_checkpoint=checkpoint)
             first_step.on_step_end()  # also if no steps remained
@@ -83,19 +83,12 @@ def _require_metric(trainer: Any) -> None:
 
 
 class _FirstStep(TrainerCallback):  # type: ignore[misc]
-    """Writes the configuration after the first step. Before that step, library errors are reported as argument errors,
-    and until the first update, the message names the library.
-    """
+    """Writes the configuration after the first step. Until the first update, messages of library errors name it."""
 
     def __init__(self, recipe: Recipe, folder: RunFolder) -> None:
         self.recipe, self.folder, self.written = recipe, folder, False
         self.blaming = ExitStack()
-        self.blaming.enter_context(blaming(recipe.subject_of(type(recipe.training))))
-
-    def on_step_begin(self, *_: Any, **__: Any) -> None:
-        self.blaming.pop_all()
-        if not self.written:
-            self.blaming.enter_context(blaming_libraries("the first step cannot be computed"))
+        self.blaming.enter_context(blaming_libraries("the first step cannot be computed"))
 
     def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
         self.blaming.pop_all()

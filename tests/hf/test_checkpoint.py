@@ -85,12 +85,3 @@ def test_loading_the_state_of_a_different_schedule_raises(tmp_path):
     checkpoint.load_scheduler(schedule, tmp_path / "scheduler.pt")
     with pytest.raises(CheckpointError, match=r"scheduler.pt belongs to another schedule.* Restore lr_scheduler_type"):
         checkpoint.load_scheduler(torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer), tmp_path / "scheduler.pt")
-
-
-def test_a_renamed_checkpoint_has_no_earlier_steps(tmp_path):
-    """A run that is resumed from it continues, but not from the checkpoints beside it."""
-    for name in ("checkpoint-2", "checkpoint-4-good", "best"):
-        (tmp_path / name).mkdir()
-    assert checkpoint.earlier_steps(tmp_path / "checkpoint-2", tmp_path) == [2]
-    assert checkpoint.earlier_steps(tmp_path / "checkpoint-4-good", tmp_path) == []
-    assert checkpoint.earlier_steps(tmp_path / "best", tmp_path) == []

@@ -81,29 +81,19 @@ def test_a_model_by_its_path_is_sharded_and_trains_as_on_whole_ranks(sharded_ran
         torch.testing.assert_close(sharded[name], weight, rtol=1e-3, atol=tolerance)
 
 
-def loaded(rank, path, folder):
-    """Weights of a model that is loaded in another dtype than its files'. One is changed before it is sharded."""
+def rows_of_a_loop(rank, path, folder, sharding):
+    """The rows that this rank gets in a custom loop, whose loader is prepared with the model."""
     with joined(rank):
-        options = {"model_init_kwargs": {"dtype": "bfloat16"}, "use_cpu": True, **SHARDED["fsdp2"]}
-        model = (trainer := build("SFT", folder, True, {"model": path}, **options)).model
-        in_files = [not param.data_ptr() for param in model.parameters()]
-        dtypes = {param.dtype for param in model.parameters()}
-        assert torch.equal(model.model.norm.weight, model.model.norm.weight.clone())
-        model.model.norm.weight.data[:2] = 7
-        trainer._shard()
-        return all(in_files), dtypes, {n: placements.full_tensor(p).detach() for n, p in model.named_parameters()}
+        trainer = build("SFT", folder, True, {"model": path}, use_cpu=True, **SHARDED[sharding])
+        loader = torch.utils.data.DataLoader(range(8), batch_size=2)
+        _, _, loader = trainer.accelerator.prepare(trainer.model, trainer.create_optimizer(), loader)
+        return torch.cat([*loader]).tolist()
 
 
-def test_weights_of_another_dtype_stay_in_the_files_until_they_are_sharded(sharded_ranks, tmp_path):
+def test_a_loop_that_prepares_all_at_once_gives_each_rank_its_rows(sharded_ranks, tmp_path):
     sharding, ranks = sharded_ranks
-    if sharding == "zero3":
-        pytest.skip("DeepSpeed loads into shards")
-    expected = LlamaForCausalLM.from_pretrained(saved().name, dtype=torch.bfloat16)
-    expected.model.norm.weight.data[:2] = 7
-    for in_files, dtypes, weights in ranks.run(loaded, saved().name, str(tmp_path)):
-        assert in_files and dtypes == {torch.bfloat16}
-        for name, weight in expected.named_parameters():
-            assert torch.equal(weights[name], weight), name
+    rows = ranks.run(rows_of_a_loop, saved().name, str(tmp_path), sharding)
+    assert sorted(rows[0] + rows[1]) == [*range(8)]
 
 
 # -- quantized weights -------------------------------------------------------------------------------------------------

@@ -111,17 +111,17 @@ def test_rows_truncated_to_nothing_are_counted(place, arguments):
     parsed = arguments(rows, max_length=16, assistant_only_loss=True)
     train, _ = data.load(parsed)
     counts = data.check(build.trainer(parsed, train, None), train)
-    assert counts.startswith("111 rows, 1 dropped by max_length=16, 1 longer than max_length=16 (")
+    assert counts.startswith("111 rows, 1 dropped by max_length=16, ")
 
 
 def test_rows_cut_off_by_max_length_are_counted(summary):
     rows = [{"text": "the old cat sat " * 10}] * 3
     tokens = int(summary(rows).split(", ")[1].split()[0])
-    lost = f"3 longer than max_length=8 ({tokens - 24} tokens cut off"
-    assert summary(rows, max_length=8) == f"3 rows, {lost}), 24 tokens, loss on 21 (88%)"
+    lost = "3 cut off at max_length=8, or as long"
+    assert summary(rows, max_length=8) == f"3 rows, {lost}, 24 tokens, loss on 21 (88%)"
     packed = summary(rows, max_length=8, packing=True)
-    keeps = "packing_strategy: wrapped keeps them"
-    assert packed == f"3 rows packed into 3, {lost}; {keeps}), 24 tokens, loss on 21 (88%)"
+    keeps = "packing_strategy: wrapped cuts nothing off"
+    assert packed == f"3 rows packed into 3, {lost}; {keeps}, 24 tokens, loss on 21 (88%)"
     for strategy in ("bfd_split", "wrapped"):
         packed = summary(rows, max_length=8, packing=True, packing_strategy=strategy)
         assert packed.startswith(f"3 rows packed into {-(-tokens // 8)}, {tokens} tokens, loss on ")
@@ -135,7 +135,7 @@ def test_pairs_that_are_too_long_are_counted(command, summary):
     long = {**usual[0], "prompt": runs.user("the " * 40)}
     assert summary([long, *usual], command, max_length=20).startswith("17 rows, 1 dropped by max_length=20; ")
     if command != "reward":
-        assert "16 longer than max_length=8 (" in summary(usual, command, max_length=8)
+        assert "16 cut off at max_length=8, or as long" in summary(usual, command, max_length=8)
     with pytest.raises(DataError, match="max_length=20 removes all 2 rows"):
         summary([long] * 2, command, max_length=20)
 
@@ -233,7 +233,7 @@ ENDS = "{% for m in messages %}{% generation %}{{ m.content }}<|user|>\n{% endge
 def test_rows_whose_last_token_does_not_end_answers_are_warned_about(arguments, summary, tmp_path, capsys):
     (tmp_path / "ends.jinja").write_text(ENDS)
     changes = {"chat_template_path": str(tmp_path / "ends.jinja")}
-    summary(**changes, max_length=8, packing=True)
+    summary(**changes)
     assert 'Set eos_token: "<|user|>"' in capsys.readouterr().err
     parsed = arguments(**changes)
     train, _ = data.load(parsed)

@@ -85,7 +85,7 @@ def test_a_stop_saves_at_once_and_evaluates_no_more(strategy, moment, step, comp
     assert not evaluations
     assert checkpoint.find_last(run_dir) == (run_dir / f"checkpoint-{at}", [])
     continued = run(tmp_path, "--resume_from_checkpoint", "auto", **settings)
-    assert continued.status == 0 and "moved or copied" not in continued.err, continued.err
+    assert continued.status == 0, continued.err
     assert (run_dir / "model.safetensors").read_bytes() == complete_weights
 
 
@@ -105,7 +105,7 @@ def test_a_stop_trains_the_steps_that_share_completions(tmp_path, run_dir, monke
     stopping(monkeypatch, "on_step_end", 1)
     path = write(tmp_path, "grpo", max_steps=6, num_iterations=2, save_strategy="steps", save_steps=100)
     assert lowmem("grpo", "--config", path).status == 128 + signal.SIGTERM
-    assert [each.folder.name for each in checkpoint.candidates(run_dir)] == ["checkpoint-2"]
+    assert [folder.name for folder in checkpoint.candidates(run_dir)] == ["checkpoint-2"]
     continued = lowmem("grpo", "--config", run_dir / "config.yaml", "--resume_from_checkpoint", "last")
     assert continued.status == 0, continued.err
 
@@ -119,8 +119,9 @@ def test_the_last_checkpoint_belongs_to_the_run_that_was_resumed(tmp_path, run_d
     assert run(tmp_path, *words, **save).status == 128 + signal.SIGTERM
     assert checkpoint.find_last(run_dir) == (run_dir / "checkpoint-3", [])
     limited = run(tmp_path, "--resume_from_checkpoint", "last", "--save_total_limit", 2, **save | {"max_steps": 4})
-    assert limited.status == 0 and "mean loss" in limited.out
-    assert [each.folder.name for each in checkpoint.candidates(run_dir)] == ["checkpoint-4", "checkpoint-3"]
+    assert limited.status == 0 and "train loss" in limited.out
+    assert [folder.name for folder in checkpoint.candidates(run_dir)] == ["checkpoint-4", "checkpoint-3"]
+    assert (run_dir / "superseded-checkpoint-5").is_dir()
 
 
 def test_a_damaged_checkpoint_is_passed_over_for_the_one_before_it_in_its_run(tmp_path, run_dir):
@@ -128,11 +129,9 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before_it_in_its_run(tm
     assert run(tmp_path, **save, max_steps=4).status == 0
     back = "--resume_from_checkpoint", run_dir / "checkpoint-1", "--output_dir", run_dir
     assert run(tmp_path, *back, **save, max_steps=2).status == 0
-    # without its timeline nothing says what came before
-    for file, before in (("model.safetensors", "checkpoint-1"), (checkpoint.TIMELINE_FILE, "checkpoint-4")):
-        (run_dir / "checkpoint-2" / file).write_bytes(b"{")
-        folder, (reason,) = checkpoint.find_last(run_dir)
-        assert "checkpoint-2" in reason and folder == run_dir / before
+    (run_dir / "checkpoint-2" / "model.safetensors").write_bytes(b"{")
+    folder, (reason,) = checkpoint.find_last(run_dir)
+    assert "checkpoint-2" in reason and folder == run_dir / "checkpoint-1"
 
 
 def test_a_best_checkpoint_that_is_gone_does_not_end_a_run(tmp_path, run_dir, monkeypatch, caplog):

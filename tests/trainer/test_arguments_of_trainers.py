@@ -116,7 +116,6 @@ def test_a_non_finite_loss_is_logged_as_by_the_plain_trainer(filtered, tmp_path)
 
 
 REFUSED = {
-    "push_to_hub without a network": ({"push_to_hub": True}, ConfigError, "HF_HUB_OFFLINE is set"),
     "max_grad_norm=None": ({"max_grad_norm": None}, ConfigError, "max_grad_norm=None"),
     "a negative max_grad_norm": ({"max_grad_norm": -1.0}, ConfigError, r"max_grad_norm=-1\.0.*set 0 for no clipping"),
     **{

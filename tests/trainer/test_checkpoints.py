@@ -85,7 +85,7 @@ def read_only(*_, **__):
 
 @pytest.mark.parametrize("place", ["flush_tree", "write_safetensors", "shutil.rmtree", "Path.rename"])
 def test_a_save_that_fails_keeps_the_checkpoint_before(make, place, tmp_path, monkeypatch):
-    """Anywhere; also while it replaces a checkpoint of an earlier run."""
+    """Anywhere; also in a run that was resumed from an earlier checkpoint."""
     make(**SAVES, max_steps=3).train()
     trainer = make(**SAVES, max_steps=3)
     original = (tmp_path / "run" / "checkpoint-3" / "optimizer.safetensors").read_bytes()
@@ -107,8 +107,9 @@ def test_a_save_that_fails_keeps_the_checkpoint_before(make, place, tmp_path, mo
     with pytest.raises(CheckpointError, match=r"checkpoint-3 could not be written: .*(No space left|Read-only)"):
         trainer.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-1"))
     monkeypatch.undo()
-    assert [name for name in names(tmp_path / "run") if name != ".replaced"] == [f"checkpoint-{n}" for n in (1, 2, 3)]
-    assert (tmp_path / "run" / "checkpoint-3" / "optimizer.safetensors").read_bytes() == original
+    superseded = "superseded-checkpoint-3"  # when step 2 was saved
+    assert names(tmp_path / "run") == ["checkpoint-1", "checkpoint-2", superseded]
+    assert (tmp_path / "run" / superseded / "optimizer.safetensors").read_bytes() == original
     assert checkpoint.find_last(tmp_path / "run") == (tmp_path / "run" / "checkpoint-2", [])  # of the resumed run
 
 
@@ -183,39 +184,19 @@ def test_a_run_killed_while_replacing_a_checkpoint_loses_none(make, at, tmp_path
     assert names(run) == ["checkpoint-1", *(["checkpoint-2"] if folder.parent == run else []), "checkpoint-3"]
 
 
-def test_a_run_killed_while_removing_a_checkpoint_leaves_no_partial_checkpoint(make, tmp_path, monkeypatch):
-    make(**SAVES, max_steps=3).train()
-    run = tmp_path / "run"
-
-    def remove(path, **_):
-        if Path(path).exists():
-            next(Path(path).glob("*/*.safetensors")).unlink()
-            raise Killed
-
-    monkeypatch.setattr(shutil, "rmtree", remove)
-    with pytest.raises(Killed):
-        checkpoint.rotate(run, 3, 1, None)
-    monkeypatch.undo()
-    assert [each.folder for each in checkpoint.candidates(run)] == [run / "checkpoint-3", run / "checkpoint-2"]
-    checkpoint.rotate(run, 3, 1, None)
-    assert names(run) == ["checkpoint-3"]
-
-
-ROTATIONS = {
-    "the oldest go": ([1, 2, 3], 3, 2, None, [2, 3]),
-    "the best stays": ([1, 2, 3], 3, 2, 1, [1, 3]),
-    "the best and this one stay": ([1, 2, 3], 3, 1, 1, [1, 3]),
-    "no limit": ([1, 2, 3], 3, None, None, [1, 2, 3]),
-    "by number": ([9, 10, 11], 11, 2, None, [10, 11]),
-}
-
-
-@pytest.mark.parametrize(("there", "step", "limit", "best", "left"), ROTATIONS.values(), ids=ROTATIONS)
-def test_save_total_limit_keeps_the_best_and_newest_checkpoints(there, step, limit, best, left, tmp_path):
-    for number in there:
-        (tmp_path / f"checkpoint-{number}").mkdir()
-    checkpoint.rotate(tmp_path, step, limit, best and str(tmp_path / f"checkpoint-{best}"))
-    assert [each.step for each in checkpoint.candidates(tmp_path)] == left[::-1]
+@pytest.mark.parametrize("absolute", ["the run directory", "the checkpoint"])
+def test_the_best_checkpoint_is_kept_for_any_spelling_of_its_path(make, absolute, tmp_path, monkeypatch):
+    """One of `output_dir` and the checkpoint that is resumed from is relative."""
+    settings = {**SAVES, "eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True, "max_steps": 3}
+    settings |= {"metric_for_best_model": "loss", "greater_is_better": True}  # the first is the best
+    monkeypatch.chdir(tmp_path)
+    make(**settings).train()
+    run, checkpoint_1 = tmp_path / "run", tmp_path / "run" / "checkpoint-1"
+    path, resumed_from = ("run", checkpoint_1) if absolute == "the checkpoint" else (run, "run/checkpoint-1")
+    trainer = make(**settings, output_dir=str(path), save_total_limit=2)
+    trainer.train(resume_from_checkpoint=str(resumed_from))
+    assert Path(trainer.state.best_model_checkpoint).resolve() == checkpoint_1
+    assert names(run) == ["checkpoint-1", "checkpoint-3", "superseded-checkpoint-3"]
 
 
 def test_equal_runs_have_equal_files(make, tmp_path):

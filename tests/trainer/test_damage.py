@@ -55,7 +55,7 @@ def link_to_itself(path):
 HOW = {"cut": cut, "empty": overwrite(b""), "junk": overwrite(b"\x80\x02junk" * 9), "gone": os.unlink}
 HOW |= {"a link to itself": link_to_itself}
 NAMES = ["model.safetensors", "optimizer.safetensors", "scheduler.pt", "rng_state.pth", "trainer_state.json"]
-NAMES += ["config.json", "tokenizer.json", "timeline.json"]
+NAMES += ["config.json", "tokenizer.json"]
 
 
 @pytest.mark.parametrize(("name", "damage"), in_turn(NAMES, HOW.values()))
@@ -65,14 +65,6 @@ def test_a_damaged_file_is_named_and_the_checkpoint_before_is_used(run, name, da
     assert last == run / "checkpoint-2"
     assert name in reason and NEWEST in reason
     assert len(reason.replace(str(run), "")) < 400
-
-
-@pytest.mark.parametrize("content", [{"saved": 9, "earlier": []}, {"saved": None}, []])
-def test_a_timeline_with_other_values_does_not_hide_the_checkpoint_before(run, content):
-    (run / NEWEST / "timeline.json").write_text(json.dumps(content))
-    last, (reason,) = checkpoint.find_last(run)
-    assert last == run / "checkpoint-2"
-    assert "timeline.json is damaged" in reason
 
 
 def test_a_flipped_bit_in_any_file_is_found(run):
@@ -93,7 +85,7 @@ def test_a_flipped_bit_in_any_file_is_found(run):
 def test_a_model_is_checked_without_the_file_of_the_optimizer(run, monkeypatch):
     """It is as large as the weights, or twice as large, and answering a prompt does not need it."""
     read = []
-    monkeypatch.setattr(checkpoint, "checksum", lambda path: read.append(path.name))
+    monkeypatch.setattr(checksums, "checksum", lambda path: read.append(path.name))
     (run / NEWEST / "checksums.txt").write_text(f"{'0' * 32}  optimizer.safetensors\n")
     checkpoint.check_model(run / NEWEST)
     assert read == []
@@ -117,9 +109,9 @@ def test_every_rank_raises_the_error_of_rank_0(two, run):
 
 
 def looked_for(rank, requested, folder):
-    """The checkpoint or the error, the files that were read to find it except for timelines, and what was warned of."""
+    """The checkpoint or the error, the files that were read to find it, and what was warned of."""
     read, compute, logged = [], checksums.checksum, []
-    checksums.checksum = lambda path: (path.name != "timeline.json" and read.append(path)) or compute(path)
+    checksums.checksum = lambda path: read.append(path) or compute(path)
     handler = logging.Handler()
     handler.emit = logged.append
     logging.getLogger("lowmem").addHandler(handler)
