@@ -195,6 +195,8 @@ def _of_fake_runs(args: Any) -> Iterator[Patch]:
     on "meta" or for fake tensors. TRL's head and DeepSpeed query autocast.
     """
     enabled, dtype, autocast = torch.is_autocast_enabled, torch.get_autocast_dtype, torch.autocast
+    with torch.device("cpu"):
+        torch.empty(0)  # torch caches the functions with a default device here, and must not cache a replacement
 
     def on_cpu(device_type: str, *options: Any, **named: Any) -> Any:
         return autocast(device_type.replace("meta", "cpu"), *options, **named)
@@ -215,7 +217,7 @@ def _of_fake_runs(args: Any) -> Iterator[Patch]:
 def _constant(data: Any, *, device: Any = None, tensor: Any = torch.tensor, **options: Any) -> Tensor:
     """Replaces `torch.tensor`: in torch 2.13 it returns no fake tensor on "meta", and reads memory of fake numbers."""
     data = data if isinstance(data, Tensor) else tree_map_only(Tensor, Tensor.item, data)
-    return tensor(data, **options).to(device)
+    return tensor(data, device="cpu", **options).to(device)
 
 
 def _untrained(recipe: Recipe) -> PreTrainedModel:
