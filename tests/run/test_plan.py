@@ -118,7 +118,10 @@ def test_a_plan_computes_attention_and_experts_as_the_run(kind, rows, changes, t
     words += f" --model_name_or_path {tmp_path} --output_dir {tmp_path}/run --per_device_train_batch_size {rows}"
     gpu, cpu = (parse("sft", words.split(), device=device) for device in ("gpu", "cpu"))
     on_gpu, expected = plan.plan(gpu).step.peak, plan.plan(cpu).step.peak
-    assert on_gpu == expected if kind in ("gemma2", "mistral") else on_gpu < 1.01 * expected
+    if kind in ("gemma2", "mistral"):
+        assert on_gpu == pytest.approx(expected, abs=8)  # a number may stay on the host
+    else:
+        assert on_gpu < 1.01 * expected
     trainer = build.trainer(cpu, fake._rows("sft", 128), None, processing_class=fake._tokenizer())
     batch = dict(trainer.data_collator([trainer.train_dataset[n] for n in range(rows)]))
     loss = functools.partial(trainer.compute_loss, trainer.model, batch)
