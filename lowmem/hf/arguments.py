@@ -81,8 +81,27 @@ class Inputs:
 
     @cached_property
     def sharding(self) -> Sharding | None:
-        """The sharding or streaming that the arguments request."""
-        return requested(self.args, self.fused)
+        """The sharding or streaming that the arguments request, or None.
+
+        Raises:
+            ConfigError, UnsupportedError: an argument, or a key of DeepSpeed's or FSDP's configuration, is not
+                supported, or `accelerate launch` requests sharding that the arguments do not request.
+        """
+        args, fused = self.args, self.fused
+        for variable, argument in (("ACCELERATE_USE_DEEPSPEED", "deepspeed"), ("ACCELERATE_USE_FSDP", "fsdp")):
+            if parse_flag_from_env(variable) and not getattr(args, argument):
+                raise ConfigError(
+                    f"accelerate launch requests {argument}, but the trainer's arguments do not. Set {argument} in "
+                    "them, before the model is created"
+                )
+        # transformers 5.6 (training_args.py) always sets some of the other keys
+        if not args.fsdp and {*(args.fsdp_config or ())} - {*sharding.OTHER_FSDP_KEYS}:
+            raise ConfigError("fsdp_config has no effect without fsdp. Set fsdp: true, or omit fsdp_config")
+        if fused is not None and fused.placement == "streamed":
+            return StreamedSharding(args, fused)
+        if args.deepspeed:
+            return Zero3Sharding(args)
+        return FSDP2Sharding(args) if args.fsdp else None
 
     @property
     def sharded(self) -> bool:
@@ -131,29 +150,6 @@ class Inputs:
     def options(self, args: TrainingArguments) -> FusedConfig:
         """Returns the options of the optimizer, completed by the trainer's arguments. Raises as `complete` does."""
         return complete(optim.choose_rule(args, self.fused), args, self.sharding)
-
-
-def requested(args: TrainingArguments, fused: FusedConfig | None) -> Sharding | None:
-    """Returns the sharding or streaming that the arguments of a trainer request, or None.
-
-    Raises:
-        ConfigError, UnsupportedError: an argument, or a key of DeepSpeed's or FSDP's configuration, is not supported,
-            or `accelerate launch` requests sharding that the arguments do not request.
-    """
-    for variable, argument in (("ACCELERATE_USE_DEEPSPEED", "deepspeed"), ("ACCELERATE_USE_FSDP", "fsdp")):
-        if parse_flag_from_env(variable) and not getattr(args, argument):
-            raise ConfigError(
-                f"accelerate launch requests {argument}, but the trainer's arguments do not. Set {argument} in them, "
-                "before the model is created"
-            )
-    # transformers 5.6 (training_args.py) always sets some of the other keys
-    if not args.fsdp and {*(args.fsdp_config or ())} - {*sharding.OTHER_FSDP_KEYS}:
-        raise ConfigError("fsdp_config has no effect without fsdp. Set fsdp: true, or omit fsdp_config")
-    if fused is not None and fused.placement == "streamed":
-        return StreamedSharding(args, fused)
-    if args.deepspeed:
-        return Zero3Sharding(args)
-    return FSDP2Sharding(args) if args.fsdp else None
 
 
 def check_number(name: str, value: Any) -> None:

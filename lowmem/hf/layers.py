@@ -27,9 +27,6 @@ from lowmem.layers.tied import share_gradient
 from lowmem.options import FusedConfig, LayersConfig
 from lowmem.placements.zero3 import gathered
 
-# Names of learned position embeddings in transformers 5.23.
-_POSITIONS = ("wpe", "embed_positions", "position_embeddings", "position_embedding", "positions_embed")
-
 # The parent module of a model's output embedding, the name of its attribute, and the layer that replaces it.
 HeadSlot = tuple[nn.Module, str, LazyHead]
 
@@ -70,16 +67,6 @@ def embedding(model: Any, side: Literal["input", "output"]) -> Any:
         return None if get is None else get()
     except NotImplementedError:  # models without an embedding, since transformers 5.23 (modeling_utils.py)
         return None
-
-
-def positions(model: Any) -> int | None:
-    """Returns the number of learned positions of a model, or None if it computes its positions."""
-    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model  # without the image encoder
-    for name, table in decoder.named_modules():
-        if isinstance(table, nn.Embedding) and name.rpartition(".")[2] in _POSITIONS:
-            padding = 0 if table.padding_idx is None else table.padding_idx + 1
-            return int(table.num_embeddings - getattr(table, "offset", padding))
-    return None
 
 
 @dataclass

@@ -23,10 +23,8 @@ from lowmem import placements
 from lowmem.errors import ConfigError, UnsupportedError, did_you_mean
 from lowmem.hf import check_version
 from lowmem.options import DynamicScale, FusedConfig
-from lowmem.placements.homes import FileHome
 from lowmem.placements.ranks import set_timeout
 from lowmem.placements.streamed import stream
-from lowmem.placements.streaming import Streaming
 from lowmem.tiles.quantized import in_codes
 
 # Keys of a DeepSpeed configuration that have no effect: the accepted values, and the reason or alternative.
@@ -338,19 +336,3 @@ class StreamedSharding(Sharding):
         """Streams a model unless it is streamed already. Layers of a reference model do not stay on the device."""
         memory = None if reference else self._fused.device_bytes
         stream(model, self._args.device, home=self._fused.home, device_memory=memory)
-
-
-def in_words(streaming: Streaming, model: nn.Module) -> str:
-    """Describes the streamed layers, and the weights that stay on the device."""
-    sizes = [unit.nbytes for unit in streaming.units]
-    stays = sum(map(placements.nbytes, model.parameters())) - sum(sizes)
-    if not sizes:
-        return f"no layer, because all {stays / 2**20:,.1f} MiB of weights fit on the device"
-    home = streaming.units[0].home
-    text = (
-        f"{len(sizes)} layers of up to {max(sizes) / 2**20:,.1f} MiB in {home}, two of them on the device at a time, "
-        f"where {stays / 2**20:,.1f} MiB of other weights stay"
-    )
-    if isinstance(home, FileHome):
-        text += ". Each step writes the trained layers to the disk, which wears it out"
-    return text

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import datasets
 import numpy as np
+from torch import nn
 from transformers import (
     AutoProcessor,
     GenerationConfig,
@@ -22,7 +23,7 @@ from transformers import (
 from trl import get_dataset
 
 from lowmem.errors import ConfigError, DataError
-from lowmem.hf.layers import embedding, positions
+from lowmem.hf.layers import embedding
 from lowmem.run import build, images
 from lowmem.run.boundary import blaming, reason
 from lowmem.run.recipe import Recipe
@@ -30,6 +31,9 @@ from lowmem.run.terminal import warn
 
 # Columns of tokens that TRL's trainers create.
 _IDS = ("input_ids", "prompt_ids", "chosen_ids", "rejected_ids", "completion_ids")
+
+# Names of learned position embeddings in transformers 5.23.
+_POSITIONS = ("wpe", "embed_positions", "position_embeddings", "position_embedding", "positions_embed")
 
 _BUILDERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
 
@@ -283,6 +287,16 @@ def _require_places(model: Any, tokenizer: Any, token: int, length: int) -> None
         raise ConfigError(
             f"a row has {length:,} tokens, but the model has {places:,} positions. Set max_length: {places}"
         )
+
+
+def positions(model: Any) -> int | None:
+    """Returns the number of learned positions of a model, or None if it computes its positions."""
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model  # without the image encoder
+    for name, table in decoder.named_modules():
+        if isinstance(table, nn.Embedding) and name.rpartition(".")[2] in _POSITIONS:
+            padding = 0 if table.padding_idx is None else table.padding_idx + 1
+            return int(table.num_embeddings - getattr(table, "offset", padding))
+    return None
 
 
 def rows(trainer: Any, count: int) -> Iterator[list[Segment]]:

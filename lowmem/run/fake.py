@@ -32,8 +32,7 @@ from transformers import (
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from lowmem.errors import ConfigError
-from lowmem.hf import arguments
-from lowmem.hf.layers import positions
+from lowmem.hf.arguments import Inputs
 from lowmem.hf.sharding import StreamedSharding
 from lowmem.run import build, data, images
 from lowmem.run.boundary import blaming, blaming_libraries
@@ -144,14 +143,14 @@ def _trainer(
     changed = {} if pictured else dict(_DATA_ARGUMENTS)
     if not args.deepspeed:  # left by an earlier plan, for which transformers would partition the model
         unset_hf_deepspeed_config()
-    if (sharded := arguments.requested(args, recipe.fused)) is not None:
+    if (sharding := Inputs(None, args, None, recipe.fused).sharding) is not None:
         if fake is not None and args.deepspeed and (nvme := offloaded_to_nvme(args)):
             nvme["device"] = "cpu"  # fake tensors cannot be written
-        sharded.prepare(recipe.dtype)
+        sharding.prepare(recipe.dtype)
     names = ["ref_model"] if recipe.command in ("dpo", "kto") and not adapted else []
     with fake or nullcontext(), nullcontext() if fake is None else _Values(), device:
         model, *others = (_untrained(recipe) for _ in range(1 + len(names)))
-    if (places := positions(model)) is not None and places < length:
+    if (places := data.positions(model)) is not None and places < length:
         raise ConfigError(f"max_length={length}: the model has {places:,} positions; set max_length: {places}")
     for item in () if fake is None else (model, *others):
         item.hf_device_map = dict.fromkeys(("", "model"), device.type)  # keeps Accelerate from moving the model
