@@ -92,8 +92,8 @@ class FusedTrainerMixin(Trainer):
         options = self._inputs.options(self.args)
         if self.optimizer is None:
             self.args = optim.with_learning_rate(self.args, options, self.model)
-        model_layers.change(self.model, self.layers)
-        self._lazy = model_layers.compute_losses(self, self.layers)
+        model_layers.apply(self.model, self.layers)
+        self._lazy_heads = model_layers.compute_losses(self, self.layers)
 
     def _hide_sharding(self) -> None:
         # transformers 5.23 (trainer.py) would prepare, save and load sharded models differently
@@ -138,7 +138,7 @@ class FusedTrainerMixin(Trainer):
             self._inputs.sharding.release(self.model)
 
     def compute_loss(self, *args: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
-        with model_layers.lazily([] if return_outputs else self._lazy):  # returned outputs have ordinary logits
+        with model_layers.lazily([] if return_outputs else self._lazy_heads):  # returned outputs have ordinary logits
             return super().compute_loss(*args, return_outputs=return_outputs, **kwargs)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -151,11 +151,10 @@ class FusedTrainerMixin(Trainer):
         """Checks that the ranks agree, and that the rows match the checkpoint, before the first step."""
         epochs, steps_per_epoch, *others, max_steps = super().set_initial_training_values(args, dataloader, *rest)
         self.remove_callback(resuming.DataPosition)
-        position = resuming.DataPosition(self, dataloader, steps_per_epoch, max_steps, self._resumed)
-        self._position = position
-        self.add_callback(position)
-        if position.complete:  # transformers 5.23 (trainer.py) would train a step of an epoch that is not complete
-            epochs = min(epochs, position.start[0])
+        self._position = resuming.DataPosition(self, dataloader, steps_per_epoch, max_steps, self._resumed)
+        self.add_callback(self._position)
+        if self._position.complete:  # transformers 5.23 (trainer.py) would train a step of an unfinished epoch
+            epochs = min(epochs, self._position.start[0])
         return epochs, steps_per_epoch, *others, max_steps
 
     def _init_training_state(self, *args: Any) -> tuple[int, int]:
@@ -172,7 +171,7 @@ class FusedTrainerMixin(Trainer):
         return samples, items
 
     def create_optimizer(self, model: nn.Module | None = None) -> FusedOptimizer:
-        model_layers.change(self.model, self.layers)  # model_init created a new model, or checkpointing was enabled
+        model_layers.apply(self.model, self.layers)  # model_init created a new model, or checkpointing was enabled
         self._shard()
         if not getattr(self.accelerator, "updates", False):  # train() calls this method again
             packing.check(self)
@@ -212,7 +211,7 @@ class FusedTrainerMixin(Trainer):
         if created is None:
             fused, parts = self._inputs.options(self.args), optim.parts_by_decay(self, model)
         else:
-            fused, parts = optim.read(created, self._inputs.fused or FusedConfig())
+            fused, parts = optim.read_optimizer(created, self._inputs.fused or FusedConfig())
             fused = arguments.complete(fused, self.args, self._inputs.sharding)
             rate = rate if fused.lr is None else fused.lr
         if model in _OPTIMIZERS and (earlier := _OPTIMIZERS[model]()) is not None:
@@ -297,15 +296,14 @@ class FusedTrainerMixin(Trainer):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Saves like the trainer, but one weight at a time. If the model is sharded, every rank must call it."""
-        model: Any = self.model
+        model = self.model
         ordinary = not (getattr(model, "hf_quantizer", None) or getattr(model, "peft_config", None))
         by_weight = is_peft_model(model) or (isinstance(model, PreTrainedModel) and ordinary)
         if not (by_weight or self._inputs.sharding is not None or in_codes(model)):
             super().save_model(output_dir, _internal_call)
             return
         self._shard()
-        folder = output_dir or self.args.output_dir
-        save_weights(self.model, folder, write=self.args.should_save, save=self._save)
+        save_weights(model, output_dir or self.args.output_dir, write=self.args.should_save, save=self._save)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 

@@ -14,9 +14,6 @@ from lowmem import placements
 from lowmem.errors import CheckpointError, UnsupportedError
 from lowmem.files import SafetensorsFile, read_json
 
-# Kinds of adapters that add keys and values to every layer.
-_PREFIXES = ("PREFIX_TUNING", "CARTRIDGE")
-
 
 def check(model: Any, args: TrainingArguments, *, sharded: bool, saves: bool) -> None:
     """Raises `UnsupportedError` for adapters that cannot be trained, saved or resumed."""
@@ -30,7 +27,7 @@ def check(model: Any, args: TrainingArguments, *, sharded: bool, saves: bool) ->
         return
     for config in model.peft_config.values():
         kind = config.peft_type.value
-        if kind in _PREFIXES and args.gradient_checkpointing:
+        if kind in ("PREFIX_TUNING", "CARTRIDGE") and args.gradient_checkpointing:
             raise UnsupportedError(
                 f"{kind}: with gradient_checkpointing, each layer runs twice and would append its keys and values to "
                 "the prefix twice. Set gradient_checkpointing=False (SFTConfig and DPOConfig set it to True)"

@@ -81,11 +81,8 @@ class Inputs:
 
     @cached_property
     def sharding(self) -> Sharding | None:
-        """The sharding or streaming that the arguments request, or None.
-
-        Raises:
-            ConfigError, UnsupportedError: an argument, or a key of DeepSpeed's or FSDP's configuration, is not
-                supported, or `accelerate launch` requests sharding that the arguments do not request.
+        """The sharding or streaming that the arguments request, or None. Raises an error for unsupported options of
+        DeepSpeed and FSDP, and if `accelerate launch` requests sharding that the arguments do not request.
         """
         args, fused = self.args, self.fused
         for variable, argument in (("ACCELERATE_USE_DEEPSPEED", "deepspeed"), ("ACCELERATE_USE_FSDP", "fsdp")):
@@ -144,7 +141,7 @@ class Inputs:
         check_optimizer(self.optimizer, args)
         if self.fused is not None:
             raise ConfigError("fused=... has no effect on the optimizer in `optimizers`; give only one of them")
-        for name, value in optim.changed(args).items():
+        for name, value in optim.changed_arguments(args).items():
             raise ConfigError(f"{name}={value!r} has no effect on the optimizer in `optimizers`; omit it")
 
     def options(self, args: TrainingArguments) -> FusedConfig:

@@ -40,7 +40,7 @@ _LOGGED: dict[str, tuple[str, ...]] = {
 _OTHERS = ("GRPOTrainer", "RLOOTrainer")
 
 
-def change(model: Any, layers: LayersConfig) -> None:
+def apply(model: Any, layers: LayersConfig) -> None:
     """Tiles the MLPs of a model, and adds the gradient of a tied embedding to the head's gradient. Raises
     `UnsupportedError` if no MLP can be tiled.
     """
@@ -111,7 +111,7 @@ def compute_losses(trainer: Any, layers: LayersConfig) -> list[HeadSlot]:
         if model is None:
             continue
         base = model.get_base_model() if is_peft_model(model) else model
-        slot = _slot(base, layers)
+        slot = _head_slot(base, layers)
         if metrics and (fused or chunked):
             logged = metrics if model is trainer.model else ()
             base.forward = MethodType(_forward(base, slot, logged, smoothing, chunked), base)
@@ -133,7 +133,7 @@ def lazily(slots: Sequence[HeadSlot]) -> Iterator[None]:
             setattr(parent, name, output)
 
 
-def _slot(model: Any, layers: LayersConfig) -> list[HeadSlot]:
+def _head_slot(model: Any, layers: LayersConfig) -> list[HeadSlot]:
     """Returns the head of a model, or an empty list if it cannot be replaced: it has an adapter or is not linear."""
     output = embedding(model, "output")
     linear = output.original_module if hasattr(output, "modules_to_save") else output  # PEFT trains a copy of it

@@ -28,13 +28,12 @@ from lowmem.placements.streamed import stream
 from lowmem.tiles.quantized import in_codes
 
 # Keys of a DeepSpeed configuration that have no effect: the accepted values, and the reason or alternative.
-_DECIDED_ELSEWHERE: dict[str, tuple[tuple[Any, ...], str]] = {
+_WITHOUT_EFFECT: dict[str, tuple[tuple[Any, ...], str]] = {
     "optimizer": ((), "the optimizer is fused.rule"),
     "scheduler": ((), "the schedule is set by the trainer's lr_scheduler_type and warmup_steps"),
     "zero_optimization.offload_optimizer.device": (
         ("none",),
-        "parameters are updated on the device that computes, and optimizer states stay there (AdaLomo's are very "
-        "small). offload_param is supported",
+        "optimizer states stay on the device that updates the weights. offload_param is supported",
     ),
     "zero_optimization.mics_shard_size": (
         (-1, 0),
@@ -137,7 +136,7 @@ class Zero3Sharding(Sharding):
                 f"deepspeed: zero_optimization.stage is {stage!r}; set it to 3. Without deepspeed, every rank has the "
                 "full model"
             )
-        for key, (neutral, advice) in _DECIDED_ELSEWHERE.items():
+        for key, (neutral, advice) in _WITHOUT_EFFECT.items():
             if self._config.get_value(key) not in (None, *neutral):
                 raise UnsupportedError(f"deepspeed: {key!r} has no effect here: {advice}. Remove it")
         clipping = self._config.get_value("gradient_clipping")

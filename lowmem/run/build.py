@@ -59,7 +59,7 @@ class _RunTrainer:
         return _by_row(lambda rows: prepare(rows, processing_class, args, *options), dataset)
 
     def create_model_card(self: Any, *args: Any, **kwargs: Any) -> None:
-        super().create_model_card(*args, **kwargs)
+        super().create_model_card(*args, **kwargs)  # type: ignore[misc]
         card = Path(self.args.output_dir, "README.md")
         base = Path(self.model.config._name_or_path)
         if self.is_world_process_zero() and base.is_dir():

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoProcessor, ProcessorMixin, TextStreamer, set_seed
 from transformers.image_utils import load_image
-from transformers.utils import ADAPTER_CONFIG_NAME
+from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME
 
 from lowmem.errors import CheckpointError, ConfigError
-from lowmem.files import read_json
-from lowmem.hf import adapters, checkpoint
+from lowmem.files import SafetensorsFile, read_json
+from lowmem.hf import adapters, checkpoint, checksums
+from lowmem.hf.weights import weight_files
 from lowmem.rules import require
 from lowmem.run import build
 from lowmem.run.boundary import blaming
@@ -89,10 +90,23 @@ def generate(
 def _model_folder(folder: Path) -> Path:
     """Returns the folder itself if it has a model, which must be complete, or its newest complete checkpoint."""
     if not folder.is_dir():
-        raise CheckpointError(f"{folder}: there is no such folder. Name a run folder, or a checkpoint in it.")
-    if (folder / "config.json").exists() or adapters.files(folder):
-        checkpoint.check_model(folder)
+        raise CheckpointError(f"{folder} was not found. Name a run folder, or a checkpoint in it.")
+    if (folder / CONFIG_NAME).exists() or adapters.files(folder):
+        check_model(folder)
     else:
-        folder, damaged = checkpoint.find_last(folder, checkpoint.check_model)
+        folder, damaged = checkpoint.find_last(folder, check_model)
         warn("; ".join([*damaged, f"answering with {folder}"]))
     return folder
+
+
+def check_model(folder: Path) -> None:
+    """Raises `CheckpointError` if weights in `folder` are missing or damaged, or if its configuration is not valid. It
+    does not read the optimizer's file.
+    """
+    if (folder / checksums.FILE).exists():
+        checksums.check(folder, unread=(checkpoint.OPTIMIZER_FILE,))
+        return
+    if (folder / CONFIG_NAME).exists():
+        read_json(folder / CONFIG_NAME)
+    for path in weight_files(folder):
+        SafetensorsFile(path)
