@@ -37,24 +37,26 @@ _UNSUPPORTED = {
 # Callbacks of TRL that average the weights of the model into another model.
 _AVERAGES = {"SyncRefModelCallback", "PEFTAdapterEMACallback", "BEMACallback"}
 
-_COUNT, _AMOUNT, _SHARE = require.number(">= 1", whole=True), require.number(">= 0"), require.number(">= 0", "<= 1")
-
 # Valid numbers by argument. For other numbers, transformers and TRL do not raise, or fail only after some steps.
 _NUMBERS = {
-    name: check
-    for names, check in (
-        ("per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps max_length", _COUNT),
-        ("eval_accumulation_steps precompute_ref_batch_size generation_batch_size num_iterations lora_r", _COUNT),
-        ("lora_alpha ref_model_sync_steps max_completion_length num_generations num_generations_eval", _COUNT),
-        ("save_steps eval_steps logging_steps num_train_epochs temperature", require.number("> 0")),
-        ("learning_rate weight_decay warmup_steps eval_delay neftune_noise_alpha dataloader_num_workers", _AMOUNT),
-        ("label_smoothing label_smoothing_factor ref_model_mixup_alpha", _SHARE),
-        ("lora_dropout", require.rate),
-        ("seed data_seed", require.number(">= 0", f"< {2**32}", whole=True)),
-        ("max_steps", require.check(lambda steps: steps == -1 or steps > 0, "a whole number > 0, or -1 for epochs")),
-    )
-    for name in names.split()
-}
+    **dict.fromkeys((
+        "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps", "max_length",
+        "eval_accumulation_steps", "precompute_ref_batch_size", "generation_batch_size", "num_iterations", "lora_r",
+        "lora_alpha", "ref_model_sync_steps", "max_completion_length", "num_generations", "num_generations_eval",
+    ), require.number(">= 1", whole=True)),
+    **dict.fromkeys(
+        ("save_steps", "eval_steps", "logging_steps", "num_train_epochs", "temperature"), require.number("> 0")
+    ),
+    **dict.fromkeys((
+        "learning_rate", "weight_decay", "warmup_steps", "eval_delay", "neftune_noise_alpha", "dataloader_num_workers",
+    ), require.number(">= 0")),
+    **dict.fromkeys(
+        ("label_smoothing", "label_smoothing_factor", "ref_model_mixup_alpha"), require.number(">= 0", "<= 1")
+    ),
+    "lora_dropout": require.rate,
+    **dict.fromkeys(("seed", "data_seed"), require.number(">= 0", f"< {2**32}", whole=True)),
+    "max_steps": require.check(lambda steps: steps == -1 or steps > 0, "a whole number > 0, or -1 for epochs"),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -163,11 +165,11 @@ def check_arguments(args: TrainingArguments, fused: FusedConfig) -> None:
     rule = resolve(fused.rule)
     if rule.decay not in rule.defaults and args.weight_decay:
         raise ConfigError(f"weight_decay={args.weight_decay}: rule {rule.name!r} has no weight decay; omit it")
-    both = {
+    counterparts = {
         "weight_decay": (rule.decay, fused.hyper.get(rule.decay)),
         "max_grad_norm": ("clip_norm", fused.clip_norm),
     }
-    for argument, (option, value) in both.items():
+    for argument, (option, value) in counterparts.items():
         if value is not None and value != (setting := getattr(args, argument)):
             hint = " (its default is 1.0, and 0 does not clip)" if argument == "max_grad_norm" else ""
             raise ConfigError(f"fused.{option}={value!r} contradicts {argument}={setting!r}. Set only {argument}{hint}")

@@ -93,15 +93,15 @@ def compute_losses(trainer: Any, layers: LayersConfig) -> list[HeadSlot]:
     """
     # by name, because importing the class of another trainer may need a package that is not installed
     classes = [cls.__name__ for cls in type(trainer).__mro__ if cls.__module__.startswith("trl.")]
-    known = next((name for name in classes if name in (*_LOGGED, *_OTHERS)), None)
-    if known is None or not layers.computed_gradients:
+    trainer_class = next((name for name in classes if name in (*_LOGGED, *_OTHERS)), None)
+    if trainer_class is None or not layers.computed_gradients:
         return []
-    metrics = _LOGGED.get(known, ())
+    metrics = _LOGGED.get(trainer_class, ())
     args = trainer.args
     smoothing = 0.0
-    fused = hasattr(sys.modules["trl.trainer.utils"], "add_fused_lm_head")
-    chunked = known == "SFTTrainer" and getattr(args, "loss_type", None) == "chunked_nll"
-    if fused and known == "SFTTrainer" and trainer.label_smoother is not None:
+    calls_fused_head = hasattr(sys.modules["trl.trainer.utils"], "add_fused_lm_head")  # since TRL 1.15
+    chunked = trainer_class == "SFTTrainer" and getattr(args, "loss_type", None) == "chunked_nll"
+    if calls_fused_head and trainer_class == "SFTTrainer" and trainer.label_smoother is not None:
         smoothing = args.label_smoothing_factor
         trainer.label_smoother = None
     if getattr(args, "use_weighting", False):
@@ -112,10 +112,10 @@ def compute_losses(trainer: Any, layers: LayersConfig) -> list[HeadSlot]:
             continue
         base = model.get_base_model() if is_peft_model(model) else model
         slot = _head_slot(base, layers)
-        if metrics and (fused or chunked):
+        if metrics and (calls_fused_head or chunked):
             logged = metrics if model is trainer.model else ()
             base.forward = MethodType(_forward(base, slot, logged, smoothing, chunked), base)
-        elif not fused and not trainer._inputs.sharded:  # a sharded head would be gathered for every row
+        elif not calls_fused_head and not trainer._inputs.sharded:  # a sharded head would be gathered for every row
             slots += slot
     return slots
 
