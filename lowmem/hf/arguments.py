@@ -124,7 +124,7 @@ class Inputs:
         """Checks the arguments, and prepares this process for a constructor that loads the model by name."""
         self.check_before_loading()
         quantizes = self.fused is not None and self.fused.weight_format is not None
-        sharding.prepare(self.sharding, self.model, self.args, quantizes=quantizes)
+        sharding.prepare_loading(self.sharding, self.model, self.args, quantizes=quantizes)
 
     def check(self, trainer: Any) -> None:
         """Checks the model, the data and the optimizer of the trainer that was constructed with these arguments."""

@@ -91,7 +91,7 @@ class Sharding:
         return "dynamic"
 
 
-def prepare(sharding: Sharding | None, model: Any, args: TrainingArguments, *, quantizes: bool) -> None:
+def prepare_loading(sharding: Sharding | None, model: Any, args: TrainingArguments, *, quantizes: bool) -> None:
     """Prepares this process for a TRL trainer that loads the model by name."""
     if not isinstance(model, str):
         return
