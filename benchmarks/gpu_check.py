@@ -196,15 +196,18 @@ def cross_entropy(model: Any, ids: Tensor, memory: int) -> Tensor:
     return linear_cross_entropy(hidden, model.lm_head.weight, ids[:, 1:].flatten(), memory=memory)
 
 
-def steps(report: Report, name: str, rows: int, tokens: int, *, memory: int, **options: Any) -> None:
+def steps(
+    report: Report, name: str, rows: int, tokens: int, *, memory: int, goal: float | None = None, policies: bool = False
+) -> None:
     """Measures training steps and their peaks above the weights: with dropped gradients, lowmem and AdamW.
 
     Args:
         memory: bytes for temporaries of the loss and the head's gradient.
-        options: goal: the goal for the time.  policies: whether to also measure policies that clip.
+        goal: the goal for the time.
+        policies: whether to also measure policies that clip.
     """
     methods: dict[str, Callable[[Any], Step]] = {"gradients dropped": drop_gradients, "adalomo": adalomo}
-    if options.get("policies"):
+    if policies:
         methods |= {each: partial(adalomo, **POLICIES[each]) for each in POLICIES}
         methods["AdamW(fused=True), clipped"] = partial(ordinary, cls=torch.optim.AdamW, fused=True, **CLIPPED)
     methods["AdamW(fused=True)"] = partial(ordinary, cls=torch.optim.AdamW, fused=True)
@@ -226,8 +229,7 @@ def steps(report: Report, name: str, rows: int, tokens: int, *, memory: int, **o
             floor = floor or taken
             ours = method == "adalomo"
             figures = {"seconds": taken, "tokens_per_second": rows * tokens / taken, "first_seconds": first}
-            goal = options.get("goal") if ours else None
-            report.row(f"{what}: times gradients dropped", taken / floor, goal, **figures)
+            report.row(f"{what}: times gradients dropped", taken / floor, goal if ours else None, **figures)
             total = None if above is None else (before + above - others) / weights
             report.row(f"{what}: peak over the weights", total, 1.15 if ours else None)
         model = take = run = None  # type: ignore[assignment]

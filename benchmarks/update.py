@@ -149,8 +149,8 @@ def tables(report: Any) -> dict[str, str]:
     rows = [
         {
             "method": name, "ms": f"{row['seconds'] * 1e3:.3g}",
-            "× nearest peer": ratio(results, name, peer := METHODS[name].nearest),
-            "nearest peer": peer if peer in results else "",
+            "× nearest peer": ratio(results, name, METHODS[name].nearest),
+            "nearest peer": METHODS[name].nearest if METHODS[name].nearest in results else "",
             "× fused AdamW": ratio(results, name, BASE), "temporary, MiB": f"{row['temporary'] / 2**20:.2f}",
             "state, bytes per weight": f"{row['state']:.3g}",
         }

@@ -324,9 +324,11 @@ def _show_rule(name: str, model: Path | None) -> None:
     rule = rules.resolve(name)
     weights: Iterable[Tensor] = ()
     if model is not None:
-        from lowmem.hf.weights import saved_weights
+        from lowmem.files import SafetensorsFile
+        from lowmem.hf.weights import weight_files
 
-        weights = saved_weights(model)
+        files = map(SafetensorsFile, weight_files(model))
+        weights = (file.get_tensor(name) for file in files for name in file.keys())  # noqa: SIM118 (not a mapping)
     known = next((row for row in rules.table() if row.name == rule.name), None)
     if known is not None:
         print_topics({"rule": known.name, "source": known.source, "equals": known.exactness, "keeps": known.keeps})

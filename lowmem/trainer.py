@@ -10,11 +10,10 @@ import lowmem.hf  # noqa: F401, first, because it says which packages are not in
 
 # isort: split
 import logging
-import re
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
@@ -35,21 +34,13 @@ from lowmem.placements import find
 from lowmem.step.record import weights_in_words
 from lowmem.tiles.quantized import in_codes
 
-if TYPE_CHECKING:
-
-    class _Base(Trainer):
-        args: Any
-        optimizer: Any
-else:
-    _Base = object
-
 logger = logging.getLogger(__name__)
 
 # Model → the optimizer of its most recent trainer.
 _OPTIMIZERS: "WeakKeyDictionary[nn.Module, ReferenceType[FusedOptimizer]]" = WeakKeyDictionary()
 
 
-class FusedTrainerMixin(_Base):
+class FusedTrainerMixin(Trainer):
     """Mixin for subclasses of `Trainer`, listed before them: the rule of `fused` updates parameters during backward.
 
     The trainer's arguments for learning rate, weight decay, schedule, evaluation, logging, callbacks, saving and
@@ -70,6 +61,9 @@ class FusedTrainerMixin(_Base):
         UnsupportedError: an argument cannot give the same result as ordinary training.
     """
 
+    args: Any
+    optimizer: Any
+
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         mixin = cls.__mro__.index(FusedTrainerMixin)
@@ -88,7 +82,9 @@ class FusedTrainerMixin(_Base):
         if self._inputs.args is not None:  # otherwise the class creates them
             self._inputs.prepare()
         self.layers = layers or LayersConfig()
-        self._run = resuming.Run()
+        self._resumed: Path | None = None  # the checkpoint that the run resumes from
+        self._position: resuming.DataPosition | None = None  # None in a custom training loop
+        self._staged: Path | None = None  # the directory of the checkpoint that is being saved
         super().__init__(*args, **kwargs)
         self._inputs.check(self)
         self._hide_sharding()
@@ -96,8 +92,8 @@ class FusedTrainerMixin(_Base):
         options = self._inputs.options(self.args)
         if self.optimizer is None:
             self.args = optim.with_learning_rate(self.args, options, self.model)
-        model_layers.change(self.model, self.layers)
-        self._lazy = model_layers.compute_losses(self, self.layers)
+        model_layers.apply(self.model, self.layers)
+        self._lazy_heads = model_layers.compute_losses(self, self.layers)
 
     def _hide_sharding(self) -> None:
         # transformers 5.23 (trainer.py) would prepare, save and load sharded models differently
@@ -142,7 +138,7 @@ class FusedTrainerMixin(_Base):
             self._inputs.sharding.release(self.model)
 
     def compute_loss(self, *args: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
-        with model_layers.lazily([] if return_outputs else self._lazy):  # returned outputs have ordinary logits
+        with model_layers.lazily([] if return_outputs else self._lazy_heads):  # returned outputs have ordinary logits
             return super().compute_loss(*args, return_outputs=return_outputs, **kwargs)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -155,28 +151,27 @@ class FusedTrainerMixin(_Base):
         """Checks that the ranks agree, and that the rows match the checkpoint, before the first step."""
         epochs, steps_per_epoch, *others, max_steps = super().set_initial_training_values(args, dataloader, *rest)
         self.remove_callback(resuming.DataPosition)
-        position = resuming.DataPosition(self, dataloader, steps_per_epoch, max_steps, self._run.resumed)
-        self._run.position = position
-        self.add_callback(position)
-        if not position.left:  # transformers 5.23 (trainer.py) would train a step of an epoch that is not complete
-            epochs = min(epochs, position.start[0])
+        self._position = resuming.DataPosition(self, dataloader, steps_per_epoch, max_steps, self._resumed)
+        self.add_callback(self._position)
+        if self._position.complete:  # transformers 5.23 (trainer.py) would train a step of an unfinished epoch
+            epochs = min(epochs, self._position.start[0])
         return epochs, steps_per_epoch, *others, max_steps
 
     def _init_training_state(self, *args: Any) -> tuple[int, int]:
         """Starts a resumed run with the row after the last trained row."""
         super()._init_training_state(*args)
-        assert self._run.position is not None
-        return self._run.position.start
+        assert self._position is not None
+        return self._position.start
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         samples, items = super().get_batch_samples(*args, **kwargs)
-        if self._run.position is not None:
-            self._run.position.fetched += len(samples)
-            self._run.position.ended = not samples
+        if self._position is not None:
+            self._position.fetched += len(samples)
+            self._position.ended = not samples
         return samples, items
 
     def create_optimizer(self, model: nn.Module | None = None) -> FusedOptimizer:
-        model_layers.change(self.model, self.layers)  # model_init created a new model, or checkpointing was enabled
+        model_layers.apply(self.model, self.layers)  # model_init created a new model, or checkpointing was enabled
         self._shard()
         if not getattr(self.accelerator, "updates", False):  # train() calls this method again
             packing.check(self)
@@ -216,7 +211,7 @@ class FusedTrainerMixin(_Base):
         if created is None:
             fused, parts = self._inputs.options(self.args), optim.parts_by_decay(self, model)
         else:
-            fused, parts = optim.read(created, self._inputs.fused or FusedConfig())
+            fused, parts = optim.read_optimizer(created, self._inputs.fused or FusedConfig())
             fused = arguments.complete(fused, self.args, self._inputs.sharding)
             rate = rate if fused.lr is None else fused.lr
         if model in _OPTIMIZERS and (earlier := _OPTIMIZERS[model]()) is not None:
@@ -255,28 +250,28 @@ class FusedTrainerMixin(_Base):
         if self.model is not None:  # otherwise the next trial of a hyperparameter search creates a model
             adapters.check(self.model, self.args, sharded=self._inputs.sharded, saves=saves)
         folder = checkpoint.to_resume(resume_from_checkpoint, Path(self.args.output_dir))
-        self._run = resuming.Run(folder)
+        self._resumed, self._position = folder, None
         arguments.check_callbacks(self.callback_handler.callbacks, resumed=folder is not None)
         if resume_from_checkpoint or args:  # the `train` of a class may not have arguments
             args = (None if folder is None else str(folder), *args)
         return super().train(*args, **kwargs)
 
     def _get_output_dir(self, trial: Any) -> str:
-        return str(self._run.staged.parent) if self._run.staged is not None else super()._get_output_dir(trial)
+        return super()._get_output_dir(trial) if self._staged is None else str(self._staged.parent)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Saves to a staging directory. Rank 0 writes everything except the random states of the other ranks."""
         run_dir = Path(super()._get_output_dir(trial))
         name = f"checkpoint-{self.state.global_step}"
         try:
-            with checkpoint.saving(run_dir, name) as self._run.staged:
+            with checkpoint.saving(run_dir, name) as self._staged:
                 super()._save_checkpoint(model, trial)
-                if self.state.best_model_checkpoint == str(self._run.staged):
+                if self.state.best_model_checkpoint == str(self._staged):
                     self.state.best_model_checkpoint = str(run_dir / name)
                     if self.is_world_process_zero():
-                        self.state.save_to_json(str(self._run.staged / checkpoint.TRAINER_STATE_FILE))
+                        self.state.save_to_json(str(self._staged / checkpoint.TRAINER_STATE_FILE))
         finally:
-            self._run.staged = None
+            self._staged = None
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(run_dir / name))
         self._rotate(run_dir)
@@ -296,39 +291,28 @@ class FusedTrainerMixin(_Base):
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """Pushes a checkpoint after it was renamed, because the upload continues during training."""
-        if self._run.staged is None:
+        if self._staged is None:
             super()._push_from_checkpoint(checkpoint_folder)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Saves like the trainer, but one weight at a time. If the model is sharded, every rank must call it."""
-        model: Any = self.model
+        model = self.model
         ordinary = not (getattr(model, "hf_quantizer", None) or getattr(model, "peft_config", None))
         by_weight = is_peft_model(model) or (isinstance(model, PreTrainedModel) and ordinary)
         if not (by_weight or self._inputs.sharding is not None or in_codes(model)):
             super().save_model(output_dir, _internal_call)
             return
         self._shard()
-        folder = output_dir or self.args.output_dir
-        save_weights(self.model, folder, write=self.args.should_save, save=self._save)
+        save_weights(model, output_dir or self.args.output_dir, write=self.args.should_save, save=self._save)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
-
-    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        super().create_model_card(*args, **kwargs)
-        card = Path(self.args.output_dir, "README.md")
-        base = getattr(self.model.config, "_name_or_path", "")
-        if self.is_world_process_zero() and card.exists() and Path(base).is_dir():
-            where = getattr(self, "hub_model_id", None) or self.args.output_dir
-            # TRL 1.16 (base_trainer.py) writes None for a model from a directory or outside the Hub
-            text = card.read_text("utf-8").replace('model="None"', f'model="{where}"')
-            card.write_text(re.sub(r"\[None\]\(\S*\)", lambda _: f"`{Path(base).name}`", text), "utf-8")
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         write = self.args.should_save
         if write or self._inputs.sharding is not None:
             checkpoint.save_optimizer(self.optimizer, Path(output_dir) / checkpoint.OPTIMIZER_FILE, write=write)
-        if self._run.position is not None:
-            self._run.position.save(Path(output_dir), self.state.epoch, write=write)
+        if self._position is not None:
+            self._position.save(Path(output_dir), self.state.epoch, write=write)
         if write:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / checkpoint.SCHEDULER_FILE)
 

@@ -10,7 +10,7 @@ python="${PYTHON:-python3}"
     { echo "lowmem needs Python 3.10 or newer, $python is $("$python" --version); set PYTHON=..." >&2; exit 2; }
 stack="${STACK:-today}"
 constraints="constraints/$stack.txt"
-[ -f "$constraints" ] || { echo "no stack $stack; there are: $(basename -s .txt constraints/*)" >&2; exit 2; }
+[ -f "$constraints" ] || { echo "stack $stack was not found in constraints/. Stacks: $(basename -s .txt constraints/*)" >&2; exit 2; }
 venv=".venv-$stack${TORCH:+-torch$TORCH}"
 [ "$venv" != .venv-today ] || venv=.venv
 extras="deepspeed${EXTRAS:+,$EXTRAS}"

@@ -402,7 +402,7 @@ def test_the_printed_generate_command_uses_the_adapters(tmp_path):
 
 
 def test_generate_says_which_checkpoint_answers(run, tmp_path, monkeypatch):
-    assert "there is no such folder" in lowmem("generate", "/nope", "hello").err
+    assert "/nope was not found" in lowmem("generate", "/nope", "hello").err
     assert "No valid checkpoint found in output directory" in lowmem("generate", tmp_path, "hello").err
     (run / "config.json").unlink()  # of the final model
     (run / "checkpoint-6" / "model.safetensors").write_bytes(b"")

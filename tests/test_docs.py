@@ -173,8 +173,7 @@ def rows():
     """(command, row) of each JSON block of the page on data."""
     text, cases = (ROOT / "docs" / "reference" / "data.md").read_text(), []
     for match in re.finditer(r"```json\n(.*?)```", text, re.DOTALL):
-        command = re.findall(r"`lowmem (\w+)`", text[: match.start()].rpartition("\n\n`lowmem")[0] + text[
-            text[: match.start()].rfind("\n\n`lowmem") : match.start()])[-1]  # fmt: skip
+        command = re.findall(r"`lowmem (\w+)`", text[: match.start()])[-1]  # the last one before the block
         cases.append((command, json.loads(match[1])))
     return cases
 

@@ -14,9 +14,6 @@ from lowmem import placements
 from lowmem.errors import CheckpointError, UnsupportedError
 from lowmem.files import SafetensorsFile, read_json
 
-# Kinds of adapters that add keys and values to every layer.
-_PREFIXES = ("PREFIX_TUNING", "CARTRIDGE")
-
 
 def check(model: Any, args: TrainingArguments, *, sharded: bool, saves: bool) -> None:
     """Raises `UnsupportedError` for adapters that cannot be trained, saved or resumed."""
@@ -30,7 +27,7 @@ def check(model: Any, args: TrainingArguments, *, sharded: bool, saves: bool) ->
         return
     for config in model.peft_config.values():
         kind = config.peft_type.value
-        if kind in _PREFIXES and args.gradient_checkpointing:
+        if kind in ("PREFIX_TUNING", "CARTRIDGE") and args.gradient_checkpointing:
             raise UnsupportedError(
                 f"{kind}: with gradient_checkpointing, each layer runs twice and would append its keys and values to "
                 "the prefix twice. Set gradient_checkpointing=False (SFTConfig and DPOConfig set it to True)"
@@ -45,7 +42,7 @@ def check(model: Any, args: TrainingArguments, *, sharded: bool, saves: bool) ->
             "load_in_8bit: bitsandbytes stores the scales of 8-bit weights on the parameters, which FSDP2 replaces. "
             "Use load_in_4bit, or deepspeed with ZeRO-3"
         )
-    saved = _saved(model, model.state_dict(keep_vars=True))
+    saved = _saved_ids(model, model.state_dict(keep_vars=True))
     unsaved = [name for name, param in model.named_parameters() if param.requires_grad and id(param) not in saved]
     if unsaved and saves:
         raise UnsupportedError(
@@ -77,7 +74,7 @@ def save(model: Any, folder: Path, save_adapters: Any, *, write: bool) -> None:
         write: whether this rank writes the files.
     """
     state = model.state_dict(keep_vars=True)
-    saved = _saved(model, state)
+    saved = _saved_ids(model, state)
     full = {name: placements.full_tensor(tensor).detach() for name, tensor in state.items() if id(tensor) in saved}
     if write:
         save_adapters(str(folder), state_dict=full)
@@ -93,9 +90,9 @@ def load(model: Any, folder: Path) -> None:
             f"{folder} contains no PEFT adapters, but the model has adapters. The checkpoint belongs to another model"
         )
     state = model.state_dict(keep_vars=True)
-    expected = {_path(folder, name): tensors for name, tensors in _adapters(model, state, False).items()}
+    expected = {_file_of(folder, name): tensors for name, tensors in _tensors(model, state, False).items()}
     # whether PEFT saves an embedding that was resized or has an adapter depends on the files of the base model
-    optional = {_path(folder, name): tensors for name, tensors in _adapters(model, state, True).items()}
+    optional = {_file_of(folder, name): tensors for name, tensors in _tensors(model, state, True).items()}
     pairs: list[tuple[Tensor, SafetensorsFile, str]] = []
     for path in sorted({*expected, *paths}):
         file = SafetensorsFile(path)
@@ -132,12 +129,12 @@ def compare(path: Path, saved: Mapping[str, Any], shapes: Mapping[str, Sequence[
         raise CheckpointError(f"{path}: {len(missing)} weights are missing, such as {missing[0]!r}")
 
 
-def _path(folder: Path, adapter: str) -> Path:
+def _file_of(folder: Path, adapter: str) -> Path:
     """Returns the file in which `PeftModel.save_pretrained` saves an adapter."""
     return (folder if adapter == "default" else folder / adapter) / ADAPTER_SAFE_WEIGHTS_NAME
 
 
-def _adapters(model: Any, state: dict[str, Tensor], embeddings: bool | Literal["auto"]) -> dict[str, dict[str, Tensor]]:
+def _tensors(model: Any, state: dict[str, Tensor], embeddings: bool | Literal["auto"]) -> dict[str, dict[str, Tensor]]:
     """Returns the tensors in the file of each adapter by name. Prompts that an encoder computes are not among them.
     `embeddings`: see `save_embedding_layers` of `save_pretrained`.
     """
@@ -155,6 +152,6 @@ def _adapters(model: Any, state: dict[str, Tensor], embeddings: bool | Literal["
     return adapters
 
 
-def _saved(model: Any, state: dict[str, Tensor]) -> set[int]:
+def _saved_ids(model: Any, state: dict[str, Tensor]) -> set[int]:
     """Returns the ids of the tensors that PEFT saves."""
-    return {id(tensor) for tensors in _adapters(model, state, "auto").values() for tensor in tensors.values()}
+    return {id(tensor) for tensors in _tensors(model, state, "auto").values() for tensor in tensors.values()}

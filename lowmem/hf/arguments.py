@@ -37,24 +37,26 @@ _UNSUPPORTED = {
 # Callbacks of TRL that average the weights of the model into another model.
 _AVERAGES = {"SyncRefModelCallback", "PEFTAdapterEMACallback", "BEMACallback"}
 
-_COUNT, _AMOUNT, _SHARE = require.number(">= 1", whole=True), require.number(">= 0"), require.number(">= 0", "<= 1")
-
 # Valid numbers by argument. For other numbers, transformers and TRL do not raise, or fail only after some steps.
 _NUMBERS = {
-    name: check
-    for names, check in (
-        ("per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps max_length", _COUNT),
-        ("eval_accumulation_steps precompute_ref_batch_size generation_batch_size num_iterations lora_r", _COUNT),
-        ("lora_alpha ref_model_sync_steps max_completion_length num_generations num_generations_eval", _COUNT),
-        ("save_steps eval_steps logging_steps num_train_epochs temperature", require.number("> 0")),
-        ("learning_rate weight_decay warmup_steps eval_delay neftune_noise_alpha dataloader_num_workers", _AMOUNT),
-        ("label_smoothing label_smoothing_factor ref_model_mixup_alpha", _SHARE),
-        ("lora_dropout", require.rate),
-        ("seed data_seed", require.number(">= 0", f"< {2**32}", whole=True)),
-        ("max_steps", require.check(lambda steps: steps == -1 or steps > 0, "a whole number > 0, or -1 for epochs")),
-    )
-    for name in names.split()
-}
+    **dict.fromkeys((
+        "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps", "max_length",
+        "eval_accumulation_steps", "precompute_ref_batch_size", "generation_batch_size", "num_iterations", "lora_r",
+        "lora_alpha", "ref_model_sync_steps", "max_completion_length", "num_generations", "num_generations_eval",
+    ), require.number(">= 1", whole=True)),
+    **dict.fromkeys(
+        ("save_steps", "eval_steps", "logging_steps", "num_train_epochs", "temperature"), require.number("> 0")
+    ),
+    **dict.fromkeys((
+        "learning_rate", "weight_decay", "warmup_steps", "eval_delay", "neftune_noise_alpha", "dataloader_num_workers",
+    ), require.number(">= 0")),
+    **dict.fromkeys(
+        ("label_smoothing", "label_smoothing_factor", "ref_model_mixup_alpha"), require.number(">= 0", "<= 1")
+    ),
+    "lora_dropout": require.rate,
+    **dict.fromkeys(("seed", "data_seed"), require.number(">= 0", f"< {2**32}", whole=True)),
+    "max_steps": require.check(lambda steps: steps == -1 or steps > 0, "a whole number > 0, or -1 for epochs"),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -81,8 +83,24 @@ class Inputs:
 
     @cached_property
     def sharding(self) -> Sharding | None:
-        """The sharding or streaming that the arguments request."""
-        return requested(self.args, self.fused)
+        """The sharding or streaming that the arguments request, or None. Raises an error for unsupported options of
+        DeepSpeed and FSDP, and if `accelerate launch` requests sharding that the arguments do not request.
+        """
+        args, fused = self.args, self.fused
+        for variable, argument in (("ACCELERATE_USE_DEEPSPEED", "deepspeed"), ("ACCELERATE_USE_FSDP", "fsdp")):
+            if parse_flag_from_env(variable) and not getattr(args, argument):
+                raise ConfigError(
+                    f"accelerate launch requests {argument}, but the trainer's arguments do not. Set {argument} in "
+                    "them, before the model is created"
+                )
+        # transformers 5.6 (training_args.py) always sets some of the other keys
+        if not args.fsdp and {*(args.fsdp_config or ())} - {*sharding.OTHER_FSDP_KEYS}:
+            raise ConfigError("fsdp_config has no effect without fsdp. Set fsdp: true, or omit fsdp_config")
+        if fused is not None and fused.placement == "streamed":
+            return StreamedSharding(args, fused)
+        if args.deepspeed:
+            return Zero3Sharding(args)
+        return FSDP2Sharding(args) if args.fsdp else None
 
     @property
     def sharded(self) -> bool:
@@ -106,7 +124,7 @@ class Inputs:
         """Checks the arguments, and prepares this process for a constructor that loads the model by name."""
         self.check_before_loading()
         quantizes = self.fused is not None and self.fused.weight_format is not None
-        sharding.prepare(self.sharding, self.model, self.args, quantizes=quantizes)
+        sharding.prepare_loading(self.sharding, self.model, self.args, quantizes=quantizes)
 
     def check(self, trainer: Any) -> None:
         """Checks the model, the data and the optimizer of the trainer that was constructed with these arguments."""
@@ -125,35 +143,12 @@ class Inputs:
         check_optimizer(self.optimizer, args)
         if self.fused is not None:
             raise ConfigError("fused=... has no effect on the optimizer in `optimizers`; give only one of them")
-        for name, value in optim.changed(args).items():
+        for name, value in optim.changed_arguments(args).items():
             raise ConfigError(f"{name}={value!r} has no effect on the optimizer in `optimizers`; omit it")
 
     def options(self, args: TrainingArguments) -> FusedConfig:
         """Returns the options of the optimizer, completed by the trainer's arguments. Raises as `complete` does."""
         return complete(optim.choose_rule(args, self.fused), args, self.sharding)
-
-
-def requested(args: TrainingArguments, fused: FusedConfig | None) -> Sharding | None:
-    """Returns the sharding or streaming that the arguments of a trainer request, or None.
-
-    Raises:
-        ConfigError, UnsupportedError: an argument, or a key of DeepSpeed's or FSDP's configuration, is not supported,
-            or `accelerate launch` requests sharding that the arguments do not request.
-    """
-    for variable, argument in (("ACCELERATE_USE_DEEPSPEED", "deepspeed"), ("ACCELERATE_USE_FSDP", "fsdp")):
-        if parse_flag_from_env(variable) and not getattr(args, argument):
-            raise ConfigError(
-                f"accelerate launch requests {argument}, but the trainer's arguments do not. Set {argument} in them, "
-                "before the model is created"
-            )
-    # transformers 5.6 (training_args.py) always sets some of the other keys
-    if not args.fsdp and {*(args.fsdp_config or ())} - {*sharding.OTHER_FSDP_KEYS}:
-        raise ConfigError("fsdp_config has no effect without fsdp. Set fsdp: true, or omit fsdp_config")
-    if fused is not None and fused.placement == "streamed":
-        return StreamedSharding(args, fused)
-    if args.deepspeed:
-        return Zero3Sharding(args)
-    return FSDP2Sharding(args) if args.fsdp else None
 
 
 def check_number(name: str, value: Any) -> None:
@@ -170,11 +165,11 @@ def check_arguments(args: TrainingArguments, fused: FusedConfig) -> None:
     rule = resolve(fused.rule)
     if rule.decay not in rule.defaults and args.weight_decay:
         raise ConfigError(f"weight_decay={args.weight_decay}: rule {rule.name!r} has no weight decay; omit it")
-    both = {
+    counterparts = {
         "weight_decay": (rule.decay, fused.hyper.get(rule.decay)),
         "max_grad_norm": ("clip_norm", fused.clip_norm),
     }
-    for argument, (option, value) in both.items():
+    for argument, (option, value) in counterparts.items():
         if value is not None and value != (setting := getattr(args, argument)):
             hint = " (its default is 1.0, and 0 does not clip)" if argument == "max_grad_norm" else ""
             raise ConfigError(f"fused.{option}={value!r} contradicts {argument}={setting!r}. Set only {argument}{hint}")

@@ -24,9 +24,8 @@ from safetensors import SafetensorError
 from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME
 
 from lowmem.errors import CheckpointError
-from lowmem.files import SafetensorsFile, flush, flush_tree, read_json, write_safetensors
+from lowmem.files import SafetensorsFile, flush, flush_tree, write_safetensors
 from lowmem.hf import checksums
-from lowmem.hf.weights import weight_files
 from lowmem.optimizer import FusedOptimizer
 from lowmem.placements import in_group
 from lowmem.step.saving import TensorSource
@@ -36,9 +35,6 @@ logger = logging.getLogger(__name__)
 OPTIMIZER_FILE = "optimizer.safetensors"
 TRAINER_STATE_FILE = "trainer_state.json"
 SCHEDULER_FILE = "scheduler.pt"
-
-# A directory with one of these files is a model.
-_CONFIGURATIONS = (CONFIG_NAME, ADAPTER_CONFIG_NAME)
 
 # Directories of a run with the checkpoint that is being written or replaced. A killed run leaves them behind.
 STAGING = ".saving"
@@ -116,19 +112,6 @@ def check_configuration(model: Any, folder: Path) -> None:
                 f"{folder} belongs to another model: {name} is {saved.get(name)} in its {CONFIG_NAME} and "
                 f"{now.get(name)} in this model. Restore it, or start a new run from these weights"
             )
-
-
-def check_model(folder: Path) -> None:
-    """Raises `CheckpointError` if weights in `folder` are missing or damaged, or if its configuration is not valid. It
-    does not read the optimizer's file.
-    """
-    if (folder / checksums.FILE).exists():
-        checksums.check(folder, unread=(OPTIMIZER_FILE,))
-        return
-    if (folder / CONFIG_NAME).exists():
-        read_json(folder / CONFIG_NAME)
-    for path in weight_files(folder):
-        SafetensorsFile(path)
 
 
 def check_resumable(folder: Path) -> None:
@@ -223,7 +206,7 @@ def publish_model(staged: Path, folder: Path) -> None:
     configuration is removed first and the new one is moved last, so a model with a configuration is complete.
     """
     flush_tree(staged)
-    configurations = [name for name in _CONFIGURATIONS if (staged / name).exists()]
+    configurations = [name for name in (CONFIG_NAME, ADAPTER_CONFIG_NAME) if (staged / name).exists()]
     for name in configurations:
         (folder / name).unlink(missing_ok=True)
     for path in sorted(staged.iterdir(), key=lambda path: path.name in configurations):

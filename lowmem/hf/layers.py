@@ -27,9 +27,6 @@ from lowmem.layers.tied import share_gradient
 from lowmem.options import FusedConfig, LayersConfig
 from lowmem.placements.zero3 import gathered
 
-# Names of learned position embeddings in transformers 5.23.
-_POSITIONS = ("wpe", "embed_positions", "position_embeddings", "position_embedding", "positions_embed")
-
 # The parent module of a model's output embedding, the name of its attribute, and the layer that replaces it.
 HeadSlot = tuple[nn.Module, str, LazyHead]
 
@@ -43,7 +40,7 @@ _LOGGED: dict[str, tuple[str, ...]] = {
 _OTHERS = ("GRPOTrainer", "RLOOTrainer")
 
 
-def change(model: Any, layers: LayersConfig) -> None:
+def apply(model: Any, layers: LayersConfig) -> None:
     """Tiles the MLPs of a model, and adds the gradient of a tied embedding to the head's gradient. Raises
     `UnsupportedError` if no MLP can be tiled.
     """
@@ -72,16 +69,6 @@ def embedding(model: Any, side: Literal["input", "output"]) -> Any:
         return None
 
 
-def positions(model: Any) -> int | None:
-    """Returns the number of learned positions of a model, or None if it computes its positions."""
-    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model  # without the image encoder
-    for name, table in decoder.named_modules():
-        if isinstance(table, nn.Embedding) and name.rpartition(".")[2] in _POSITIONS:
-            padding = 0 if table.padding_idx is None else table.padding_idx + 1
-            return int(table.num_embeddings - getattr(table, "offset", padding))
-    return None
-
-
 @dataclass
 class TokenLosses(ModelOutput):
     """The output of a model instead of logits, with the field names that TRL's trainers read."""
@@ -106,15 +93,15 @@ def compute_losses(trainer: Any, layers: LayersConfig) -> list[HeadSlot]:
     """
     # by name, because importing the class of another trainer may need a package that is not installed
     classes = [cls.__name__ for cls in type(trainer).__mro__ if cls.__module__.startswith("trl.")]
-    known = next((name for name in classes if name in (*_LOGGED, *_OTHERS)), None)
-    if known is None or not layers.computed_gradients:
+    trainer_class = next((name for name in classes if name in (*_LOGGED, *_OTHERS)), None)
+    if trainer_class is None or not layers.computed_gradients:
         return []
-    metrics = _LOGGED.get(known, ())
+    metrics = _LOGGED.get(trainer_class, ())
     args = trainer.args
     smoothing = 0.0
-    fused = hasattr(sys.modules["trl.trainer.utils"], "add_fused_lm_head")
-    chunked = known == "SFTTrainer" and getattr(args, "loss_type", None) == "chunked_nll"
-    if fused and known == "SFTTrainer" and trainer.label_smoother is not None:
+    calls_fused_head = hasattr(sys.modules["trl.trainer.utils"], "add_fused_lm_head")  # since TRL 1.15
+    chunked = trainer_class == "SFTTrainer" and getattr(args, "loss_type", None) == "chunked_nll"
+    if calls_fused_head and trainer_class == "SFTTrainer" and trainer.label_smoother is not None:
         smoothing = args.label_smoothing_factor
         trainer.label_smoother = None
     if getattr(args, "use_weighting", False):
@@ -124,11 +111,11 @@ def compute_losses(trainer: Any, layers: LayersConfig) -> list[HeadSlot]:
         if model is None:
             continue
         base = model.get_base_model() if is_peft_model(model) else model
-        slot = _slot(base, layers)
-        if metrics and (fused or chunked):
+        slot = _head_slot(base, layers)
+        if metrics and (calls_fused_head or chunked):
             logged = metrics if model is trainer.model else ()
             base.forward = MethodType(_forward(base, slot, logged, smoothing, chunked), base)
-        elif not fused and not trainer._inputs.sharded:  # a sharded head would be gathered for every row
+        elif not calls_fused_head and not trainer._inputs.sharded:  # a sharded head would be gathered for every row
             slots += slot
     return slots
 
@@ -146,7 +133,7 @@ def lazily(slots: Sequence[HeadSlot]) -> Iterator[None]:
             setattr(parent, name, output)
 
 
-def _slot(model: Any, layers: LayersConfig) -> list[HeadSlot]:
+def _head_slot(model: Any, layers: LayersConfig) -> list[HeadSlot]:
     """Returns the head of a model, or an empty list if it cannot be replaced: it has an adapter or is not linear."""
     output = embedding(model, "output")
     linear = output.original_module if hasattr(output, "modules_to_save") else output  # PEFT trains a copy of it

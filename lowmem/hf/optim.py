@@ -27,7 +27,7 @@ _ADAMW = ("adamw", f"{torch.optim.AdamW.__module__}.AdamW")
 _OURS = ("lomo", "adalomo")
 
 
-def changed(args: TrainingArguments) -> dict[str, Any]:
+def changed_arguments(args: TrainingArguments) -> dict[str, Any]:
     """Returns the optimizer arguments that differ from their defaults. Names of optimizers are strings."""
     defaults = {option.name: option.default for option in fields(type(args))}
     values = {name: getattr(args, name) for name in ("optim", "optim_args", *_ARGUMENTS)}
@@ -42,7 +42,7 @@ def choose_rule(args: TrainingArguments, fused: FusedConfig | None) -> FusedConf
         ConfigError: an argument contradicts `fused`, or has no effect.
         UnsupportedError: the optimizer cannot run fused.
     """
-    settings = changed(args)
+    settings = changed_arguments(args)
     fused = fused or FusedConfig()
     if fused.rule is not None:
         for name, value in settings.items():
@@ -52,7 +52,7 @@ def choose_rule(args: TrainingArguments, fused: FusedConfig | None) -> FusedConf
             )
         return fused
     optim = str(getattr(args.optim, "value", args.optim))
-    rule, hyper = _named(args, optim)
+    rule, hyper = _rule_of_optim(args, optim)
     for argument in settings.keys() & _ARGUMENTS.keys() - {name for name, key in _ARGUMENTS.items() if key in hyper}:
         raise ConfigError(f"{argument}={settings[argument]!r} has no effect with optim={optim!r}; omit it")
     for part in filter(None, settings.get("optim_args", "").split(",")):
@@ -66,7 +66,7 @@ def choose_rule(args: TrainingArguments, fused: FusedConfig | None) -> FusedConf
     return replace(fused, rule=rule, lr=rate, hyper={**hyper, **fused.hyper})
 
 
-def read(optimizer: Any, fused: FusedConfig) -> tuple[FusedConfig, list[dict[str, Any]]]:
+def read_optimizer(optimizer: Any, fused: FusedConfig) -> tuple[FusedConfig, list[dict[str, Any]]]:
     """Reads an optimizer that a trainer's class has created. Raises `ConfigError` if it is not an optimizer, or if it
     has hooks, a schedule, states or options that cannot be read.
 
@@ -84,7 +84,7 @@ def read(optimizer: Any, fused: FusedConfig) -> tuple[FusedConfig, list[dict[str
     except TypeError as error:  # an option without a default
         raise ConfigError(f"this trainer creates a {cls.__name__}, whose options cannot be read: {error}") from error
     hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks or "step" in vars(optimizer)
-    others = _settings(optimizer) != _settings(fresh) or bool(optimizer.state) != bool(fresh.state)
+    others = _attributes(optimizer) != _attributes(fresh) or bool(optimizer.state) != bool(fresh.state)
     if hooks or (others and fused.rule is None):
         raise ConfigError(
             f"this trainer creates a {cls.__name__} with hooks around its step, a schedule, states, or options that "
@@ -115,7 +115,7 @@ def parts_by_decay(trainer: Trainer, model: nn.Module) -> list[dict[str, Any]]:
 
 
 def param_groups(fused: FusedConfig, model: nn.Module, parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Splits the groups of `fused` by the options of their parameters in `parts`, the result of `read` or
+    """Splits the groups of `fused` by the options of their parameters in `parts`, the result of `read_optimizer` or
     `parts_by_decay`. Raises `UnsupportedError` if the trainer clips and a parameter is only in the model or only in
     `parts`.
     """
@@ -133,7 +133,7 @@ def param_groups(fused: FusedConfig, model: nn.Module, parts: list[dict[str, Any
         )
     groups: list[dict[str, Any]] = []
     for group in fused.param_groups((name, param) for param, name in (names | outside).items() if param in part_of):
-        options = [_options(resolve(fused.rule), part, group) for part in parts]
+        options = [_group_options(resolve(fused.rule), part, group) for part in parts]
         split = {repr(values): {**values, "params": []} for values in options}
         for name, param in group["params"]:
             split[repr(options[part_of[param]])]["params"].append((name, param))
@@ -141,7 +141,7 @@ def param_groups(fused: FusedConfig, model: nn.Module, parts: list[dict[str, Any
     return [group for group in groups if group["params"]]
 
 
-def _options(default: UpdateRule, part: dict[str, Any], group: dict[str, Any]) -> dict[str, Any]:
+def _group_options(default: UpdateRule, part: dict[str, Any], group: dict[str, Any]) -> dict[str, Any]:
     """Returns the options of parameters in a part and in a group of `fused`. The part's options apply only to the
     default rule, except that a part without weight decay has no weight decay with any rule.
     """
@@ -160,7 +160,7 @@ def _options(default: UpdateRule, part: dict[str, Any], group: dict[str, Any]) -
     return options | {key: value for key, value in group.items() if key != "params"}
 
 
-def _settings(optimizer: torch.optim.Optimizer) -> str:
+def _attributes(optimizer: torch.optim.Optimizer) -> str:
     """Returns the attributes of an optimizer, except parameters and states, as a string."""
     attributes = {name: value for name, value in vars(optimizer).items() if name not in ("param_groups", "state")}
     return repr({name: getattr(value, "__dict__", value) for name, value in attributes.items()})
@@ -195,7 +195,7 @@ def with_learning_rate(args: TrainingArguments, fused: FusedConfig, model: Any) 
     return changed
 
 
-def _named(args: TrainingArguments, optim: str) -> tuple[str, dict[str, Any]]:
+def _rule_of_optim(args: TrainingArguments, optim: str) -> tuple[str, dict[str, Any]]:
     """Returns the rule that `optim` names, and its hyperparameters."""
     if optim in _OURS:
         return optim, {}

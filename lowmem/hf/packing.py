@@ -50,7 +50,7 @@ def check_borders(model: Any, collate: Callable[[list[Any]], Any], device: torch
     }
     embedded: list[Tensor] = []
 
-    def cut(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    def detach(module: nn.Module, args: Any, output: Tensor) -> Tensor:
         embedded.append(output.detach().requires_grad_())
         return embedded[-1].clone()  # some models scale it in place
 
@@ -59,7 +59,7 @@ def check_borders(model: Any, collate: Callable[[list[Any]], Any], device: torch
             f"packing=True or padding_free=True: {type(model).__name__} does not implement get_input_embeddings(). "
             "Implement it, or omit both options"
         )
-    with torch.enable_grad(), table.register_forward_hook(cut), ExitStack() as stack:
+    with torch.enable_grad(), table.register_forward_hook(detach), ExitStack() as stack:
         stack.callback(model.train, model.training)
         model.eval()
         logits = model(**batch, use_cache=False).logits

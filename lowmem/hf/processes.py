@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 
@@ -17,9 +17,6 @@ from lowmem.hf import version
 from lowmem.options import FusedConfig, LayersConfig
 from lowmem.placements import in_group, ranks
 from lowmem.placements.agreement import refuse_other_settings
-
-if TYPE_CHECKING:  # the command line needs `explained`, but importing transformers takes seconds
-    from transformers import TrainingArguments
 
 # Arguments that determine which steps a run takes, and when it evaluates and saves.
 _ARGUMENTS = (
@@ -35,12 +32,13 @@ _TOO_SLOW = re.compile(r"tim(?:ed|e)[ -]?out", re.IGNORECASE)
 
 
 def require_alike(
-    args: "TrainingArguments", config: FusedConfig, layers: LayersConfig, samples: int | None, data: str | None,
+    args: Any, config: FusedConfig, layers: LayersConfig, samples: int | None, data: str | None,
     resumed: Path | None,
 ) -> None:  # fmt: skip
     """Raises `ConfigError` on every rank of the process group unless all ranks have the same settings.
 
     Args:
+        args: the trainer's arguments.
         samples: the number of training samples, if it is known.
         data: a fingerprint of the tokenized training data, if it is known.
         resumed: the checkpoint that the run resumes from.
@@ -74,7 +72,7 @@ def require_shared_disk(folder: Path) -> None:
         )
 
 
-def set_timeout(args: "TrainingArguments") -> None:
+def set_timeout(args: Any) -> None:
     """Sets the timeout of collectives to `ddp_timeout`. Accelerate 1.15 (state.py) sets it, but transformers 5.23
     (training_args.py) does not pass it if `use_cpu` is set.
     """

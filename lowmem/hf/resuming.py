@@ -7,7 +7,6 @@ import json
 import logging
 import math
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -41,50 +40,6 @@ _SHAPE = "per_device_train_batch_size, gradient_accumulation_steps, processes"
 _ROWS, _BYTES = 100, 4 << 30
 
 
-class Order:
-    """The order in which a run trains on the rows of its data.
-
-    Attributes:
-        record: the properties of the data, the order and the batches, which determine the rows of each step. If
-            `compared` is true, it includes a fingerprint of the rows.
-    """
-
-    def __init__(self, trainer: Any, loader: Any, max_steps: int, *, compared: bool) -> None:
-        args = trainer.args
-        accumulation = args.gradient_accumulation_steps
-        data = getattr(loader, "dataset", loader)  # or a custom iterable of batches
-        self.is_stream = isinstance(data, IterableDataset)
-        self.batches = len(loader) if has_length(loader) else max_steps * accumulation  # per epoch, or in all steps
-        self.per_batch = trainer.get_total_train_batch_size(args) // accumulation  # rows of all ranks
-        sampler = getattr(loader, "batch_sampler", None)
-        self._batch_sampler = getattr(sampler, "batch_sampler", sampler)
-        rows_sampler: Any = getattr(self._batch_sampler, "sampler", None)
-        shape = [self.per_batch // args.world_size, accumulation, args.world_size]
-        rows: Any = shape
-        per_epoch = 0
-        # Accelerate's RandomSampler draws the order of an epoch from this seed and the number of the epoch
-        seeded = type(rows_sampler) is SequentialSampler or hasattr(rows_sampler, "initial_seed")
-        if seeded and not trainer.accelerator.split_batches:  # the order does not depend on the batches
-            total = self.batches * self.per_batch  # padded, or cut, to batches of all ranks
-            rows = math.prod(shape)
-            per_epoch = min(total, len(data)) if args.world_size == 1 else total
-        self.record = {name: getattr(args, name) for name in _ORDER} | {
-            "data": fingerprint(data) if compared else None,
-            "kind of data": type(data).__name__,
-            "number of rows": len(data) if has_length(data) else None,
-            "seed": None if seeded and args.data_seed is not None else args.seed,
-            "dataloader_num_workers": args.dataloader_num_workers if self.is_stream else None,
-            _SHAPE: shape,
-            "rows": rows,
-            "rows per epoch": per_epoch,
-        }
-
-    def begin(self, epoch: int) -> None:
-        """Makes the samplers draw the order of an epoch."""
-        if (set_epoch := getattr(self._batch_sampler, "set_epoch", None)) is not None:
-            set_epoch(epoch)  # transformers does not do this if it skips batches
-
-
 class DataPosition(TrainerCallback):  # type: ignore[misc]
     """The position of a run in its training data.
 
@@ -94,9 +49,11 @@ class DataPosition(TrainerCallback):  # type: ignore[misc]
         checkpoint: the directory that the run resumes from, or None.
 
     Attributes:
-        left: whether steps remain.
+        complete: whether no steps remain.
         start: the number of trained epochs, and the number of trained micro-batches in the next epoch.
-        epoch, fetched, ended: the number of earlier epochs, of fetched micro-batches in this one, and whether it ended.
+        epoch: the number of epochs before the current one.
+        fetched: the number of micro-batches that were fetched in the current epoch.
+        ended: whether the current epoch has no more micro-batches.
 
     Raises:
         CheckpointError: the remaining steps would train on different rows.
@@ -108,40 +65,71 @@ class DataPosition(TrainerCallback):  # type: ignore[misc]
         self, trainer: Any, loader: Any, steps_per_epoch: int, max_steps: int, checkpoint: Path | None
     ) -> None:
         args = trainer.args
-        saves = args.save_strategy != "no"
-        compared = saves or checkpoint is not None or args.world_size > 1
-        order = Order(trainer, loader, max_steps, compared=compared)
+        accumulation = args.gradient_accumulation_steps
         self._trainer = trainer
         self._loader = loader
-        self._order = order
-        self._folder = checkpoint
+        self._checkpoint = checkpoint
+        self._data = getattr(loader, "dataset", loader)  # or a custom iterable of batches
+        self._is_stream = isinstance(self._data, IterableDataset)
+        self._batches = len(loader) if has_length(loader) else max_steps * accumulation  # per epoch, or in all steps
+        self._rows_per_batch = trainer.get_total_train_batch_size(args) // accumulation  # of all ranks
+        batch_sampler = getattr(loader, "batch_sampler", None)
+        self._batch_sampler = getattr(batch_sampler, "batch_sampler", batch_sampler)
+        saves = args.save_strategy != "no"
+        compared = saves or checkpoint is not None or args.world_size > 1
+        self._record = self._describe(fingerprint(self._data) if compared else None)
         samples = len(trainer.train_dataset) if has_length(trainer.train_dataset) else None
-        data = None if order.is_stream else order.record["data"]  # a stream may be split by rank
+        data = None if self._is_stream else self._record["data"]  # a stream may be split by rank
         processes.require_alike(args, trainer.fused, trainer.layers, samples, data, checkpoint)
         if saves:
             processes.require_shared_disk(Path(args.output_dir))
         self._random_states = TemporaryDirectory()  # of the beginning of this epoch
         step = 0 if checkpoint is None else read_json(checkpoint / TRAINER_STATE_FILE)["global_step"]
-        self.left = checkpoint is None or step < max_steps
+        self.complete = checkpoint is not None and step >= max_steps
         self.start = step // steps_per_epoch, 0
-        if not self.left and trainer.is_world_process_zero():
+        if self.complete and trainer.is_world_process_zero():
             logger.warning(
                 "training is already complete: %s is at step %d of %d, and its weights are loaded. Raise max_steps or "
                 "num_train_epochs to continue.", checkpoint, step, max_steps
             )  # fmt: skip
-        if checkpoint is not None and self.left and not args.ignore_data_skip:
+        if checkpoint is not None and not self.complete and not args.ignore_data_skip:
             require_step_with_completions(args, step, checkpoint)
             saved = read_json(checkpoint / RECORD_FILE)
-            require_same_rows(saved, order.record, checkpoint, steps=max_steps - step)
-            self.start = saved["epoch"], saved["row"] // order.per_batch
+            require_same_rows(saved, self._record, checkpoint, steps=max_steps - step)
+            self.start = saved["epoch"], saved["row"] // self._rows_per_batch
         self.epoch = self.start[0] - 1  # the next one begins
         self.fetched = 0
         self.ended = False
 
+    def _describe(self, data_fingerprint: str | None) -> dict[str, Any]:
+        """Returns the properties of the data, the order and the batches, which determine the rows of each step."""
+        args, data = self._trainer.args, self._data
+        sampler: Any = getattr(self._batch_sampler, "sampler", None)
+        shape = [self._rows_per_batch // args.world_size, args.gradient_accumulation_steps, args.world_size]
+        rows: Any = shape
+        rows_per_epoch = 0
+        # Accelerate's RandomSampler draws the order of an epoch from this seed and the number of the epoch
+        seeded = type(sampler) is SequentialSampler or hasattr(sampler, "initial_seed")
+        if seeded and not self._trainer.accelerator.split_batches:  # the order does not depend on the batches
+            rows = math.prod(shape)
+            rows_per_epoch = self._batches * self._rows_per_batch  # padded, or cut, to batches of all ranks
+            if args.world_size == 1:
+                rows_per_epoch = min(rows_per_epoch, len(data))
+        return {name: getattr(args, name) for name in _ORDER} | {
+            "data": data_fingerprint,
+            "kind of data": type(data).__name__,
+            "number of rows": len(data) if has_length(data) else None,
+            "seed": None if seeded and args.data_seed is not None else args.seed,
+            "dataloader_num_workers": args.dataloader_num_workers if self._is_stream else None,
+            _SHAPE: shape,
+            "rows": rows,
+            "rows per epoch": rows_per_epoch,
+        }
+
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Corrects the path of the best checkpoint, because the run folder may have been moved or copied."""
-        if self._folder is not None:
-            best = self._folder.parent / f"checkpoint-{state.best_global_step}"
+        if self._checkpoint is not None:
+            best = self._checkpoint.parent / f"checkpoint-{state.best_global_step}"
             state.best_model_checkpoint = str(best) if best.is_dir() else None
 
     def on_epoch_begin(self, *_: Any, **__: Any) -> None:
@@ -150,14 +138,15 @@ class DataPosition(TrainerCallback):  # type: ignore[misc]
         self.fetched = 0
         self.ended = False
         start = Path(self._random_states.name)
-        if self._folder is not None and self.epoch == self.start[0]:
+        if self._checkpoint is not None and self.epoch == self.start[0]:
             self.fetched = self.start[1]
-            for path in self._folder.glob(f"{_EPOCH}*"):
+            for path in self._checkpoint.glob(f"{_EPOCH}*"):
                 shutil.copy(path, start / path.name.removeprefix(_EPOCH))
-            self._trainer._load_rng_state(str(start if self.fetched else self._folder))
+            self._trainer._load_rng_state(str(start if self.fetched else self._checkpoint))
             if (start / _GENERATOR).exists():
                 self._loader.synchronized_generator.set_state(torch.load(start / _GENERATOR, weights_only=True))
-        self._order.begin(self.epoch)
+        if (set_epoch := getattr(self._batch_sampler, "set_epoch", None)) is not None:
+            set_epoch(self.epoch)  # transformers does not do this if it skips batches
         self._note_random_states()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -174,26 +163,16 @@ class DataPosition(TrainerCallback):  # type: ignore[misc]
         """Writes the random states and, if `write`, the position at `epoch` (from the trainer's state). Every rank
         calls it.
         """
-        order = self._order
-        batch = round((epoch - self.epoch) * order.batches)
-        ended = batch == self.fetched if self.ended else batch == order.batches and not order.is_stream
+        batch = round((epoch - self.epoch) * self._batches)
+        ended = batch == self.fetched if self.ended else batch == self._batches and not self._is_stream
         if ended:
             self._note_random_states()
         folder.mkdir(parents=True, exist_ok=True)
         for path in Path(self._random_states.name).iterdir():
             shutil.copy(path, folder / f"{_EPOCH}{path.name}")
         if write:
-            position = {"epoch": self.epoch + ended, "row": 0 if ended else batch * order.per_batch}
-            (folder / RECORD_FILE).write_text(json.dumps(order.record | position))
-
-
-@dataclass
-class Run:
-    """The run that `train` has started."""
-
-    resumed: Path | None = None  # the checkpoint that it resumes from
-    position: DataPosition | None = None  # None in a custom training loop
-    staged: Path | None = None  # the directory of the checkpoint that is being saved
+            position = {"epoch": self.epoch + ended, "row": 0 if ended else batch * self._rows_per_batch}
+            (folder / RECORD_FILE).write_text(json.dumps(self._record | position))
 
 
 def steps_with_completions(args: TrainingArguments) -> int:
@@ -233,17 +212,19 @@ def require_same_rows(saved: dict[str, Any], now: dict[str, Any], checkpoint: Pa
     per_step = math.prod(now[_SHAPE])
     epoch = min(saved["rows per epoch"], now["rows per epoch"])
     padding = ["rows per epoch"] if saved["row"] + steps * per_step > epoch // per_step * per_step else []
-    for name in (*_ORDER, "dataloader_num_workers", "rows", *padding):
-        if name not in saved.keys() & now.keys() or saved[name] == now[name]:
-            continue
-        values = [(name, saved[name], now[name])]
-        if name.startswith("rows"):
-            names = _SHAPE.replace("processes", "the number of processes").split(", ")
-            values = [*zip(names, saved[_SHAPE], now[_SHAPE], strict=True)]
-        differences = (f"{n} was {json.dumps(v)} and is now {json.dumps(w)}" for n, v, w in values if v != w)
+    names = [name for name in (*_ORDER, "dataloader_num_workers") if name in saved.keys() & now.keys()]
+    values = [(name, saved[name], now[name]) for name in names]
+    other_rows = any(saved[name] != now[name] for name in ("rows", *padding))
+    if other_rows:
+        shape = _SHAPE.replace("processes", "the number of processes").split(", ")
+        values += zip(shape, saved[_SHAPE], now[_SHAPE], strict=True)
+    changed = [
+        f"{name} was {json.dumps(was)} and is now {json.dumps(value)}" for name, was, value in values if was != value
+    ]
+    if changed or other_rows:
         raise CheckpointError(
-            f"{checkpoint} cannot be continued with the remaining rows: {', '.join(differences)}. Restore the previous "
-            "value, or write ignore_data_skip: true to restart the epoch"
+            f"{checkpoint} cannot be continued with the remaining rows: {', '.join(changed)}. Restore the previous "
+            "values, or write ignore_data_skip: true to restart the epoch"
         )
 
 

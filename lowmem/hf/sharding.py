@@ -23,20 +23,17 @@ from lowmem import placements
 from lowmem.errors import ConfigError, UnsupportedError, did_you_mean
 from lowmem.hf import check_version
 from lowmem.options import DynamicScale, FusedConfig
-from lowmem.placements.homes import FileHome
 from lowmem.placements.ranks import set_timeout
 from lowmem.placements.streamed import stream
-from lowmem.placements.streaming import Streaming
 from lowmem.tiles.quantized import in_codes
 
 # Keys of a DeepSpeed configuration that have no effect: the accepted values, and the reason or alternative.
-_DECIDED_ELSEWHERE: dict[str, tuple[tuple[Any, ...], str]] = {
+_WITHOUT_EFFECT: dict[str, tuple[tuple[Any, ...], str]] = {
     "optimizer": ((), "the optimizer is fused.rule"),
     "scheduler": ((), "the schedule is set by the trainer's lr_scheduler_type and warmup_steps"),
     "zero_optimization.offload_optimizer.device": (
         ("none",),
-        "parameters are updated on the device that computes, and optimizer states stay there (AdaLomo's are very "
-        "small). offload_param is supported",
+        "optimizer states stay on the device that updates the weights. offload_param is supported",
     ),
     "zero_optimization.mics_shard_size": (
         (-1, 0),
@@ -94,7 +91,7 @@ class Sharding:
         return "dynamic"
 
 
-def prepare(sharding: Sharding | None, model: Any, args: TrainingArguments, *, quantizes: bool) -> None:
+def prepare_loading(sharding: Sharding | None, model: Any, args: TrainingArguments, *, quantizes: bool) -> None:
     """Prepares this process for a TRL trainer that loads the model by name."""
     if not isinstance(model, str):
         return
@@ -139,7 +136,7 @@ class Zero3Sharding(Sharding):
                 f"deepspeed: zero_optimization.stage is {stage!r}; set it to 3. Without deepspeed, every rank has the "
                 "full model"
             )
-        for key, (neutral, advice) in _DECIDED_ELSEWHERE.items():
+        for key, (neutral, advice) in _WITHOUT_EFFECT.items():
             if self._config.get_value(key) not in (None, *neutral):
                 raise UnsupportedError(f"deepspeed: {key!r} has no effect here: {advice}. Remove it")
         clipping = self._config.get_value("gradient_clipping")
@@ -338,19 +335,3 @@ class StreamedSharding(Sharding):
         """Streams a model unless it is streamed already. Layers of a reference model do not stay on the device."""
         memory = None if reference else self._fused.device_bytes
         stream(model, self._args.device, home=self._fused.home, device_memory=memory)
-
-
-def in_words(streaming: Streaming, model: nn.Module) -> str:
-    """Describes the streamed layers, and the weights that stay on the device."""
-    sizes = [unit.nbytes for unit in streaming.units]
-    stays = sum(map(placements.nbytes, model.parameters())) - sum(sizes)
-    if not sizes:
-        return f"no layer, because all {stays / 2**20:,.1f} MiB of weights fit on the device"
-    home = streaming.units[0].home
-    text = (
-        f"{len(sizes)} layers of up to {max(sizes) / 2**20:,.1f} MiB in {home}, two of them on the device at a time, "
-        f"where {stays / 2**20:,.1f} MiB of other weights stay"
-    )
-    if isinstance(home, FileHome):
-        text += ". Each step writes the trained layers to the disk, which wears it out"
-    return text

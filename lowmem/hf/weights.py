@@ -107,13 +107,6 @@ def weight_files(folder: Path) -> list[Path]:
     return [folder / name for name in sorted(set(names.values()))]
 
 
-def saved_weights(folder: Path) -> Iterator[Tensor]:
-    """Reads the weights of a directory one at a time."""
-    for path in weight_files(folder):
-        file = SafetensorsFile(path)
-        yield from map(file.get_tensor, file.keys())
-
-
 @dataclass(frozen=True)
 class _Group:
     """Weights of the model, and the tensors in files that they are converted to, by name and on `meta`."""

@@ -3,6 +3,7 @@
 import copy
 import json
 import pkgutil
+import re
 import sys
 from collections.abc import Callable
 from functools import cache
@@ -40,7 +41,7 @@ def trainer_class(name: str) -> Any:
 
 
 class _RunTrainer:
-    """Names the row that TRL cannot prepare, and stops evaluations."""
+    """Names the row that TRL cannot prepare, stops evaluations, and completes the model card."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -56,6 +57,16 @@ class _RunTrainer:
         prepare = super()._prepare_dataset  # type: ignore[misc]
         _require_template(dataset, processing_class, args)
         return _by_row(lambda rows: prepare(rows, processing_class, args, *options), dataset)
+
+    def create_model_card(self: Any, *args: Any, **kwargs: Any) -> None:
+        super().create_model_card(*args, **kwargs)  # type: ignore[misc]
+        card = Path(self.args.output_dir, "README.md")
+        base = Path(self.model.config._name_or_path)
+        if self.is_world_process_zero() and base.is_dir():
+            # TRL 1.16 (base_trainer.py) writes None for a model from a directory or outside the Hub
+            where = self.hub_model_id or self.args.output_dir
+            text = card.read_text("utf-8").replace('model="None"', f'model="{where}"')
+            card.write_text(re.sub(r"\[None\]\(\S*\)", lambda _: f"`{base.name}`", text), "utf-8")
 
 
 def _require_template(dataset: Any, processing_class: Any, args: Any) -> None:

@@ -3,7 +3,7 @@
 import contextlib
 import json
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate, groupby, islice
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import datasets
 import numpy as np
+from torch import nn
 from transformers import (
     AutoProcessor,
     GenerationConfig,
@@ -22,7 +23,7 @@ from transformers import (
 from trl import get_dataset
 
 from lowmem.errors import ConfigError, DataError
-from lowmem.hf.layers import embedding, positions
+from lowmem.hf.layers import embedding
 from lowmem.run import build, images
 from lowmem.run.boundary import blaming, reason
 from lowmem.run.recipe import Recipe
@@ -30,6 +31,9 @@ from lowmem.run.terminal import warn
 
 # Columns of tokens that TRL's trainers create.
 _IDS = ("input_ids", "prompt_ids", "chosen_ids", "rejected_ids", "completion_ids")
+
+# Names of learned position embeddings in transformers 5.23.
+_POSITIONS = ("wpe", "embed_positions", "position_embeddings", "position_embedding", "positions_embed")
 
 _BUILDERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
 
@@ -110,24 +114,30 @@ def _split(splits: Any, name: str, key: str, more: str) -> Any:
 
 def _fault(entries: list[Any]) -> str | None:
     """Finds the first line that cannot be read in local files with one row per line."""
-    for entry in entries:
-        paths: Sequence[str] = ()
-        with contextlib.suppress(Exception):  # it has no local files
-            builder = datasets.load_dataset_builder(entry.path, data_files=entry.data_files)
-            paths = builder.config.data_files[entry.split]
-        for path in map(Path, paths):
-            if path.suffix in (".jsonl", ".csv", ".txt") and path.is_file():
-                with path.open("rb") as lines:
-                    for number, line in enumerate(lines, start=1):
-                        try:
-                            text = line.decode()
-                            row = json.loads(text) if path.suffix == ".jsonl" and text.strip() else {}
-                            json.dumps(row, ensure_ascii=False).encode()  # half of a surrogate pair has no encoding
-                        except ValueError as error:
-                            return f"{path}, line {number}: {reason(error)}"
-                        if not isinstance(row, dict):
-                            return f'{path}, line {number}: it is not a JSON object, such as {{"text": "..."}}'
+    for path in (path for entry in entries for path in _files_of_lines(entry)):
+        with path.open("rb") as lines:
+            for number, line in enumerate(lines, start=1):
+                if (fault := _fault_of_line(line, is_json=path.suffix == ".jsonl")) is not None:
+                    return f"{path}, line {number}: {fault}"
     return None
+
+
+def _files_of_lines(entry: Any) -> list[Path]:
+    with contextlib.suppress(Exception):  # it has no local files
+        builder = datasets.load_dataset_builder(entry.path, data_files=entry.data_files)
+        paths = map(Path, builder.config.data_files[entry.split])
+        return [path for path in paths if path.suffix in (".jsonl", ".csv", ".txt") and path.is_file()]
+    return []
+
+
+def _fault_of_line(line: bytes, *, is_json: bool) -> str | None:
+    try:
+        text = line.decode()
+        row = json.loads(text) if is_json and text.strip() else {}
+        json.dumps(row, ensure_ascii=False).encode()  # half of a surrogate pair has no encoding
+    except ValueError as error:
+        return reason(error)
+    return None if isinstance(row, dict) else 'it is not a JSON object, such as {"text": "..."}'
 
 
 def first(train: Any, samples: int = 0) -> Any:
@@ -169,16 +179,18 @@ def check(trainer: Any, loaded: Any, evaluation: Any = None) -> str:
 
 
 def _counts(trainer: Any, loaded: Any, name: str) -> str:
+    """Checks and describes the training data (`name` is "train") or the evaluation data ("eval")."""
     args, tokenized = trainer.args, getattr(trainer, f"{name}_dataset")
     if not isinstance(tokenized, datasets.Dataset):
         return f"streamed; columns {', '.join(next(iter(tokenized)))}"
     limit = getattr(args, "max_length", None)
-    rows, of = f"{len(loaded):,} rows", " of the evaluation data" if name == "eval" else ""
+    rows = f"{len(loaded):,} rows"
+    which = " of the evaluation data" if name == "eval" else ""
     if len(tokenized) == 0:
-        raise DataError(f"max_length={limit} removes all {rows}{of}. Increase it, or check the format of the rows")
+        raise DataError(f"max_length={limit} removes all {rows}{which}. Increase it, or check the format of the rows")
     batch_size = getattr(args, f"{name}_batch_size") * args.world_size
     if args.dataloader_drop_last and len(tokenized) < batch_size:
-        raise DataError(f"{rows}{of} do not fill a batch of {batch_size:,}; omit dataloader_drop_last, or add rows")
+        raise DataError(f"{rows}{which} do not fill a batch of {batch_size:,}; omit dataloader_drop_last, or add rows")
     if getattr(trainer, "_is_vision_dataset", False):
         loaded = first(loaded)
         if len(loaded) < len(tokenized):
@@ -194,7 +206,7 @@ def _counts(trainer: Any, loaded: Any, name: str) -> str:
     has_labels = "labels" in tokenized.column_names
     if has_labels and counts.trained == 0:
         raise DataError(
-            f"none of the {counts.tokens:,} tokens in {rows}{of} contributes to the loss. Increase max_length, or "
+            f"none of the {counts.tokens:,} tokens in {rows}{which} contributes to the loss. Increase max_length, or "
             "check the rows with `lowmem inspect`"
         )
     if has_labels and name == "train":
@@ -283,6 +295,16 @@ def _require_places(model: Any, tokenizer: Any, token: int, length: int) -> None
         raise ConfigError(
             f"a row has {length:,} tokens, but the model has {places:,} positions. Set max_length: {places}"
         )
+
+
+def positions(model: Any) -> int | None:
+    """Returns the number of learned positions of a model, or None if it computes its positions."""
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model  # without the image encoder
+    for name, table in decoder.named_modules():
+        if isinstance(table, nn.Embedding) and name.rpartition(".")[2] in _POSITIONS:
+            padding = 0 if table.padding_idx is None else table.padding_idx + 1
+            return int(table.num_embeddings - getattr(table, "offset", padding))
+    return None
 
 
 def rows(trainer: Any, count: int) -> Iterator[list[Segment]]:

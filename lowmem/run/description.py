@@ -4,8 +4,9 @@ import math
 from typing import Any
 
 from lowmem.hf import arguments
-from lowmem.hf.sharding import in_words
-from lowmem.placements import in_group, shape_of, streaming_of
+from lowmem.placements import in_group, nbytes, shape_of, streaming_of
+from lowmem.placements.homes import FileHome
+from lowmem.placements.streaming import Streaming
 from lowmem.step.record import states_in_words, weights_in_words
 
 # The time of updates, by policy.
@@ -27,11 +28,27 @@ def describe(trainer: Any) -> dict[str, str]:
         share = "a shard of the parameters" if optimizer.placement in ("zero3", "fsdp2") else "all parameters"
         topics["placement"] = f"{optimizer.placement}: each of {args.world_size} processes has {share}"
     if (streaming := streaming_of(model)) is not None:
-        topics["placement"] = f"streamed: {in_words(streaming, model)}"
+        topics["placement"] = f"streamed: {_streamed_in_words(streaming, model)}"
     why = "" if optimizer.policy == "immediate" else f": {optimizer.policy_reason}"
     topics["updates"] = f"{_WHEN[optimizer.policy]} (policy {optimizer.policy}{why})"
     topics["activations"] = _activations(args, trainer.layers.mlp_tile)
     return topics
+
+
+def _streamed_in_words(streaming: Streaming, model: Any) -> str:
+    """Describes the streamed layers, and the weights that stay on the device."""
+    sizes = [unit.nbytes for unit in streaming.units]
+    stays = sum(map(nbytes, model.parameters())) - sum(sizes)
+    if not sizes:
+        return f"no layer, because all {stays / 2**20:,.1f} MiB of weights fit on the device"
+    home = streaming.units[0].home
+    text = (
+        f"{len(sizes)} layers of up to {max(sizes) / 2**20:,.1f} MiB in {home}, two of them on the device at a time, "
+        f"where {stays / 2**20:,.1f} MiB of other weights stay"
+    )
+    if isinstance(home, FileHome):
+        text += ". Each step writes the trained layers to the disk, which wears it out"
+    return text
 
 
 def _optimizer(optimizer: Any) -> str:

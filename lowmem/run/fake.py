@@ -32,8 +32,7 @@ from transformers import (
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from lowmem.errors import ConfigError
-from lowmem.hf import arguments
-from lowmem.hf.layers import positions
+from lowmem.hf.arguments import Inputs
 from lowmem.hf.sharding import StreamedSharding
 from lowmem.run import build, data, images
 from lowmem.run.boundary import blaming, blaming_libraries
@@ -54,7 +53,8 @@ _KWARGS = ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs")
 _REFERENCES = ("ref_chosen_logps", "ref_rejected_logps", "ref_logps", "ref_KL_logps")
 
 _MIN_OFFLOAD = 1024  # bytes of the smallest activation that TRL offloads
-_KNOWN, _CONSTANT = 1 << 24, 1 << 16  # maximum number of known values in a computed tensor, and in a constant
+_KNOWN = 1 << 24  # maximum number of known values in a computed tensor
+_CONSTANT = 1 << 16  # and in a constant
 MICRO_BATCHES = 3  # later micro-batches need the memory of the third
 LONGEST = 1024  # tokens per row if max_length is None
 
@@ -136,22 +136,27 @@ def _trainer(
     recipe: Recipe, folder: str, fake: FakeTensorMode | None, device: torch.device
 ) -> tuple[Any, list[PreTrainedModel]]:
     """Creates the trainer of a run with random weights and two rows of data. Returns it and its other models."""
-    args, adapted = recipe.training, recipe.model.use_peft
+    args, has_adapters = recipe.training, recipe.model.use_peft
     length = args.max_length or LONGEST
-    named = images.sees(recipe.config) and (recipe.mixture.datasets or recipe.script.dataset_name)
-    pictured = images.largest(recipe, data.first(data.load(recipe)[0])) if named else None
-    rows, processor = pictured or (_rows(recipe.command, length), _tokenizer())
-    changed = {} if pictured else dict(_DATA_ARGUMENTS)
+    rows_with_images = None
+    if images.sees(recipe.config) and (recipe.mixture.datasets or recipe.script.dataset_name):
+        rows_with_images = images.largest(recipe, data.first(data.load(recipe)[0]))
+    rows, processor = rows_with_images or (_rows(recipe.command, length), _tokenizer())
+    changed = {} if rows_with_images else dict(_DATA_ARGUMENTS)
     if not args.deepspeed:  # left by an earlier plan, for which transformers would partition the model
         unset_hf_deepspeed_config()
-    if (sharded := arguments.requested(args, recipe.fused)) is not None:
+    if (sharding := Inputs(None, args, None, recipe.fused).sharding) is not None:
         if fake is not None and args.deepspeed and (nvme := offloaded_to_nvme(args)):
             nvme["device"] = "cpu"  # fake tensors cannot be written
-        sharded.prepare(recipe.dtype)
-    names = ["ref_model"] if recipe.command in ("dpo", "kto") and not adapted else []
-    with fake or nullcontext(), nullcontext() if fake is None else _Values(), device:
+        sharding.prepare(recipe.dtype)
+    names = ["ref_model"] if recipe.command in ("dpo", "kto") and not has_adapters else []
+    with ExitStack() as stack:
+        if fake is not None:
+            stack.enter_context(fake)
+            stack.enter_context(_Values())
+        stack.enter_context(device)
         model, *others = (_untrained(recipe) for _ in range(1 + len(names)))
-    if (places := positions(model)) is not None and places < length:
+    if (places := data.positions(model)) is not None and places < length:
         raise ConfigError(f"max_length={length}: the model has {places:,} positions; set max_length: {places}")
     for item in () if fake is None else (model, *others):
         item.hf_device_map = dict.fromkeys(("", "model"), device.type)  # keeps Accelerate from moving the model
@@ -160,10 +165,13 @@ def _trainer(
         inside = {name: value for name, value in kwargs.items() if name != "offload"} or None
         changed |= {"activation_offloading": False, **dict.fromkeys(_KWARGS, inside)}
     options = {"processing_class": processor, **dict(zip(names, others, strict=True))}
-    later = patch.object(StreamedSharding, "shard", lambda *_, **__: None)  # later, when new tensors are fake
-    with device if adapted else nullcontext(), later if fake is not None else nullcontext():  # for the adapters
+    with ExitStack() as stack:
+        if has_adapters:
+            stack.enter_context(device)  # creates the adapters there
+        if fake is not None:  # the model is streamed later, when new tensors are fake
+            stack.enter_context(patch.object(StreamedSharding, "shard", lambda *_, **__: None))
         trainer = build.trainer(recipe.probe(folder, sharded=True, **changed), rows, None, model, **options)
-    for module in trainer.model.modules() if adapted else ():
+    for module in trainer.model.modules() if has_adapters else ():
         for name, param in module.named_parameters(recurse=False):
             if fake is not None and not is_fake(param):
                 setattr(module, name, nn.Parameter(fake.from_tensor(param.detach()), param.requires_grad))
@@ -312,7 +320,9 @@ class _Values(TorchDispatchMode):
         """Returns a result for an operation that fake tensors do not support without known values, or None."""
         aten = torch.ops.aten
         if func is aten._local_scalar_dense.default:
-            return True if args[0].dtype == torch.bool else 0.5 if args[0].is_floating_point() else 1
+            if args[0].dtype == torch.bool:
+                return True
+            return 0.5 if args[0].is_floating_point() else 1
         if func is aten.nonzero.default:
             return args[0].new_empty((args[0].numel(), args[0].ndim), dtype=torch.int64)
         if func in (aten.index.Tensor, aten.index_put.default, aten.index_put_.default):
@@ -323,7 +333,11 @@ class _Values(TorchDispatchMode):
                 return args[0].new_empty(selected) if func is aten.index.Tensor else torch.empty_like(args[0])
         if func is aten._grouped_mm.default and args[0].dtype != torch.bfloat16:  # its fake kernel requires bfloat16
             left, right = args[:2]
-            groups = right.shape[:-2] if left.ndim == 3 else args[2].shape if right.ndim == 2 else ()
+            groups: Any = ()
+            if left.ndim == 3:
+                groups = right.shape[:-2]
+            elif right.ndim == 2:
+                groups = args[2].shape
             return left.new_empty((*groups, left.shape[-2], right.shape[-1]))
         return None
 

@@ -92,8 +92,8 @@ class RunFolder:
             return None
         if self.resume is not None and not Path(self.resume).is_dir():
             raise ConfigError(
-                f"resume_from_checkpoint: there is no directory {self.resume}. Use {LAST!r} for the last checkpoint "
-                "in output_dir"
+                f"resume_from_checkpoint: {self.resume} was not found. Use {LAST!r} for the last checkpoint in "
+                "output_dir"
             )
         return self.resume
 

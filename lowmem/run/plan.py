@@ -55,7 +55,7 @@ class RunPlan(NamedTuple):
     """The memory of a run."""
 
     step: StepMemory
-    phases: dict[str, Phase]  # by name, in their order
+    phases: dict[str, Phase]  # by name, in the order of a run
     summary: dict[str, str]  # topic → description
     reserve: int  # bytes that each device needs in addition to tensors
 
@@ -114,16 +114,17 @@ def _store(step: StepMemory, trainer: Any, memory: int | None) -> tuple[StepMemo
     args = trainer.args
     optimizer = trainer.optimizer
     automatic = optimizer._parameters.config.store_bytes is None
-    here = 0
+    on_device = 0
     if automatic and memory is not None:
-        here = min(step.host_gradients, max(0, int(memory * (1 - HEADROOM)) - step.peak))
-    there = step.host_gradients - here
-    text = " and ".join(f"{n / 2**30:,.2f} GiB on the {where}" for n, where in ((here, "device"), (there, "host")) if n)
+        on_device = min(step.host_gradients, max(0, int(memory * (1 - HEADROOM)) - step.peak))
+    on_host = step.host_gradients - on_device
+    places = ((on_device, "device"), (on_host, "host"))
+    text = " and ".join(f"{nbytes / 2**30:,.2f} GiB on the {place}" for nbytes, place in places if nbytes)
     text += " until the step is decided"
     if automatic and memory is None:
         text += ", less if the device has room (--memory)"
-    if there:
-        seconds = 2 * there / LINK
+    if on_host:
+        seconds = 2 * on_host / LINK
         text += f": {seconds:,.1f} s of copies per micro-batch at {LINK / 1e9:.0f} GB/s"
         others = args.gradient_accumulation_steps - 1
         if others:
@@ -135,7 +136,7 @@ def _store(step: StepMemory, trainer: Any, memory: int | None) -> tuple[StepMemo
             passes = 6 if recomputed(args) else 4  # operations per token and parameter
             work = passes * tokens * sum(param.numel() for param in trainer.model.parameters())
             text += f". A second backward (policy two_pass) would take {work / 100e12:,.1f} s at 100 TFLOP/s"
-    return replace(step, host_peak=step.host_peak - here), text
+    return replace(step, host_peak=step.host_peak - on_device), text
 
 
 def _copies(step: StepMemory, streaming: Any, args: Any) -> str:
@@ -145,9 +146,12 @@ def _copies(step: StepMemory, streaming: Any, args: Any) -> str:
     fetched += again * max(0, args.gradient_accumulation_steps - MICRO_BATCHES)  # the plan has no more
     seconds, tokens = max(fetched, written) / LINK, width * 100e12 / (2 * LINK)
     copies = f"{fetched / 1e9:,.2f} GB to the device and {written / 1e9:,.2f} GB back in a step"
-    hidden = f": {seconds:,.1f} s at {LINK / 1e9:.0f} GB/s. They are hidden if a forward pass has {tokens:,.0f} tokens "
-    hidden += "for each 100 TFLOP/s that the device reaches"
-    return copies + hidden * (streaming.device.type != "cpu")
+    if streaming.device.type == "cpu":
+        return copies
+    return (
+        f"{copies}: {seconds:,.1f} s at {LINK / 1e9:.0f} GB/s. They are hidden if a forward pass has {tokens:,.0f} "
+        "tokens for each 100 TFLOP/s that the device reaches"
+    )
 
 
 def _phases(trainer: Any, step: StepMemory, ranks: int, *, on_cpu: bool, converts: bool) -> dict[str, Phase]:
@@ -242,7 +246,7 @@ def require_plannable(recipe: Recipe, ranks: int = 1) -> None:
             raise UnsupportedError(f"{name} cannot be planned: {reason}")
     sharded = next((name for name in ("deepspeed", "fsdp") if getattr(recipe.training, name)), None)
     if sharded and ranks < 2:
-        raise ConfigError(f"{sharded} shards the model over several processes: say how many with --ranks N")
+        raise ConfigError(f"{sharded} shards the model over several processes: set their number with --ranks N")
     if recipe.device == "cpu" and recipe.fused is not None and recipe.fused.home != "host":
         raise UnsupportedError("home: weights in files cannot be planned for a CPU. Plan them for a GPU (--device gpu)")
     if (getattr(recipe.training, "fsdp_plugin_args", None) or {}).get("cpu_offload"):

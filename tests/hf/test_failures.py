@@ -1,4 +1,4 @@
-"""Real ranks of which one fails, dies or hangs: the others say so, soon, and end."""
+"""If one of several processes dies or hangs, the others soon report it and exit."""
 
 import os
 import signal

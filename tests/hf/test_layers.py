@@ -51,7 +51,7 @@ def test_embeddings_are_found_by_get_input_embeddings(make, source, target):
 )
 def test_a_tied_embedding_shares_the_gradient_of_a_head_in_tiles(tied, computed, changed):
     model = hf.LlamaForCausalLM(hf.LlamaConfig(vocab_size=20, tie_word_embeddings=tied, **SIZES))
-    layers.change(model, LayersConfig(computed_gradients=computed))
+    layers.apply(model, LayersConfig(computed_gradients=computed))
     assert isinstance(model.model.embed_tokens, TiedEmbedding) == changed
 
 

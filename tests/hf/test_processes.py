@@ -1,4 +1,4 @@
-"""Ranks of a trainer that were not started alike, or do not share a disk, raise before the first step."""
+"""Ranks with different settings or without a shared disk raise an error before the first step."""
 
 import re
 from pathlib import Path
@@ -13,7 +13,7 @@ from lowmem.hf import processes, version
 from lowmem.step import report
 
 CAUSAL = "causal language model"
-DIFFERENCES = {  # what rank 1 has in place of what rank 0 has
+DIFFERENCES = {  # the settings of rank 1 that differ from rank 0, and the message
     "samples": ({"samples": 41}, "the number of training samples is 40 on rank 0 and 41 on rank 1"),
     "steps": ({"arguments": {"max_steps": 7}}, "max_steps is -1 on rank 0 and 7 on rank 1"),
     "rule": ({"fused": {"rule": "lion"}}, "fused.rule is 'adamw' on rank 0 and 'lion' on rank 1"),
@@ -95,7 +95,7 @@ class Nudge(TrainerCallback):
 
 
 def drifting(rank, folder, nudged):
-    """What is logged about weights that ranks have in common."""
+    """Returns the warnings about weights that differ between ranks."""
     with joined(rank), pytest.MonkeyPatch.context() as patch:
         said = []
         patch.setattr(report.logger, "warning", lambda message, *words: said.append(message % words))

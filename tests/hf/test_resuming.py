@@ -213,7 +213,7 @@ REFUSED = {
         f"rows: {BATCH} was 4 and is now 2, the number of processes was 1 and is now 2. Restore",
     ),
     "a seed": (
-        PLAIN, {"seed": 1}, "seed was 42 and is now 1. Restore the previous value, or write ignore_data_skip: true",
+        PLAIN, {"seed": 1}, "seed was 42 and is now 1. Restore the previous values, or write ignore_data_skip: true",
     ),
     "a seed of the data": (PLAIN, {"data_seed": 3}, "data_seed was null and is now 3"),
     "a sampler": (PLAIN, {"train_sampling_strategy": "group_by_length"}, 'train_sampling_strategy was "random"'),

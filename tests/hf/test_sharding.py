@@ -16,7 +16,7 @@ from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deep
 
 from lowmem import FusedConfig, LayersConfig, placements
 from lowmem.errors import LowmemError, UnsupportedError
-from lowmem.hf.arguments import requested
+from lowmem.hf.arguments import Inputs
 from lowmem.hf.sharding import FSDP2Sharding, Zero3Sharding
 from lowmem.tiles.quantized import in_codes
 from lowmem.trainer import FusedTrainer
@@ -183,14 +183,14 @@ def test_the_variables_that_accelerate_launch_always_sets_agree_with_fsdp2(monke
         if name.startswith("FSDP_"):
             monkeypatch.setenv(name, value)
     args = TrainingArguments(**quiet(tmp_path, use_cpu=True, fsdp=True, fsdp_config={"version": 2}))
-    assert isinstance(requested(args, None), FSDP2Sharding)
+    assert isinstance(Inputs(None, args, None, None).sharding, FSDP2Sharding)
 
 
 def test_settings_of_fsdp_without_fsdp_raise(tmp_path):
     require_sharding("fsdp2")
     args = TrainingArguments(**quiet(tmp_path, use_cpu=True, fsdp_config={"reshard_after_forward": False}))
     with pytest.raises(LowmemError, match="Set fsdp: true"):
-        requested(args, None)
+        _ = Inputs(None, args, None, None).sharding  # raises
 
 
 def test_one_process_shards_nothing():

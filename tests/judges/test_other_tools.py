@@ -53,7 +53,7 @@ def llamafactory(folder):
 
 AXOLOTL = ["-m", "axolotl.cli.main", "train", "--launcher", "python"]
 
-TOOLS = {  # configuration, the file of the page, what it takes to use it, and the commands without and with lowmem
+TOOLS = {  # configuration; the file in the page; settings that select it; the commands without and with lowmem
     "axolotl": (axolotl, "fused_axolotl.py", {"trainer_cls": "fused_axolotl.FusedAxolotlTrainer"}, AXOLOTL, AXOLOTL),
     "llamafactory": (
         llamafactory, "fused_factory.py", {}, ["-m", "llamafactory.cli", "train"], ["fused_factory.py", "train"],
@@ -62,7 +62,7 @@ TOOLS = {  # configuration, the file of the page, what it takes to use it, and t
 
 
 def run(folder, command, config, **settings):
-    """The weights of a run, in an output folder of its name."""
+    """Runs a command with a configuration, and returns the weights in its output folder."""
     output = Path(settings["output_dir"])
     path = folder / f"{output.name}.yaml"
     path.write_text(yaml.safe_dump({**config, **settings}))

@@ -1,4 +1,4 @@
-"""The run folder: one run at a time, continued where it lies, and never mistaken for another."""
+"""A run folder is used by one run at a time, can be moved, and is never mistaken for another folder."""
 
 import pytest
 from support.runs import in_use

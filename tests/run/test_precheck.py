@@ -21,7 +21,7 @@ def config(tmp_path, monkeypatch):
 
 
 def test_a_run_that_does_not_fit_is_refused(config, tmp_path, monkeypatch):
-    """It shows the plan of what would fit, and leaves no files."""
+    """The message shows arguments with which the run fits. No files are left behind."""
     monkeypatch.setattr(data, "load", lambda recipe: pytest.fail("the data was loaded"))
     few = ["--dtype", "bfloat16", "--gradient_checkpointing", "true", "--per_device_train_batch_size", "1"]  # to plan
     ended = runs.lowmem("sft", "--config", config, *few, "--layers.computed_gradients", "false")
@@ -31,7 +31,7 @@ def test_a_run_that_does_not_fit_is_refused(config, tmp_path, monkeypatch):
 
 
 def test_a_run_is_forced(config, monkeypatch):
-    """It fails where it reads the model, whose files do not exist."""
+    """The run starts, and fails when it loads the model, whose files do not exist."""
     monkeypatch.setattr(precheck, "require_fit", lambda recipe: pytest.fail("the run was planned"))
     ended = runs.lowmem("sft", "--config", config, "--force")
     assert ended.status == 2 and "loading the model" in ended.out and "does not fit" not in ended.err
@@ -75,7 +75,7 @@ def test_the_limit_of_a_control_group_counts(case, tmp_path, monkeypatch):
 @pytest.mark.usefixtures("planned_here")
 @pytest.mark.parametrize("weights", [0, 2**20])
 def test_a_small_model_and_a_command_without_a_plan_are_trained(config, tmp_path, monkeypatch, weights):
-    """Without weights the plan of an unsupported argument is tried, and the reason printed."""
+    """If the model has no small weight files, lowmem tries to plan the run and prints why it cannot."""
     if weights:
         (tmp_path / "model" / "model.safetensors").write_bytes(bytes(weights))
     ended = runs.lowmem("sft", "--config", config, "--torch_compile", "true")

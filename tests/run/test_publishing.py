@@ -1,4 +1,4 @@
-"""What reaches the Hub: an API in its place notes the files of each upload."""
+"""Files that are uploaded to the Hub. The Hub is replaced by a function that records the files of each upload."""
 
 from types import SimpleNamespace
 
@@ -15,7 +15,7 @@ MODEL = {"model.safetensors", "config.json", "generation_config.json", "tokenize
 
 @pytest.fixture
 def uploads(monkeypatch):
-    """The files and their contents of each upload, by its commit message."""
+    """The contents of the uploaded files by name, for each commit message."""
     found = {}
 
     def upload_folder(self, *, repo_id, folder_path, commit_message, **options):

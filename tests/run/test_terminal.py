@@ -1,4 +1,4 @@
-"""Progress where the output is not a terminal: lines in place of bars."""
+"""If the output is not a terminal, progress is printed as lines instead of bars."""
 
 import time
 
@@ -12,7 +12,7 @@ from lowmem.run import terminal
 
 @pytest.fixture
 def seconds(monkeypatch):
-    """The least time between two lines of a bar."""
+    """The minimum time between two lines of a bar."""
     monkeypatch.setattr(terminal.err, "width", 200)
     with terminal.progress_in_lines(0.3):
         yield 0.3
@@ -30,7 +30,7 @@ def test_a_long_stage_prints_lines_with_its_rows(seconds, capsys):
 
 @pytest.mark.parametrize("library", [of_the_hub, logging.tqdm])
 def test_bars_of_downloads_and_of_weights(library, seconds, capsys):
-    """Also the one that is refreshed at every update, and the one that leaves it to its file whether it is shown."""
+    """Includes a bar that is refreshed at every update, and a bar that is shown depending on its file."""
     with library(total=4000, desc="model.safetensors", unit="B", unit_scale=True, disable=None) as bar:
         for _ in range(40):
             time.sleep(0.02)

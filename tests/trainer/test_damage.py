@@ -14,6 +14,7 @@ from support.trainers import build, joined
 
 from lowmem.errors import CheckpointError
 from lowmem.hf import checkpoint, checksums
+from lowmem.run import generation
 
 NEWEST = "checkpoint-3"
 
@@ -77,7 +78,7 @@ def test_a_flipped_bit_in_any_file_is_found(run):
             checkpoint.check_resumable(run / NEWEST)
         if name != checkpoint.OPTIMIZER_FILE:
             with pytest.raises(CheckpointError, match=NEWEST):
-                checkpoint.check_model(run / NEWEST)
+                generation.check_model(run / NEWEST)
         (run / NEWEST / name).write_bytes(original)
     checkpoint.check_resumable(run / NEWEST)
 
@@ -87,7 +88,7 @@ def test_a_model_is_checked_without_the_file_of_the_optimizer(run, monkeypatch):
     read = []
     monkeypatch.setattr(checksums, "checksum", lambda path: read.append(path.name))
     (run / NEWEST / "checksums.txt").write_text(f"{'0' * 32}  optimizer.safetensors\n")
-    checkpoint.check_model(run / NEWEST)
+    generation.check_model(run / NEWEST)
     assert read == []
 
 
@@ -168,19 +169,19 @@ LINES = {
 @pytest.mark.parametrize(("text", "message"), LINES.items(), ids=LINES.values())
 def test_damaged_checksums_raise(run, text, message):
     (run / NEWEST / "checksums.txt").write_text(text)
-    for check in (checkpoint.check_resumable, checkpoint.check_model):
+    for check in (checkpoint.check_resumable, generation.check_model):
         with pytest.raises(CheckpointError, match=message):
             check(run / NEWEST)
 
 
 def test_only_resuming_needs_checksums(run):
     (run / NEWEST / "checksums.txt").unlink()
-    checkpoint.check_model(run / NEWEST)
+    generation.check_model(run / NEWEST)
     with pytest.raises(CheckpointError, match="is incomplete or was written by another program"):
         checkpoint.check_resumable(run / NEWEST)
     cut(run / NEWEST / "model.safetensors")
     with pytest.raises(CheckpointError, match="damaged or truncated"):
-        checkpoint.check_model(run / NEWEST)
+        generation.check_model(run / NEWEST)
 
 
 @pytest.mark.parametrize("map", [{"w": "../checkpoint-2/model.safetensors"}, {"w": 3}, {}])
@@ -188,7 +189,7 @@ def test_an_index_cannot_name_files_outside_its_folder(run, map):
     (run / NEWEST / "checksums.txt").unlink()
     (run / NEWEST / "model.safetensors.index.json").write_text(json.dumps({"weight_map": map}))
     with pytest.raises(CheckpointError, match=r"not a file of the same folder|has no weight_map"):
-        checkpoint.check_model(run / NEWEST)
+        generation.check_model(run / NEWEST)
 
 
 class Bomb:

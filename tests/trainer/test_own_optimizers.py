@@ -41,7 +41,7 @@ def head_and_body(trainer):
 
 
 def makes(create):
-    """A trainer whose `create_optimizer` keeps the optimizer that a function of it returns."""
+    """Returns a trainer class whose `create_optimizer` calls `create(trainer)` once."""
 
     class Makes(Trainer):
         def create_optimizer(self):
@@ -155,7 +155,7 @@ def test_suggestions_of_error_messages_work(make):
 
 
 class OwnLoop(Trainer):
-    """As TRL's PPO: makes its optimizer in `__init__`, takes no argument of `train`, and never clips."""
+    """Like TRL's PPO: creates its optimizer in `__init__`, has a `train` without arguments, and never clips."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -212,7 +212,7 @@ def test_a_class_with_custom_checkpoint_loading(make):
 
 
 class CachesGradients(FusedTrainer):
-    """As the `Cached...Loss` of sentence-transformers: a hook runs the backward of the graph."""
+    """Like the `Cached...Loss` classes of sentence-transformers: a hook runs the backward of the graph."""
 
     def compute_loss(self, model, inputs, **kwargs):
         inner = super().compute_loss(model, inputs, **kwargs)

@@ -1,4 +1,4 @@
-"""Two trainers in a row train one model, as cells of a notebook do, as trainers without the mixin would."""
+"""Two trainers that train one model in turn, as in a notebook, give the weights of trainers without the mixin."""
 
 import gc
 import weakref
@@ -17,7 +17,7 @@ FIRST, SECOND = {"max_steps": 2}, {"max_steps": 3, "learning_rate": 3e-3, "gradi
 
 
 def two_trainings(mixin, folder, between=lambda trainer: None, second=CAUSAL):
-    """The weights after both; `between` has the only reference to the first trainer."""
+    """Returns the weights after both trainings. `between` gets a list with the only reference to the first trainer."""
     model = builders.llama()
     trainers = [build(CAUSAL, folder, mixin, {"model": model}, **FIRST)]
     trainers[0].train()
