@@ -24,7 +24,20 @@ _HIDDEN = re.compile(r"step|epoch|total_flos|.*runtime|.*(samples|steps)_per_sec
 
 
 class _Progress(ProgressCallback):  # type: ignore[misc]
-    """The progress bar of transformers, with log lines that can be read."""
+    """The progress bar of transformers, with log lines that can be read. Its time left does not count compilation."""
+
+    compile_seconds = 0.0  # of this process so far
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, optimizer: Any = None, **options: Any) -> None:
+        super().on_train_begin(args, state, control, **options)
+        self.compile_seconds = getattr(optimizer, "compile_seconds", 0.0)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, optimizer: Any = None, **options: Any) -> None:
+        before, self.compile_seconds = self.compile_seconds, getattr(optimizer, "compile_seconds", 0.0)
+        if self.training_bar is not None:
+            self.training_bar.start_t += self.compile_seconds - before
+            self.training_bar.last_print_t += self.compile_seconds - before
+        super().on_step_end(args, state, control, **options)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         if "peak_memory" in logs and self.training_bar is not None:

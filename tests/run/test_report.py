@@ -5,6 +5,7 @@ import json
 import math
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -211,3 +212,13 @@ def test_a_failed_write_keeps_only_the_old_file(tmp_path, monkeypatch):
     assert [(file.name, file.read_bytes()) for file in tmp_path.iterdir()] == [("kept.txt", b"old")]
     with pytest.raises(LowmemError, match=r"cannot be written: permission denied\.$"), writing(tmp_path):
         raise PermissionError(errno.EACCES, "Permission denied")  # only the message of a full disk says to free space
+
+
+def test_the_time_left_does_not_count_compilation():
+    progress, state = report._Progress(), SimpleNamespace(is_world_process_zero=True, max_steps=4, global_step=1)
+    progress.on_train_begin(None, state, None, optimizer=SimpleNamespace(compile_seconds=5.0))
+    bar = progress.training_bar
+    begun = bar.start_t
+    progress.on_step_end(None, state, None, optimizer=SimpleNamespace(compile_seconds=65.0))
+    bar.close()
+    assert bar.start_t == begun + 60
