@@ -53,8 +53,8 @@ class Columns:
         return f"{self.load(kind, name)}.to(tl.pointer_type({TRITON_TYPES[dtype]}))"
 
 
-class Scalars:
-    """Scalars that kernels read: inputs of the update, and results of the code between passes, each in a slot.
+class KernelScalars:
+    """KernelScalars that kernels read: inputs of the update, and results of the code between passes, each in a slot.
 
     Attributes:
         slots: node → the number of its slot.

@@ -23,8 +23,8 @@ GPU_TILE = 1 << 22
 NO_READING, NO_SCALARS = Reading(), Scalars.of({})
 
 
-class Across(Protocol):
-    """The ranks that the parameter is sharded over."""
+class RankGroup(Protocol):
+    """The ranks that a parameter is sharded over."""
 
     def all_reduce(self, tensors: Sequence[Tensor], *, largest: bool = False) -> list[Tensor]:
         """Returns float32 tensors summed over the ranks, or their elementwise maximum, in one collective."""
@@ -42,7 +42,7 @@ class StoredTiles(Tiles):
         scalars: the numbers of the rule.
         members: number of stacked parameters.
         keys: seed of each member's random bits, int32 [members, 1], a scalar for one member, or None if not needed.
-        across: the ranks that have the other shards, or None.
+        ranks: the ranks that the parameter is sharded over; None if it is not sharded.
         tile: elements per tile; None for the default.
         pieces: the tiles for compiled code.
     """
@@ -55,7 +55,7 @@ class StoredTiles(Tiles):
     _: KW_ONLY
     members: int = 1
     keys: Tensor | None = None
-    across: Across | None = None
+    ranks: RankGroup | None = None
     tile: int | None = None
     pieces: Sequence[Place] | None = None
 
@@ -91,7 +91,7 @@ class StoredTiles(Tiles):
                 total.sums = body(raw)
             else:
                 total.add(place, body(raw))
-        return total.sums if self.across is None else over_ranks(self.across, total.sums)
+        return total.sums if self.ranks is None else over_ranks(self.ranks, total.sums)
 
     def each(self, body: Callable[[RawTile], Sums | None], full: States, vectors: Vectors) -> None:
         for _, raw in self.over(self.places, full, vectors):
@@ -154,12 +154,12 @@ class Totals:
             (torch.maximum if largest else torch.add)(here, value, out=here)
 
 
-def over_ranks(across: Across, local: Sums) -> Sums:
+def over_ranks(ranks: RankGroup, local: Sums) -> Sums:
     """Returns the sums over all ranks."""
     total: list[tuple[str, str, Tensor]] = []
     for largest in (False, True):
         sums = [each for each in local.items() if (each[0] == "row_max") is largest]
-        values = across.all_reduce([value for *_, value in sums], largest=largest) if sums else []
+        values = ranks.all_reduce([value for *_, value in sums], largest=largest) if sums else []
         total += [(kind, name, value) for (kind, name, _), value in zip(sums, values, strict=True)]
     return Sums.of(total)
 

@@ -73,7 +73,7 @@ def kernels_of(name):
 
     parameter = Parameter(*CASES[name])
     traced = parameter.traced(READING)
-    return Kernels(traced, line=is_line(traced, parameter.layout.shape), aligned=True)
+    return Kernels(traced, line=is_line(traced, one_row=parameter.layout.shape[1] == 1), aligned=True)
 
 
 @pytest.mark.parametrize("arch", [80, 89, 90])
