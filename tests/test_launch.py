@@ -248,7 +248,7 @@ def test_ranks_that_are_asked_to_stop(folder, tmp_path, shards, number):
     """Also if only one is asked: they agree on a step and save it."""
     settings = ("--output_dir", str(tmp_path / "run"), "--max_steps", "100000", "--save_steps", "100000")
     started = launched(folder, *settings, *SHARDED.get(shards, ()), ranks=2)
-    started.wait_for("  loss  ")
+    started.wait_for("  loss ")
     for process in started.processes[number != signal.SIGTERM :]:
         os.kill(process.pid, number)
     output = started.finish().stdout

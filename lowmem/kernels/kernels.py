@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lowmem.kernels.inputs import ARGS
 from lowmem.kernels.source import Source
 from lowmem.kernels.tables import FOLD, Member, Tables
 from lowmem.tiles.stored import RankGroup
@@ -20,12 +21,8 @@ from lowmem.tiles.traced import TracedUpdate
 COMPILER_OPTIONS: dict[str, Any] = {"num_stages": 1, "enable_fp_fusion": False}
 WARPS_BETWEEN, WARPS_FOLD = 16, 8
 
-# Types that the arguments of kernels point to, except for arguments of the reading.
-ARG_TYPES = {
-    "programs": torch.int32, "table": torch.int64, "grads": torch.int64, "numbers": torch.float64,
-    "keys": torch.int32, "scalars": torch.float64, "work": torch.float32, "results": torch.float64,
-    "jobs": torch.int64, "pieces": torch.int64,
-}  # fmt: skip
+# `ARGS` with the arguments of `fold`.
+ARG_TYPES = ARGS | {"jobs": torch.int64, "pieces": torch.int64}
 
 
 def try_compiler() -> None:

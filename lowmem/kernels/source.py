@@ -29,7 +29,6 @@ class Source:
 
     def __init__(self, update: TracedUpdate, *, line: bool, aligned: bool) -> None:
         self.update = update
-        self.aligned = aligned
         self.tile = LINE_TILE if line else MATRIX_TILE
         self.rectangles = Columns("row")
         self.slices = Columns("row")

@@ -22,7 +22,7 @@ from lowmem.rules import ParamSpec, UpdateRule
 from lowmem.step.parameters import Parameters
 from lowmem.step.program import Program, Result
 from lowmem.step.record import ParamRecord
-from lowmem.tiles.blocks import Form, form_of, pieces
+from lowmem.tiles.blocks import Form, divisible_places, form_of
 from lowmem.tiles.graph import try_compiler
 from lowmem.tiles.layout import Place
 from lowmem.tiles.quantized import QuantizedWeight
@@ -284,7 +284,7 @@ def _variant_of(
         # shards are treated as unaligned, because ranks would have to agree on alignment
         aligned = program.ranks is None and member.is_aligned and grad.data_ptr() % 16 == 0
         return (tiles.shape[1] == 1, aligned), (), fits and member.fits
-    places = pieces(tiles.layout, program.group) or []
+    places = divisible_places(tiles.layout, program.group) or []
     forms = tuple(dict.fromkeys(form_of(place.rect.size) for place in places))
     return (len(places) == 1 and program.ranks is None, forms), places, fits and bool(places)
 

@@ -47,14 +47,10 @@ class TensorSpec(NamedTuple):
 
 
 class Result(NamedTuple):
-    """The result of an update.
+    """The result of an update."""
 
-    square_sums: sums of squares of the unscaled, unclipped gradients, float64 [members].  sizes: see
-    `UpdateRule.update`.
-    """
-
-    square_sums: Tensor
-    sizes: Tensor | None
+    square_sums: Tensor  # of the unscaled, unclipped gradients, float64 [members]
+    sizes: Tensor | None  # see `UpdateRule.update`
 
     @classmethod
     def of(cls, results: Mapping[Any, Tensor], reading: Reading) -> "Result":

@@ -67,7 +67,7 @@ def named(loop: StepLoop, *, lazy: bool) -> dict[str, Any]:
     loop.report.settle()
     parameters.placement.settle()
     loop.cycle.refuse_open("save")
-    loop.claim()  # raises if states no longer fit their parameter
+    loop.claim_changed()  # raises if states no longer fit their parameter
     states, records = parameters.states, list(loop.records.values())
     groups = [
         {k: v for k, v in added.live.items() if k not in ("params", "param_names")}

@@ -81,7 +81,7 @@ class TileCode:
     def in_blocks(self, tensors: Mapping[str, Sequence[Tensor]], size: tuple[int, int, int]) -> Arguments:
         """Returns the tensors of a tile with this size [b, r, c] as arguments."""
         divided = blocks(*size[1:], self._kind.group)
-        assert divided is not None  # true for all `pieces`
+        assert divided is not None  # true for all `divisible_places`
         tile = size[0], *divided[:2], divided[2] // self._kind.group
         return {
             (name, n): tensor.view(self._shape(tile, part.group))
@@ -216,7 +216,7 @@ class Stages:
         self, tiles: StoredTiles, places: Sequence[Place], args: Arguments, held: Mapping[str, StoredTensor]
     ) -> dict[Any, Tensor]:
         """Updates a parameter that is cut into tiles at these places. held: the full-size states, by name."""
-        tiles = replace(tiles, pieces=places)
+        tiles = replace(tiles, chosen_places=places)
         args |= sized(tiles.shape)
         for n, stage in enumerate(self._stages):
             results = {} if stage.before is None else stage.before(args)

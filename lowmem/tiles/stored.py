@@ -44,7 +44,7 @@ class StoredTiles(Tiles):
         keys: seed of each member's random bits, int32 [members, 1], a scalar for one member, or None if not needed.
         ranks: the ranks that the parameter is sharded over; None if it is not sharded.
         tile: elements per tile; None for the default.
-        pieces: the tiles for compiled code.
+        chosen_places: the positions of the tiles; None for tiles of `tile` elements.
     """
 
     layout: Layout
@@ -57,7 +57,7 @@ class StoredTiles(Tiles):
     keys: Tensor | None = None
     ranks: RankGroup | None = None
     tile: int | None = None
-    pieces: Sequence[Place] | None = None
+    chosen_places: Sequence[Place] | None = None
 
     def __post_init__(self) -> None:
         self.shape, self.device = self.layout.shape, self.weight.parts[0].device
@@ -66,8 +66,8 @@ class StoredTiles(Tiles):
     @functools.cached_property
     def places(self) -> list[Place]:
         """Positions of the tiles."""
-        if self.pieces is not None:
-            return list(self.pieces)
+        if self.chosen_places is not None:
+            return list(self.chosen_places)
         places = self.layout.places(self.tile or (CPU_TILE if self.device.type == "cpu" else GPU_TILE))
         return _two_of_each_size(places) if is_fake(self.weight.parts[0]) else places
 
@@ -84,14 +84,24 @@ class StoredTiles(Tiles):
 
     def total(self, body: Callable[[RawTile], Sums], full: States, vectors: Vectors) -> Sums:
         """Like `reduce`, for a `body` that already sums over the tile."""
-        total = Totals(self.shape, self.device)
-        at_once = len(self.places) == 1 and self.places[0].rect.size == self.shape
+        total = Sums()
+        one_tile = len(self.places) == 1 and self.places[0].rect.size == self.shape
         for place, raw in self.over(self.places, full, vectors):
-            if at_once:
-                total.sums = body(raw)
+            if one_tile:
+                total = body(raw)
             else:
-                total.add(place, body(raw))
-        return total.sums if self.ranks is None else over_ranks(self.ranks, total.sums)
+                self._add(total, place, body(raw))
+        return total if self.ranks is None else over_ranks(self.ranks, total)
+
+    def _add(self, total: Sums, place: Place, part: Sums) -> None:
+        """Adds the sums of a tile, row [b, r], col [b, c], scalar [b], to the sums of the parameter."""
+        for kind, name, value in part.items():
+            largest, into = kind == "row_max", getattr(total, kind)
+            if name not in into:
+                start = -torch.inf if largest else 0.0
+                into[name] = torch.full(extent(kind, self.shape), start, dtype=torch.float32, device=self.device)
+            here = into[name][tuple(place.rect[d] for d in DIMS[kind])]
+            (torch.maximum if largest else torch.add)(here, value, out=here)
 
     def each(self, body: Callable[[RawTile], Sums | None], full: States, vectors: Vectors) -> None:
         for _, raw in self.over(self.places, full, vectors):
@@ -135,23 +145,6 @@ def _at(place: Place, storage: Storage, views: Sequence[Sequence[Tensor]]) -> St
     """Returns the tile at a place, given views of each tensor of its storage."""
     pairs = zip(views, storage.parts, strict=True)
     return StoredTensor(storage, tuple(cut(each[place.rectangle], place.inner, part.group) for each, part in pairs))
-
-
-class Totals:
-    """Accumulates the sums of a parameter [B, R, C] over its tiles."""
-
-    def __init__(self, shape: tuple[int, int, int], device: torch.device) -> None:
-        self._shape, self._device, self.sums = shape, device, Sums()
-
-    def add(self, place: Place, part: Sums) -> None:
-        """Adds the sums of a tile: row [b, r], col [b, c], scalar [b]."""
-        for kind, name, value in part.items():
-            largest, into = kind == "row_max", getattr(self.sums, kind)
-            if name not in into:
-                start = -torch.inf if largest else 0.0
-                into[name] = torch.full(extent(kind, self._shape), start, dtype=torch.float32, device=self._device)
-            here = into[name][tuple(place.rect[d] for d in DIMS[kind])]
-            (torch.maximum if largest else torch.add)(here, value, out=here)
 
 
 def over_ranks(ranks: RankGroup, local: Sums) -> Sums:

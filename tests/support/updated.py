@@ -18,7 +18,7 @@ MARGIN = 4096  # elements
 
 @dataclass
 class Parameter:
-    """One parameter by two ways. rounding: also int8, int10, int12."""
+    """A parameter, and a copy that the eager sweep updates. rounding: also int8, int10, int12."""
 
     rule: str
     shape: tuple[int, ...]
