@@ -135,7 +135,7 @@ class Batch:
         )
         rectangles = self._to_device(tables.rectangles)
         slices = self._to_device(tables.slices)
-        programs = self._to_device(tables.programs(tables.tiles), torch.int32)
+        programs = self._to_device(tables.programs, torch.int32)
         self.steps = list[Launch | Reduction]()
         for name, n in source.steps:
             if name.startswith("between"):

@@ -92,9 +92,8 @@ class KernelUpdates:
             return None
         bounds, batches = known
         for (record, grad, _, parts, states, numbers, offsets), bound in zip(pending, bounds, strict=True):
-            if not self._compilation.is_current(
-                record, bound, update_key(record, grad, parts, states, numbers, offsets)
-            ):
+            now = update_key(record, grad, parts, states, numbers, offsets)
+            if not self._compilation.is_current(record, bound, now):
                 return None
         self._flushes[key] = known
         return batches
