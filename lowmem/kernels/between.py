@@ -27,7 +27,7 @@ LIMITS = {ROW: "R", COL: "C", SLICE: "B"}
 Side = str | int
 
 
-class Between:
+class BetweenPasses:
     """The code between passes, for the slices of parameters.
 
     Attributes:
@@ -173,7 +173,7 @@ class Scope(Printer):
     """Prints the body of a program, or of a loop over `side`, in which values along this side are blocks."""
 
     def __init__(
-        self, between: Between, text: Lines, side: Side, outer: "Scope | None" = None, limit: str = ""
+        self, between: BetweenPasses, text: Lines, side: Side, outer: "Scope | None" = None, limit: str = ""
     ) -> None:
         super().__init__(text)
         self._between = between

@@ -1,6 +1,6 @@
 """Source code of all kernels of an update."""
 
-from lowmem.kernels.between import Between
+from lowmem.kernels.between import BetweenPasses
 from lowmem.kernels.inputs import Columns, KernelScalars, TileSize
 from lowmem.kernels.passes import pass_text
 from lowmem.tiles.traced import TracedUpdate
@@ -33,7 +33,7 @@ class Source:
         self.rectangles = Columns("row")
         self.slices = Columns("row")
         self.scalars = KernelScalars(update)
-        between = Between(self.scalars, self.slices)
+        between = BetweenPasses(self.scalars, self.slices)
         self.steps = list[tuple[str, int]]()
         text = ""
         for n, reached in enumerate(update.passes):

@@ -116,10 +116,10 @@ class StoredTiles(Tiles):
         order = places if self._passes % 2 == 0 else places[::-1]
         self._passes += 1
         grads, weight = self._rectangles
-        views = {name: self._views(held) for name, held in full.items()}
+        views = {name: self._views(state) for name, state in full.items()}
         for place in order:
             grad = cut(grads[place.rectangle], place.inner)
-            states = {name: _at(place, held.storage, views[name]) for name, held in full.items()}
+            states = {name: _at(place, state.storage, views[name]) for name, state in full.items()}
             here = {key: self._part(key[0], value, place) for key, value in vectors.items()}
             yield place, self._raw(grad, _at(place, self.weight.storage, weight), states, here)
 
@@ -136,9 +136,10 @@ class StoredTiles(Tiles):
             value = value if low == 1 << 31 else value + (low - (1 << 31))
         return value.view([n if d in DIMS[kind] else 1 for d, n in enumerate(rect.size)])
 
-    def _views(self, held: StoredTensor) -> list[list[Tensor]]:
+    def _views(self, stored: StoredTensor) -> list[list[Tensor]]:
         """Returns views of each tensor of a storage, one per rectangle [b, r, c / group]."""
-        return [self.layout.views(each, part.group) for each, part in zip(held.parts, held.storage.parts, strict=True)]
+        pairs = zip(stored.parts, stored.storage.parts, strict=True)
+        return [self.layout.views(tensor, part.group) for tensor, part in pairs]
 
 
 def _at(place: Place, storage: Storage, views: Sequence[Sequence[Tensor]]) -> StoredTensor:
