@@ -271,8 +271,8 @@ def update_key(
 def _variant_of(
     record: ParamRecord, tiles: StoredTiles, states: Mapping[str, Tensor]
 ) -> tuple[tuple[bool, Any], Sequence[Place], bool]:
-    """Returns the variant of a parameter's code (the arguments of `InductorCode.code` or `KernelCode.code`), the places
-    of its tiles for Inductor, and whether compiled code can update these tensors.
+    """Returns the variant of a parameter's code, which `Code.update_for` takes as arguments, the places of its tiles for
+    Inductor, and whether compiled code can update these tensors.
     """
     program, grad = record.program, tiles.grad
     parts = *tiles.weight.parts, *(part for state in program.full_states(states).values() for part in state.parts)
@@ -304,7 +304,7 @@ class InductorCode:
     def __init__(self, update: TracedUpdate) -> None:
         self._stages, self._one_tile = Stages(update), OneTile(update)
 
-    def code(self, one_tile: bool, forms: Sequence[Form]) -> tuple[Update, Sequence[Callable[[], None]]]:
+    def update_for(self, one_tile: bool, forms: Sequence[Form]) -> tuple[Update, Sequence[Callable[[], None]]]:
         """Returns the update of parameters with tiles of these forms, and functions that compile its code."""
         update = self._one_tile if one_tile else self._stages
         return update, [code.compile for code in update.codes(forms)]
@@ -317,7 +317,7 @@ class KernelCode:
         self._update = update
         self._kernels: dict[tuple[bool, bool], Kernels] = {}
 
-    def code(self, one_row: bool, aligned: bool) -> tuple[Update, Sequence[Callable[[], None]]]:
+    def update_for(self, one_row: bool, aligned: bool) -> tuple[Update, Sequence[Callable[[], None]]]:
         """Returns the kernels for parameters with one row per slice or several, and functions that compile them."""
         if (one_row, aligned) not in self._kernels:
             line = is_line(self._update, one_row=one_row)
@@ -342,7 +342,7 @@ def compiled_update(program: Program, kind: Kind, variant: Any) -> Update | None
             traced = trace_update(kind, lambda sweep, states: rule.update(sweep, spec, states), alike=spec.alike)
             code = KernelCode(traced) if kind.device.type in KERNELS else InductorCode(traced)
             codes[spec, kind] = code
-        update, compilers = code.code(*variant)
+        update, compilers = code.update_for(*variant)
     except Exception as error:  # from the rule or PyTorch's tracer, such as for a branch on a tensor's value
         if None not in codes.values():  # once per rule
             reason = f"{type(error).__name__}: {error}".partition("\n")[0]
