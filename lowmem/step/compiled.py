@@ -48,19 +48,14 @@ _TRACED: WeakKeyDictionary[Any, dict[tuple[ParamSpec, Kind] | Kind, "Code | None
 
 
 class BoundUpdate(NamedTuple):
-    """The compiled update of one parameter, with the arguments that do not change from step to step.
+    """The compiled update of one parameter, with the arguments that do not change from step to step."""
 
-    key: see `update_key`.  form: the form of its reading.  places: the places of the tiles.  args: the states as
-    arguments.
-    alive: weak references to the states. When one of them is freed or replaced, the views of all states are freed.
-    """
-
-    key: Any
-    form: Any
+    key: Any  # see `update_key`
+    form: Any  # of its reading
     update: Update
-    places: Sequence[Place]
-    args: Arguments
-    alive: Sequence[ReferenceType[Tensor]]
+    places: Sequence[Place]  # of its tiles
+    args: Arguments  # views of its states
+    alive: Sequence[ReferenceType[Tensor]]  # to the states. When one is freed or replaced, all views are freed
 
 
 class Compilation:
@@ -271,7 +266,7 @@ def update_key(
 def _variant_of(
     record: ParamRecord, tiles: StoredTiles, states: Mapping[str, Tensor]
 ) -> tuple[tuple[bool, Any], Sequence[Place], bool]:
-    """Returns the variant of a parameter's code, which `Code.update_for` takes as arguments, the places of its tiles for
+    """Returns the variant of a parameter's code (the arguments of `Code.update_for`), the places of its tiles for
     Inductor, and whether compiled code can update these tensors.
     """
     program, grad = record.program, tiles.grad

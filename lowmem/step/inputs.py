@@ -21,23 +21,14 @@ from lowmem.tiles.transfers import to_device
 
 @dataclass(frozen=True, eq=False)
 class StepValues:
-    """The values of a step on a device.
+    """The values of a step on a device."""
 
-    Attributes:
-        numbers: the numbers of all groups, float64.
-        names: the names of each group's numbers.
-        offsets: the index of each group's first number.
-        keys: the keys of the parameters' random bits, int32.
-        key_indices: the index of the key of each parameter whose storages use random bits.
-        reading: how gradients are read if there is no decision before the updates.
-    """
-
-    numbers: Tensor
-    names: Mapping[AddedGroup, tuple[str, ...]]
-    offsets: Mapping[AddedGroup, int]
-    keys: Tensor
-    key_indices: Mapping[ParamRecord, int]
-    reading: Reading
+    numbers: Tensor  # of all groups, float64
+    names: Mapping[AddedGroup, tuple[str, ...]]  # of each group's numbers
+    offsets: Mapping[AddedGroup, int]  # index of each group's first number
+    keys: Tensor  # of the parameters' random bits, int32
+    key_indices: Mapping[ParamRecord, int]  # index of the key of each parameter whose storages use random bits
+    reading: Reading  # how gradients are read if there is no decision before the updates
 
     @functools.cached_property
     def scalars(self) -> Mapping[AddedGroup, Scalars]:

@@ -21,19 +21,15 @@ from lowmem.tiles.storage import StoredTensor
 
 
 class PendingUpdate(NamedTuple):
-    """An update that kernels run.
-
-    shard: this rank's shard of the parameter.  parts: its stored tensors.  numbers: the names of its group's numbers.
-    offsets: the indices in `StepValues` of the first of these numbers and of its noise key.
-    """
+    """An update that kernels run."""
 
     record: ParamRecord
     grad: Tensor
-    shard: Tensor
-    parts: tuple[Tensor, ...]
+    shard: Tensor  # this rank's shard of the parameter
+    parts: tuple[Tensor, ...]  # the stored tensors of the shard
     states: dict[str, Any]
-    numbers: tuple[str, ...]
-    offsets: tuple[int, int]
+    numbers: tuple[str, ...]  # names of its group's numbers
+    offsets: tuple[int, int]  # indices in `StepValues` of the first of these numbers and of its noise key
 
     @property
     def weight(self) -> StoredTensor:
