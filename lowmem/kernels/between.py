@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from lowmem.errors import UnsupportedError
-from lowmem.kernels.inputs import Columns, Scalars
+from lowmem.kernels.inputs import Columns, KernelScalars
 from lowmem.kernels.printing import REDUCTIONS, Lines, Printer, Value, arg, closure, op_name, source_of
 
 BLOCK = 4096  # elements per iteration of a loop
@@ -27,7 +27,7 @@ LIMITS = {ROW: "R", COL: "C", SLICE: "B"}
 Side = str | int
 
 
-class Between:
+class BetweenPasses:
     """The code between passes, for the slices of parameters.
 
     Attributes:
@@ -39,7 +39,7 @@ class Between:
         ends: nodes that are stored before the last pass, after all states are read.
     """
 
-    def __init__(self, scalars: Scalars, columns: Columns) -> None:
+    def __init__(self, scalars: KernelScalars, columns: Columns) -> None:
         self.scalars = scalars
         self.columns = columns
         self.update = scalars.update
@@ -173,7 +173,7 @@ class Scope(Printer):
     """Prints the body of a program, or of a loop over `side`, in which values along this side are blocks."""
 
     def __init__(
-        self, between: Between, text: Lines, side: Side, outer: "Scope | None" = None, limit: str = ""
+        self, between: BetweenPasses, text: Lines, side: Side, outer: "Scope | None" = None, limit: str = ""
     ) -> None:
         super().__init__(text)
         self._between = between

@@ -16,7 +16,11 @@ from torch import fx
 from lowmem.kernels.printing import TRITON_TYPES, Value, arg, op_name, source_of
 from lowmem.tiles.traced import TracedUpdate
 
-ARGS = ("programs", "table", "grads", "numbers", "keys", "scalars", "work", "results")
+# Arguments of kernels, and the types that they point to.
+ARGS = {
+    "programs": torch.int32, "table": torch.int64, "grads": torch.int64, "numbers": torch.float64,
+    "keys": torch.int32, "scalars": torch.float64, "work": torch.float32, "results": torch.float64,
+}  # fmt: skip
 
 
 class TileSize(NamedTuple):
@@ -53,8 +57,8 @@ class Columns:
         return f"{self.load(kind, name)}.to(tl.pointer_type({TRITON_TYPES[dtype]}))"
 
 
-class Scalars:
-    """Scalars that kernels read: inputs of the update, and results of the code between passes, each in a slot.
+class KernelScalars:
+    """KernelScalars that kernels read: inputs of the update, and results of the code between passes, each in a slot.
 
     Attributes:
         slots: node → the number of its slot.

@@ -3,16 +3,17 @@
 import functools
 import hashlib
 import linecache
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from lowmem.kernels.inputs import ARGS
 from lowmem.kernels.source import Source
 from lowmem.kernels.tables import FOLD, Member, Tables
-from lowmem.tiles.stored import Across
+from lowmem.tiles.stored import RankGroup
 from lowmem.tiles.tile import Reading
 from lowmem.tiles.traced import TracedUpdate
 
@@ -20,12 +21,8 @@ from lowmem.tiles.traced import TracedUpdate
 COMPILER_OPTIONS: dict[str, Any] = {"num_stages": 1, "enable_fp_fusion": False}
 WARPS_BETWEEN, WARPS_FOLD = 16, 8
 
-# Types that the arguments of kernels point to, except for arguments of the reading.
-ARG_TYPES = {
-    "programs": torch.int32, "table": torch.int64, "grads": torch.int64, "numbers": torch.float64,
-    "keys": torch.int32, "scalars": torch.float64, "work": torch.float32, "results": torch.float64,
-    "jobs": torch.int64, "pieces": torch.int64,
-}  # fmt: skip
+# `ARGS` with the arguments of `fold`.
+ARG_TYPES = ARGS | {"jobs": torch.int64, "pieces": torch.int64}
 
 
 def try_compiler() -> None:
@@ -34,21 +31,6 @@ def try_compiler() -> None:
 
     pointers = (ARG_TYPES[name] for name in ("programs", "jobs", "pieces", "work"))
     fold.warmup(*pointers, False, *FOLD, grid=(1,), num_warps=WARPS_FOLD, **COMPILER_OPTIONS)
-
-
-class Values(NamedTuple):
-    """The values of a step, on the device."""
-
-    numbers: Tensor  # of all groups, concatenated, float64
-    keys: Tensor  # noise keys of all parameters, int32
-    reading: Reading  # how the gradients of a batch are read; its scalars are the same for all members
-
-
-class BatchResult(NamedTuple):
-    """The results of an update, float64 [members]."""
-
-    square_sums: Tensor | None  # squared gradient norms, unless already known
-    sizes: Tensor | None  # see `UpdateRule.update`
 
 
 class Kernels:
@@ -123,7 +105,7 @@ class Launch(NamedTuple):
     constants: tuple[Any, ...] = ()  # the last arguments
 
 
-class Sum(NamedTuple):
+class Reduction(NamedTuple):
     """A part of the workspace that is reduced over ranks, by sum or maximum."""
 
     part: slice
@@ -135,26 +117,26 @@ class Batch:
     parameters' tensors, which are not kept alive.
 
     Args:
-        across: the ranks that have the other shards of the parameters.
+        ranks: the ranks that the parameters are sharded over; None if they are not sharded.
 
     Attributes:
         steps: the launches and reductions of a run.
     """
 
-    def __init__(self, kernels: Kernels, members: Sequence[Member], across: Across | None = None) -> None:
+    def __init__(self, kernels: Kernels, members: Sequence[Member], ranks: RankGroup | None = None) -> None:
         self._kernels = kernels
-        self._across = across
+        self._ranks = ranks
         source = kernels.source
         self.device = members[0].tensors["param", 0].device
-        tables = Tables(source, members, sharded=across is not None)
+        tables = Tables(source, members, sharded=ranks is not None)
         self._size = tables.size
         self._scalars = torch.zeros(
             len(tables.slices), len(source.scalars.slots), dtype=torch.float64, device=self.device
         )
         rectangles = self._to_device(tables.rectangles)
         slices = self._to_device(tables.slices)
-        programs = self._to_device(tables.programs(tables.tiles), torch.int32)
-        self.steps = list[Launch | Sum]()
+        programs = self._to_device(tables.programs, torch.int32)
+        self.steps = list[Launch | Reduction]()
         for name, n in source.steps:
             if name.startswith("between"):
                 self.steps.append(Launch(name, len(tables.slices), (programs, slices)))
@@ -166,50 +148,53 @@ class Batch:
                 if jobs:
                     args = (self._to_device(of_fold, torch.int32), self._to_device(jobs), self._to_device(pieces))
                     self.steps.append(Launch("fold", len(args[0]), args, (largest, *FOLD)))
-                    if across is not None:
-                        self.steps.append(Sum(tables.totals[n, largest], largest))
-        # pointers to gradients: the last ones that were sent, on the host, and on the device
+                    if ranks is not None:
+                        self.steps.append(Reduction(tables.totals[n, largest], largest))
         on_gpu = self.device.type == "cuda"
-        self._sent_pointers = list[int]()
+        self._pointers = list[int]()  # to gradients, in the last run
+        self._on_host = self._on_device = torch.empty(len(members), dtype=torch.int64, pin_memory=on_gpu)
+        self._as_array = self._on_host.numpy()
         self._copied = torch.cuda.Event() if on_gpu else None
-        self._buffer = self._grads = torch.empty(len(members), dtype=torch.int64, pin_memory=on_gpu)
-        self._numbers = self._buffer.numpy()
         self._results = torch.zeros(len(source.results), len(members), dtype=torch.float64, device=self.device)
-        rows = dict(zip(source.results, self._results, strict=True))
-        self._result = BatchResult(rows.get("square_sums"), rows.get("sizes"))
+        self._by_name = dict(zip(source.results, self._results, strict=True))
 
     def _to_device(self, numbers: Sequence[Any], dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.tensor(numbers, dtype=dtype).to(self.device)
 
-    def run(self, grads: Sequence[Tensor], values: Values) -> BatchResult:
-        """Updates the members. grads: the gradient of each, contiguous, in the memory order of its tensors.
+    def run(self, grads: Sequence[Tensor], numbers: Tensor, keys: Tensor, reading: Reading) -> Mapping[str, Tensor]:
+        """Updates the members.
+
+        Args:
+            grads: the gradient of each member, contiguous, in the memory order of its tensors.
+            numbers, keys: the numbers of all groups, float64, and the noise keys of all parameters, int32.
+            reading: how the gradients are read. Its scalars are the same for all members.
 
         Returns:
-            The results, which the next run overwrites.
+            The results of the update by name, float64 [members], which the next run overwrites.
         """
         pointers = [grad.data_ptr() for grad in grads]
         work = torch.empty(self._size, dtype=torch.float32, device=self.device)
         with torch.cuda.device(self.device) if self._copied is not None else nullcontext():
-            step = (self._pointers(pointers), values.numbers, values.keys)
-            args = (*step, self._scalars, work, self._results, *values.reading.tensors.values())
+            step = (self._send(pointers), numbers, keys)
+            args = (*step, self._scalars, work, self._results, *reading.tensors.values())
             for each in self.steps:
-                if isinstance(each, Sum):
-                    assert self._across is not None
-                    work[each.part] = self._across.all_reduce([work[each.part]], largest=each.largest)[0]
+                if isinstance(each, Reduction):
+                    assert self._ranks is not None
+                    work[each.part] = self._ranks.all_reduce([work[each.part]], largest=each.largest)[0]
                 else:
                     self._kernels.launch(each, (work,) if each.name == "fold" else args, self.device)
-        return self._result
+        return self._by_name
 
-    def _pointers(self, pointers: list[int]) -> Tensor:
+    def _send(self, pointers: list[int]) -> Tensor:
         """Copies pointers to the device unless they equal the last run's. The last copy has ended, because each step
         waits for the outcome of the one before.
         """
-        if pointers != self._sent_pointers:
+        if pointers != self._pointers:
             if self._copied is not None:
                 self._copied.synchronize()
-            self._sent_pointers = pointers
-            self._numbers[:] = pointers
-            self._grads = self._buffer.to(self.device, non_blocking=True)
+            self._pointers = pointers
+            self._as_array[:] = pointers
+            self._on_device = self._on_host.to(self.device, non_blocking=True)
             if self._copied is not None:
                 self._copied.record()
-        return self._grads
+        return self._on_device

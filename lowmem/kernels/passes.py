@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, fx
 
 from lowmem.errors import UnsupportedError
-from lowmem.kernels.inputs import Columns, Scalars, TileSize
+from lowmem.kernels.inputs import Columns, KernelScalars, TileSize
 from lowmem.kernels.printing import TRITON_TYPES, Lines, Printer, Value, arg, op_name, source_of
 from lowmem.tiles.graph import Sizes
 from lowmem.tiles.rounding import mix
@@ -75,7 +75,7 @@ class TilePrinter(Printer):
     """
 
     def __init__(
-        self, scalars: Scalars, columns: Columns, reached: Pass, graph: Graph, tile: TileSize, *, aligned: bool
+        self, scalars: KernelScalars, columns: Columns, reached: Pass, graph: Graph, tile: TileSize, *, aligned: bool
     ) -> None:
         super().__init__(Lines())
         self.before = list[str]()
@@ -204,7 +204,9 @@ def _masked(value: Value, other: str = "0.0") -> str:
     return f"tl.where(inside1, {value.code}, {other})"
 
 
-def pass_text(scalars: Scalars, columns: Columns, number: int, reached: Pass, tile: TileSize, *, aligned: bool) -> str:
+def pass_text(
+    scalars: KernelScalars, columns: Columns, number: int, reached: Pass, tile: TileSize, *, aligned: bool
+) -> str:
     """Returns the source of the kernel for pass `number`."""
     graph = trace_tile(scalars.update.kind, reached, tile)
     printer = TilePrinter(scalars, columns, reached, graph, tile, aligned=aligned)

@@ -1,9 +1,7 @@
 """Source code of all kernels of an update."""
 
-from collections.abc import Sequence
-
-from lowmem.kernels.between import Between
-from lowmem.kernels.inputs import Columns, Scalars, TileSize
+from lowmem.kernels.between import BetweenPasses
+from lowmem.kernels.inputs import Columns, KernelScalars, TileSize
 from lowmem.kernels.passes import pass_text
 from lowmem.tiles.traced import TracedUpdate
 
@@ -12,10 +10,10 @@ MATRIX_TILE = TileSize(8, 256, 16)
 LINE_TILE = TileSize(1, 2048, 16)
 
 
-def is_line(update: TracedUpdate, shape: Sequence[int]) -> bool:
-    """Returns whether a parameter [B, R, C] is updated as single lines."""
+def is_line(update: TracedUpdate, *, one_row: bool) -> bool:
+    """Returns whether parameters are updated as single lines. one_row: whether they have one row per slice."""
     kinds = {kind for each in update.passes for kind, _ in (*each.vectors, *(each.sums or ()))}
-    return shape[1] == 1 and not kinds & {"row", "col", "row_max"}
+    return one_row and not kinds & {"row", "col", "row_max"}
 
 
 class Source:
@@ -31,12 +29,11 @@ class Source:
 
     def __init__(self, update: TracedUpdate, *, line: bool, aligned: bool) -> None:
         self.update = update
-        self.aligned = aligned
         self.tile = LINE_TILE if line else MATRIX_TILE
         self.rectangles = Columns("row")
         self.slices = Columns("row")
-        self.scalars = Scalars(update)
-        between = Between(self.scalars, self.slices)
+        self.scalars = KernelScalars(update)
+        between = BetweenPasses(self.scalars, self.slices)
         self.steps = list[tuple[str, int]]()
         text = ""
         for n, reached in enumerate(update.passes):

@@ -84,7 +84,7 @@ class Tables:
     """Static tables for parameters that are updated together, on the host.
 
     Attributes:
-        tiles: number of programs for each rectangle.
+        programs: the row of `rectangles` that each program processes.
         rectangles, slices: the tables of kernels.
         totals: (number of a pass, whether they are maxima) → part of the workspace with the sums of the pass.
         size: size of the workspace.
@@ -104,8 +104,9 @@ class Tables:
         self._slice_of = [row_of_slice[each.member, each.slice] for each in self._rectangles]
         down, across = source.tile.strip
         self._strips = [(-(-each.rows // down), -(-each.cols // across)) for each in self._rectangles]
-        self.tiles = [down * across for down, across in self._strips]
-        self._first = [0, *itertools.accumulate(self.tiles)]
+        self._counts = [down * across for down, across in self._strips]  # of programs, for each rectangle
+        self.programs = [row for row, count in enumerate(self._counts) for _ in range(count)]
+        self._first = [0, *itertools.accumulate(self._counts)]
         rows, cols = ([shapes[n][side] for n, _ in self._slices] for side in (1, 2))
         self._lengths = {"row": rows, "row_max": rows, "col": cols, "scalar": [1] * len(self._slices)}
         self._offsets = dict[tuple[str, Any], list[int]]()  # offsets in the workspace, by rectangle or slice
@@ -114,11 +115,6 @@ class Tables:
         self._assign_offsets()
         self.rectangles = [self._rectangle_columns(row) for row in range(len(self._rectangles))]
         self.slices = [self._slice_columns(row) for row in range(len(self._slices))]
-
-    @staticmethod
-    def programs(counts: Sequence[int]) -> list[int]:
-        """Returns the row that each program processes, given the number of programs per row."""
-        return [row for row, count in enumerate(counts) for _ in range(count)]
 
     def _sums(self, number: int, largest: bool) -> Iterator[tuple[tuple[int, int], str]]:
         """Yields (key, kind) of the sums or the maxima of a pass that `fold` computes."""
@@ -139,7 +135,7 @@ class Tables:
         for number, each in enumerate(self._source.update.passes):
             for n, (kind, _) in enumerate(each.sums or ()):
                 if kind == "scalar" and not self._totals_of_scalars:  # the code between passes adds them, also later
-                    assign("partial", (number, n), self.tiles)
+                    assign("partial", (number, n), self._counts)
         for node, kind in self._source.vectors.items():
             assign("vector", node, self._lengths[kind])
         start = largest_size = self.size

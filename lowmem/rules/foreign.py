@@ -122,7 +122,7 @@ class ForeignRule(UpdateRule):
                 failure = error
         else:
             raise UnsupportedError(f"{self.name} does not run: {failure or type(failure).__name__}") from failure
-        instance = self._instances[id(hyper)] = self._new(hyper)
+        instance = self._instances[id(hyper)] = self._new_instance(hyper)
         manager = getattr(instance.optimizer, "mng", None)  # bitsandbytes 0.50, optim/optimizer.py
         if manager is not None and (manager.index2config or manager.pid2config or manager.module_weight_config_triple):
             self._refuse(
@@ -137,7 +137,7 @@ class ForeignRule(UpdateRule):
         """Raises if steps on one parameter at a time differ from steps on all of them."""
         self._shape = tuple(starts[0].shape)
         params = [start.clone().requires_grad_() for start in starts]
-        together = self._made(params, hyper, groups=1 + bool(self._instances))
+        together = self._create(params, hyper, groups=1 + bool(self._instances))
         group = together.param_groups[0]
         before = random_states()
         for step in grads:
@@ -189,7 +189,7 @@ class ForeignRule(UpdateRule):
         states = [State() for _ in starts]
         group = {**hyper}
         changed = set[str]()
-        instance = self._new(group)
+        instance = self._new_instance(group)
         for step in grads:
             torch.manual_seed(0)
             instance.begin(group)
@@ -220,7 +220,7 @@ class ForeignRule(UpdateRule):
 
     def admit(self, name: str, param: Tensor, hyper: Hyper) -> None:
         try:  # not on the parameter itself, where hooks of the class would stay registered
-            self._made([param.detach().requires_grad_()], hyper)
+            self._create([param.detach().requires_grad_()], hyper)
         except Exception as error:  # a class may raise anything
             raise UnsupportedError(f"is not accepted by {self.name}: {error or type(error).__name__}") from error
         self._dtypes.setdefault(name, param.dtype)
@@ -231,7 +231,7 @@ class ForeignRule(UpdateRule):
     def scalars(self, hyper: Hyper, step: int) -> dict[str, float]:
         instance = self._instances.get(id(hyper))
         if instance is None or not instance.serves(self._arguments(hyper)):
-            instance = self._instances[id(hyper)] = self._new(hyper)
+            instance = self._instances[id(hyper)] = self._new_instance(hyper)
         instance.begin(hyper)
         return {}  # the class has its own numbers
 
@@ -254,14 +254,14 @@ class ForeignRule(UpdateRule):
     ) -> State:
         if not state and instance.eager:  # the class creates states in its constructor
             then = param.detach().to(first).requires_grad_()
-            state = pack_state(self.name, self._made([then], hyper).state[then])
+            state = pack_state(self.name, self._create([then], hyper).state[then])
         return instance.step(param, state, hyper)
 
     def _refuse(self, reason: str) -> NoReturn:
         raise UnsupportedError(f"{self.name} {reason}")
 
-    def _new(self, hyper: Hyper) -> Instance:
-        optimizer = self._made([torch.zeros(self._shape).requires_grad_()], hyper)
+    def _new_instance(self, hyper: Hyper) -> Instance:
+        optimizer = self._create([torch.zeros(self._shape).requires_grad_()], hyper)
         return Instance(self.name, optimizer, self._arguments(hyper), hyper)
 
     def _extra(self, hyper: Hyper) -> dict[str, Any]:
@@ -272,7 +272,7 @@ class ForeignRule(UpdateRule):
         named = {key: value for key, value in hyper.items() if key in self.defaults}
         return {**named, **self._extra(hyper)} if self._open_ended else named
 
-    def _made(self, params: list[Tensor], hyper: Hyper, groups: int = 1) -> torch.optim.Optimizer:
+    def _create(self, params: list[Tensor], hyper: Hyper, groups: int = 1) -> torch.optim.Optimizer:
         """Returns a new object of the class, with the parameters in this number of groups."""
         extra = self._extra(hyper)
         recorded = [RecordedGroup({"params": params[n::groups], **extra}) for n in range(groups)]

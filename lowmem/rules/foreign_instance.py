@@ -61,7 +61,7 @@ class Instance:
         plain = {key: value for key, value in self.numbers.items() if isinstance(value, int | float | str | tuple)}
         derived = {key: plain[key] for key in plain.keys() & arguments if plain[key] != arguments[key]}
         cast(dict[str, Any], hyper).update(derived)
-        self._hidden = {key: _own(value) for key, value in self._hidden_of({**arguments, **derived}).items()}
+        self._hidden = {key: _copied(value) for key, value in self._hidden_of({**arguments, **derived}).items()}
         self.changes: dict[str, Any] | None = None
         self._release()
 
@@ -88,7 +88,7 @@ class Instance:
         """Steps on a parameter with its packed state, and returns the new packed state."""
         optimizer = self.optimizer
         stored = param.detach()
-        start = {key: _own(value) for key, value in self._start.items()}  # alive until `now` is compared by id
+        start = {key: _copied(value) for key, value in self._start.items()}  # alive until `now` is compared by id
         before = {key: _comparable(value, self._start[key]) for key, value in start.items()}
         restore(optimizer, start)
         optimizer.param_groups[0]["params"] = [param]
@@ -164,7 +164,7 @@ def number_of(name: str, key: str, value: Any) -> Any:
     return number
 
 
-def _own(value: Any) -> Any:
+def _copied(value: Any) -> Any:
     """Returns a copy of a value that the class or a user may modify."""
     if isinstance(value, Tensor):
         return value.clone() if value.numel() == 1 else value

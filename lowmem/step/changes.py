@@ -78,9 +78,9 @@ def _elements(weight: StoredTensor, where: tuple[slice, ...]) -> Tensor:
 
 
 @functools.cache
-def _where(shape: torch.Size, in_codes: bool = False) -> tuple[slice, ...]:
-    """Returns slices of about `ELEMENTS` evenly spaced elements of a tensor, or of complete groups if `in_codes`."""
-    if in_codes:
+def _where(shape: torch.Size, quantized: bool = False) -> tuple[slice, ...]:
+    """Returns slices of about `ELEMENTS` evenly spaced elements of a tensor, or of complete groups if `quantized`."""
+    if quantized:
         *lines, columns = shape
         return *(slice(size // 2, size // 2 + 1) for size in lines), slice(0, min(ELEMENTS, columns))
     along = max(1, round(ELEMENTS ** (1 / max(1, len(shape)))))

@@ -144,11 +144,15 @@ class Clipping:
         coef = None
         if self.norm is not None:  # the same division as in torch
             coef = (self.norm / (norm_over(norms.clipped).float() + 1e-6)).clamp(max=1.0)
-        read = norms.clamped if coef is None else norms.clamped * coef
-        results = self._clip_by_rules(fired, read)
-        for group, result in results.items():
+        own_clips: dict[AddedGroup, Clip] = {}
+        read_norms = norms.clamped if coef is None else norms.clamped * coef
+        for group, result in self._clip_by_rules(fired, read_norms).items():
             for name, new in result.memory.items():  # a skipped step does not change it
                 group.memory[name].copy_(torch.where(finite, new, group.memory[name]))
+            if result.by_rule:
+                own_clips[group] = coef, result.coef
+            else:
+                own_clips[group] = result.coef if coef is None else coef * result.coef, None
         return Decision(
             names=tuple(record.name for record in fired),
             norms=norms.unscaled,
@@ -156,10 +160,7 @@ class Clipping:
             finite=finite,
             tiled=norms.tiled,
             clip_coef=coef,
-            own_clips={
-                group: (coef, own.coef) if own.by_rule else (own.coef if coef is None else coef * own.coef, None)
-                for group, own in results.items()
-            },
+            own_clips=own_clips,
             measured=prepared,
             prepared=prepared,
             skipped=any(record.rule.materializes for record in fired) and not bool(finite),
@@ -191,23 +192,23 @@ class Clipping:
         (squares,) = self._ranks.all_reduce([norms.square()])
         return Norms(*squares.masked_fill(squares.float().isinf(), torch.inf).sqrt())
 
-    def _clip_by_rules(self, fired: Sequence[ParamRecord], read: Tensor) -> dict[AddedGroup, GroupClip]:
+    def _clip_by_rules(self, fired: Sequence[ParamRecord], read_norms: Tensor) -> dict[AddedGroup, GroupClip]:
         """Computes the clipping of rules that clip by norm.
 
         Args:
             fired: the parameters that got a gradient.
-            read: the norms of their gradients after `clip_norm`, float64 [parameters].
+            read_norms: the norms of their gradients after `clip_norm`, float64 [parameters].
         """
         results: dict[AddedGroup, GroupClip] = {}
         for group in self.parameters.groups:
             if group.rule.needs_norm(group.live) is None:
                 continue
-            norms = {record.name: norm for record, norm in zip(fired, read.float().unbind(), strict=True)}
+            norms = {record.name: norm for record, norm in zip(fired, read_norms.float().unbind(), strict=True)}
             members = [record for record in self.records.values() if record.group is group]
-            reads = [record for record in members if record.trained or record.name in norms]
-            if not reads:
+            active = dict.fromkeys(record for record in members if record.trained or record.name in norms)
+            if not active:
                 continue
-            zero, states = torch.zeros_like(read[0]).float(), self.parameters.states
+            zero, states = torch.zeros_like(read_norms[0]).float(), self.parameters.states
             if not group.memory:
                 with zero.device:  # creates it on the device instead of copying it
                     memory = group.rule.group_memory(group.live)
@@ -215,10 +216,10 @@ class Clipping:
             results[group] = group.rule.clip_by_norm(
                 GroupNorms(
                     hyper=group.live,
-                    norms=torch.stack([norms.get(record.name, zero) for record in reads]),
-                    total=norm_over(read).float(),
-                    states=[states.get(record.param, {}) for record in reads],
-                    frozen=[states.get(r.param, {}) for r in members if not (r.trained or r.name in norms)],
+                    norms=torch.stack([norms.get(record.name, zero) for record in active]),
+                    total=norm_over(read_norms).float(),
+                    states=[states.get(record.param, {}) for record in active],
+                    frozen=[states.get(record.param, {}) for record in members if record not in active],
                     memory=group.memory,
                 )
             )

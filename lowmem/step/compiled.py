@@ -22,7 +22,7 @@ from lowmem.rules import ParamSpec, UpdateRule
 from lowmem.step.parameters import Parameters
 from lowmem.step.program import Program, Result
 from lowmem.step.record import ParamRecord
-from lowmem.tiles.blocks import form_of, pieces
+from lowmem.tiles.blocks import Form, divisible_places, form_of
 from lowmem.tiles.graph import try_compiler
 from lowmem.tiles.layout import Place
 from lowmem.tiles.quantized import QuantizedWeight
@@ -44,23 +44,18 @@ Update = Stages | OneTile | Kernels
 
 # Compiled updates by rule, or by its class if the rule has no attributes. Parameters of all sizes share them.
 # None for each kind of parameters that cannot be traced.
-_TRACED: WeakKeyDictionary[Any, dict[tuple[ParamSpec, Kind] | Kind, "TracedCode | None"]] = WeakKeyDictionary()
+_TRACED: WeakKeyDictionary[Any, dict[tuple[ParamSpec, Kind] | Kind, "Code | None"]] = WeakKeyDictionary()
 
 
 class BoundUpdate(NamedTuple):
-    """The compiled update of one parameter, with the arguments that do not change from step to step.
+    """The compiled update of one parameter, with the arguments that do not change from step to step."""
 
-    made_for: its cache key; see `made_for`.  form: the form of its reading.  places: the places of the tiles.
-    args: the states as arguments.
-    alive: weak references to the states. When one of them is freed or replaced, the views of all states are freed.
-    """
-
-    made_for: Any
-    form: Any
+    key: Any  # see `update_key`
+    form: Any  # of its reading
     update: Update
-    places: Sequence[Place]
-    args: Arguments
-    alive: Sequence[ReferenceType[Tensor]]
+    places: Sequence[Place]  # of its tiles
+    args: Arguments  # views of its states
+    alive: Sequence[ReferenceType[Tensor]]  # to the states. When one is freed or replaced, all views are freed
 
 
 class Compilation:
@@ -82,8 +77,8 @@ class Compilation:
     def __init__(self, parameters: Parameters) -> None:
         self._parameters, self._requested = parameters, parameters.config.compile
         self._step, self._decided = 0, False
-        self._new: dict[tuple[Program, Any], Update | None] = {}  # code on which ranks have not yet agreed
-        self._own: str | None = None  # the error of this rank
+        self._unsettled: dict[tuple[Program, Any], Update | None] = {}  # code on which ranks have not yet agreed
+        self._error: str | None = None  # of this rank, since ranks last agreed
         self._bound: dict[ParamRecord, BoundUpdate] = {}
         self._warns = self._requested is True  # whether to warn about updates that are not compiled
 
@@ -102,11 +97,11 @@ class Compilation:
         size = sum(r.span.numel for r in records if r.param.requires_grad)  # full parameters: all ranks decide alike
         wanted = requested is True or (requested == "auto" and size >= COMPILE_FROM)
         devices = {record.param.device.type for record in records} if wanted else set()
-        own = next(filter(None, (missing_compiler(device, tries=requested is True) for device in devices)), None)
-        failure = self._parameters.placement.agree(own)
+        missing = next(filter(None, (missing_compiler(device, tries=requested is True) for device in devices)), None)
+        failure = self._parameters.placement.agree(missing)
         if failure is not None and requested is True:
             raise ConfigError(f"compile=True, but {failure}. Use 'auto'")
-        if failure != own:
+        if failure != missing:
             logger.warning("updates are not compiled, because %s", failure)
         self._decided = wanted and failure is None
         self._allow_decoding()
@@ -138,68 +133,52 @@ class Compilation:
             return None
         assert not isinstance(bound.update, Kernels)
         args = bound.args | _numbers(tiles)
-        results = bound.update.run(tiles, bound.places, args, record.program.held(states))
-        measured = tiles.reading.square_sums
-        return Result(results["square_sums"] if measured is None else measured, results.get("sizes"))
+        results = bound.update.run(tiles, bound.places, args, record.program.full_states(states))
+        return Result.of(results, tiles.reading)
 
     def by_kernels(self, record: ParamRecord) -> bool:
         """Returns whether kernels update a parameter, unless its tensors do not allow it."""
         return self.active and record.param.device.type in KERNELS and not record.program.rule.materializes
 
-    def is_current(self, record: ParamRecord, bound: BoundUpdate, made_for: tuple[Any, ...]) -> bool:
+    def is_current(self, record: ParamRecord, bound: BoundUpdate, key: tuple[Any, ...]) -> bool:
         """Returns whether `bind` would return the same update again, if the form of the reading has not changed."""
-        return self._bound.get(record) is bound and bound.made_for == made_for
+        return self._bound.get(record) is bound and bound.key == key
 
     def bind(
-        self, record: ParamRecord, tiles: StoredTiles, states: Mapping[str, Any], place: tuple[int, int] = (0, 0)
+        self, record: ParamRecord, tiles: StoredTiles, states: Mapping[str, Any], offsets: tuple[int, int] = (0, 0)
     ) -> BoundUpdate | None:
         """Returns the compiled update of a parameter, or None if it has no compiled code. Every rank calls it for the
-        same parameters, even if its shard is empty. place: see `kernel_updates.PendingUpdate`.
+        same parameters, even if its shard is empty. offsets: see `kernel_updates.PendingUpdate`.
         """
         if record.program.rule.materializes:
             self._warn(record)
             return None
         key = None
         if not is_observed():
-            key = made_for(record, tiles.grad, tiles.weight.parts, states, tiles.scalars.names, place)
+            key = update_key(record, tiles.grad, tiles.weight.parts, states, tiles.scalars.names, offsets)
         bound = self._bound.get(record)
-        if bound is None or bound.made_for != key or bound.form != tiles.reading.form:
+        if bound is None or bound.key != key or bound.form != tiles.reading.form:
             bound = self._bind(record, tiles, states, key)
             if bound is None:
                 self._warn(record)
         return bound
 
-    def _bind(
-        self, record: ParamRecord, tiles: StoredTiles, states: Mapping[str, Any], made_for: Any
-    ) -> BoundUpdate | None:
-        """Finds or compiles the code of an update and prepares its constant arguments, unless `made_for` is None."""
+    def _bind(self, record: ParamRecord, tiles: StoredTiles, states: Mapping[str, Any], key: Any) -> BoundUpdate | None:
+        """Finds or compiles the code of an update and prepares its constant arguments, unless `key` is None."""
         self._bound.pop(record, None)
         program, tensors = record.program, {name: state for name, state in states.items() if torch.is_tensor(state)}
         data = {name: tensor.data for name, tensor in tensors.items()}  # their views do not keep the states alive
-        held = program.held(data)
-        parts = *tiles.weight.parts, *(part for each in held.values() for part in each.parts)
-        dtypes = [part.dtype for storage in (program.weight, *program.states.values()) for part in storage.parts]
-        fits = made_for is not None and [part.dtype for part in parts] == dtypes
-        fits = fits and all(each.is_contiguous() and each.device == tiles.device for each in (tiles.grad, *parts))
-        places, several = list[Place](), self._parameters.placement.several
-        if tiles.device.type in KERNELS:
-            member = member_of(record, tiles, data, (0, 0))
-            # shards are treated as unaligned, because ranks would have to agree on alignment
-            aligned = program.ranks is None and member.is_aligned and tiles.grad.data_ptr() % 16 == 0
-            fits = fits and member.fits
-            variant: Any = tiles.shape[1] == 1, aligned
-        else:
-            places = pieces(tiles.layout, program.group) or []
-            fits = fits and bool(places)
-            forms = tuple(dict.fromkeys(form_of(place.rect.size) for place in places))
-            variant = len(places) == 1 and program.ranks is None, forms
+        full = program.full_states(data)
+        variant, places, fits = _variant_of(record, tiles, data)
+        fits = fits and key is not None
+        several = self._parameters.placement.several
         if not (fits or several):
             return None
         args: Arguments = {}
-        for name, kept in program.small.items() if fits else ():
-            args[kept.extent, name] = data[name].view((*extent(kept.extent, tiles.shape), *kept.extra))
-        key = tiles.grad.dtype, tiles.scalars.names, tiles.reading.form, variant
-        if key not in program.compiled and (program, key) not in self._new:
+        for name, state in program.small_states.items() if fits else ():
+            args[state.extent, name] = data[name].view((*extent(state.extent, tiles.shape), *state.extra))
+        code_key = tiles.grad.dtype, tiles.scalars.names, tiles.reading.form, variant
+        if code_key not in program.compiled and (program, code_key) not in self._unsettled:
             kind = Kind(
                 ((GRAD, Float(tiles.grad.dtype)), ("param", program.weight), *program.states.items()),
                 program.group,
@@ -208,24 +187,24 @@ class Compilation:
                 batched=tiles.shape[0] > 1,
                 numbers=tiles.scalars.names,
             )
-            self._new[program, key] = self._compile(program, kind, variant) if fits else None
+            self._unsettled[program, code_key] = self._compile(program, kind, variant) if fits else None
             if program.ranks is not None or not several:  # sharded: all ranks update in the same order
                 self.settle()
-        update: Update | None = program.compiled.get(key)
+        update: Update | None = program.compiled.get(code_key)
         if update is None or not fits:
             return None
         if isinstance(update, OneTile):
-            args |= update.in_blocks({name: each.parts for name, each in held.items()}, places[0].rect.size)
+            args |= update.in_blocks({name: state.parts for name, state in full.items()}, places[0].rect.size)
         if isinstance(update, Kernels):  # they read addresses from tables
             args = {}
         bound = self._bound
         alive = [ref(state, lambda _: bound.pop(record, None)) for state in tensors.values()]
-        bound[record] = BoundUpdate(made_for, tiles.reading.form, update, places, args, alive)
+        bound[record] = BoundUpdate(key, tiles.reading.form, update, places, args, alive)
         return bound[record]
 
     def _warn(self, record: ParamRecord) -> None:
         """Warns once about an update that is not compiled although compile=True. Compiler errors are raised instead."""
-        if self._warns and self.failure is None and not (self._new or is_observed()):
+        if self._warns and self.failure is None and not (self._unsettled or is_observed()):
             self._warns = False
             cause = "the shape or strides of the parameter do not allow it"
             if not is_traceable(record.rule):
@@ -240,25 +219,25 @@ class Compilation:
         """Compiles an update. Returns None if this fails, or has failed in this step, or the rule cannot be traced."""
         update, start = None, time.perf_counter()
         try:
-            update = traced(program, kind, variant) if self._own is None else None
+            update = compiled_update(program, kind, variant) if self._error is None else None
         except Exception as error:
-            self._own = f"{type(error).__name__}{on_rank()}: {error}"
+            self._error = f"{type(error).__name__}{on_rank()}: {error}"
         Compilation.seconds += time.perf_counter() - start
         return update
 
     def settle(self) -> None:
         """Called when a step ends. Enables new code unless compiling has failed on any rank."""
-        if not self._new:
+        if not self._unsettled:
             return
-        self.failure = self._parameters.placement.agree(self._own)
+        self.failure = self._parameters.placement.agree(self._error)
         if self.failure is None:
-            for (program, key), update in self._new.items():
-                program.compiled[key] = update
+            for (program, code_key), update in self._unsettled.items():
+                program.compiled[code_key] = update
         else:
             cost = ", but take tens of launches per pass and 4M elements" if torch.cuda.is_available() else ""
             again = "" if self._requested is True else f" until step {10 ** len(str(self._step))}"
             logger.warning("updates are not compiled%s%s, because compiling failed: %s", again, cost, self.failure)
-        self._own, self._new = None, {}
+        self._error, self._unsettled = None, {}
 
 
 def is_observed() -> bool:
@@ -268,20 +247,41 @@ def is_observed() -> bool:
     return _get_current_dispatch_mode() is not None
 
 
-def made_for(
+def update_key(
     record: ParamRecord,
     grad: Tensor,
     parts: Sequence[Tensor],
     states: Mapping[str, Any],
     numbers: tuple[str, ...],
-    place: tuple[int, int],
+    offsets: tuple[int, int],
 ) -> tuple[Any, ...]:
-    """Returns what a bound update depends on, except for the form of its reading.
+    """Returns the properties that a bound update depends on, except for the form of its reading.
 
-    See `kernel_updates.PendingUpdate`. `states` may have other values, from users.
+    For the arguments, see `kernel_updates.PendingUpdate`. `states` may have other values, from users.
     """
     pointers = [each.data_ptr() for each in (*parts, *states.values()) if isinstance(each, Tensor)]
-    return record.program, grad.dtype, grad.is_contiguous(), grad.data_ptr() % 16 == 0, numbers, place, pointers
+    return record.program, grad.dtype, grad.is_contiguous(), grad.data_ptr() % 16 == 0, numbers, offsets, pointers
+
+
+def _variant_of(
+    record: ParamRecord, tiles: StoredTiles, states: Mapping[str, Tensor]
+) -> tuple[tuple[bool, Any], Sequence[Place], bool]:
+    """Returns the variant of a parameter's code (the arguments of `Code.update_for`), the places of its tiles for
+    Inductor, and whether compiled code can update these tensors.
+    """
+    program, grad = record.program, tiles.grad
+    parts = *tiles.weight.parts, *(part for state in program.full_states(states).values() for part in state.parts)
+    dtypes = [part.dtype for storage in (program.weight, *program.states.values()) for part in storage.parts]
+    fits = [part.dtype for part in parts] == dtypes
+    fits = fits and all(each.is_contiguous() and each.device == tiles.device for each in (grad, *parts))
+    if tiles.device.type in KERNELS:
+        member = member_of(record, tiles, states, (0, 0))
+        # shards are treated as unaligned, because ranks would have to agree on alignment
+        aligned = program.ranks is None and member.is_aligned and grad.data_ptr() % 16 == 0
+        return (tiles.shape[1] == 1, aligned), (), fits and member.fits
+    places = divisible_places(tiles.layout, program.group) or []
+    forms = tuple(dict.fromkeys(form_of(place.rect.size) for place in places))
+    return (len(places) == 1 and program.ranks is None, forms), places, fits and bool(places)
 
 
 def _numbers(tiles: StoredTiles) -> Arguments:
@@ -293,70 +293,79 @@ def _numbers(tiles: StoredTiles) -> Arguments:
     return args
 
 
-class TracedCode:
-    """The trace of an update, and the code compiled from it."""
+class InductorCode:
+    """The code that Inductor compiles from the trace of an update."""
 
     def __init__(self, update: TracedUpdate) -> None:
-        self._update, self._stages, self._one_tile = update, Stages(update), OneTile(update)
+        self._stages, self._one_tile = Stages(update), OneTile(update)
+
+    def update_for(self, one_tile: bool, forms: Sequence[Form]) -> tuple[Update, Sequence[Callable[[], None]]]:
+        """Returns the update of parameters with tiles of these forms, and functions that compile its code."""
+        update = self._one_tile if one_tile else self._stages
+        return update, [code.compile for code in update.codes(forms)]
+
+
+class KernelCode:
+    """The kernels that are generated from the trace of an update."""
+
+    def __init__(self, update: TracedUpdate) -> None:
+        self._update = update
         self._kernels: dict[tuple[bool, bool], Kernels] = {}
 
-    def code(self, single: bool, form: Any) -> tuple[Update, Sequence[Callable[[], None]]]:
-        """Returns an update, and functions that compile its code."""
-        device = self._update.kind.device
-        if device.type not in KERNELS:
-            update = self._one_tile if single else self._stages
-            return update, [code.compile for code in update.codes(form)]
-        if (single, form) not in self._kernels:
-            line = single and is_line(self._update, (1, 1, 1))
-            self._kernels[single, form] = Kernels(self._update, line=line, aligned=form)
-        kernels = self._kernels[single, form]
-        return kernels, [functools.partial(kernels.compile, device)]
+    def update_for(self, one_row: bool, aligned: bool) -> tuple[Update, Sequence[Callable[[], None]]]:
+        """Returns the kernels for parameters with one row per slice or several, and functions that compile them."""
+        if (one_row, aligned) not in self._kernels:
+            line = is_line(self._update, one_row=one_row)
+            self._kernels[one_row, aligned] = Kernels(self._update, line=line, aligned=aligned)
+        kernels = self._kernels[one_row, aligned]
+        return kernels, [functools.partial(kernels.compile, self._update.kind.device)]
 
 
-def traced(program: Program, kind: Kind, variant: Any) -> Update | None:
+Code = InductorCode | KernelCode
+
+
+def compiled_update(program: Program, kind: Kind, variant: Any) -> Update | None:
     """Returns the compiled update of a kind of parameters; None if the rule cannot be traced. Raises the compiler's
-    error.
-
-    variant: for kernels, whether parameters are single lines, and whether they are aligned; otherwise whether they are
-    one tile, and the forms of their tiles.
+    error. variant: see `_variant_of`.
     """
     rule, spec = program.rule, program.spec
-    updates = _TRACED.setdefault(_key(rule), {})
-    if kind in updates:
+    codes = _TRACED.setdefault(_key(rule), {})
+    if kind in codes:
         return None
     try:
-        if (found := updates.get((spec, kind))) is None:
-            found = TracedCode(
-                trace_update(kind, lambda sweep, states: rule.update(sweep, spec, states), alike=spec.alike)
-            )
-            updates[spec, kind] = found
-        update, compiling = found.code(*variant)
+        if (code := codes.get((spec, kind))) is None:
+            traced = trace_update(kind, lambda sweep, states: rule.update(sweep, spec, states), alike=spec.alike)
+            code = KernelCode(traced) if kind.device.type in KERNELS else InductorCode(traced)
+            codes[spec, kind] = code
+        update, compilers = code.update_for(*variant)
     except Exception as error:  # from the rule or PyTorch's tracer, such as for a branch on a tensor's value
-        if None not in updates.values():  # once per rule
+        if None not in codes.values():  # once per rule
             reason = f"{type(error).__name__}: {error}".partition("\n")[0]
             shape = list(program.span.shape)
             logger.warning("updates of rule %s are not compiled: %s (parameters such as %s)", rule.name, reason, shape)
-        updates.pop((spec, kind), None)
-        updates[kind] = None  # without the spec, which may refer to a parameter group
+        codes.pop((spec, kind), None)
+        codes[kind] = None  # without the spec, which may refer to a parameter group
         return None
-    for compiles in compiling:
-        compiles()
+    for compiler in compilers:
+        compiler()
     return update
 
 
-def member_of(record: ParamRecord, tiles: StoredTiles, states: Mapping[str, Tensor], place: tuple[int, int]) -> Member:
+def member_of(
+    record: ParamRecord, tiles: StoredTiles, states: Mapping[str, Tensor], offsets: tuple[int, int]
+) -> Member:
     """Returns the tensors of a parameter as kernel arguments."""
     program = record.program
-    held = {"param": tiles.weight, **program.held(states)}
-    parts = {(name, n): part for name, each in held.items() for n, part in enumerate(each.parts)}
-    small: dict[tuple[str, str], Tensor] = {(kept.extent, name): states[name] for name, kept in program.small.items()}
-    return Member(program.layout, parts, small, *place)
+    full = {"param": tiles.weight, **program.full_states(states)}
+    parts = {(name, n): part for name, each in full.items() for n, part in enumerate(each.parts)}
+    small = {(str(state.extent), name): states[name] for name, state in program.small_states.items()}
+    return Member(program.layout, parts, small, *offsets)
 
 
 def is_traceable(rule: UpdateRule) -> bool:
     """Returns whether the updates of a rule can be compiled. Tracing may still show that they cannot."""
-    updates = _TRACED.get(_key(rule))
-    return not rule.materializes and (not updates or any(updates.values()))
+    codes = _TRACED.get(_key(rule))
+    return not rule.materializes and (not codes or any(codes.values()))
 
 
 def _key(rule: UpdateRule) -> Any:

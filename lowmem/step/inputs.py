@@ -1,9 +1,9 @@
-"""What the updates of a step read besides the tensors of their parameters."""
+"""The values that the updates of a step read besides the tensors of their parameters."""
 
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -11,8 +11,7 @@ from torch import Tensor
 from lowmem.step.clipping import Clipping, Decision
 from lowmem.step.cycle import StepCycle
 from lowmem.step.parameters import Parameters
-from lowmem.step.program import Program
-from lowmem.step.record import AddedGroup, ParamRecord
+from lowmem.step.record import AddedGroup, ParamRecord, shared_program
 from lowmem.tiles.rounding import noise_key
 from lowmem.tiles.storage import StoredTensor
 from lowmem.tiles.stored import StoredTiles
@@ -22,31 +21,26 @@ from lowmem.tiles.transfers import to_device
 
 @dataclass(frozen=True, eq=False)
 class StepValues:
-    """The values of a step on a device.
+    """The values of a step on a device."""
 
-    numbers: the numbers of all groups, float64.  places: index of each group's first number.  names: of its numbers.
-    keys: the keys of the parameters' random bits, int32.  drawing: index of the key of each parameter that has one.
-    reading: how gradients are read if there is no decision before the updates.
-    """
-
-    numbers: Tensor
-    places: Mapping[AddedGroup, int]
-    names: Mapping[AddedGroup, tuple[str, ...]]
-    keys: Tensor
-    drawing: Mapping[ParamRecord, int]
-    reading: Reading
+    numbers: Tensor  # of all groups, float64
+    names: Mapping[AddedGroup, tuple[str, ...]]  # of each group's numbers
+    offsets: Mapping[AddedGroup, int]  # index of each group's first number
+    keys: Tensor  # of the parameters' random bits, int32
+    key_indices: Mapping[ParamRecord, int]  # index of the key of each parameter whose storages use random bits
+    reading: Reading  # how gradients are read if there is no decision before the updates
 
     @functools.cached_property
     def scalars(self) -> Mapping[AddedGroup, Scalars]:
         """The numbers by group."""
         lengths = [len(names) for names in self.names.values()]
-        of_each = zip(self.names.items(), self.numbers.float().split(lengths), self.numbers.split(lengths), strict=True)
-        return {group: Scalars(names, *numbers) for (group, names), *numbers in of_each}
+        parts = zip(self.names.items(), self.numbers.float().split(lengths), self.numbers.split(lengths), strict=True)
+        return {group: Scalars(names, single, double) for (group, names), single, double in parts}
 
     @functools.cached_property
     def key_of(self) -> Mapping[ParamRecord, Tensor]:
         """The keys by parameter, as scalars."""
-        return dict(zip(self.drawing, self.keys.unbind(), strict=True))
+        return dict(zip(self.key_indices, self.keys.unbind(), strict=True))
 
 
 class StepInputs:
@@ -59,28 +53,29 @@ class StepInputs:
     def __init__(self, parameters: Parameters, cycle: StepCycle, clipping: Clipping) -> None:
         self._parameters, self._cycle, self._clipping = parameters, cycle, clipping
         self._numbers: dict[AddedGroup, Mapping[str, float]] = {}
-        self._sent: dict[torch.device, StepValues] = {}
+        self._by_device: dict[torch.device, StepValues] = {}
 
     def begin(self, step: int) -> None:
         """Begins a step: every rule computes the numbers of its groups, or raises."""
         self._numbers = {group: group.rule.scalars(group.live, step) for group in self._parameters.groups}
-        self._sent.clear()
+        self._by_device.clear()
 
     def on(self, device: torch.device) -> StepValues:
         """Returns the values on a device. They are copied there all at once, when they are first needed."""
-        if device not in self._sent:
+        if device not in self._by_device:
+            numbers = [number for of_group in self._numbers.values() for number in of_group.values()]
+            offsets = accumulate(map(len, self._numbers.values()), initial=0)
             drawing = [each for each in self._parameters.records.values() if each.claimed and each.program.draws]
             keys = [noise_key(self._cycle.seed, self._cycle.step, each.name) for each in drawing]
-            starts = accumulate(map(len, self._numbers.values()), initial=0)
-            self._sent[device] = StepValues(
-                to_device([*chain(*(each.values() for each in self._numbers.values()))], torch.float64, device),
-                dict(zip(self._numbers, starts, strict=False)),
-                {group: tuple(numbers) for group, numbers in self._numbers.items()},
+            self._by_device[device] = StepValues(
+                to_device(numbers, torch.float64, device),
+                {group: tuple(of_group) for group, of_group in self._numbers.items()},
+                dict(zip(self._numbers, offsets, strict=False)),  # there is one more offset than groups
                 to_device(keys, torch.int32, device),
                 {record: n for n, record in enumerate(drawing)},
                 Reading(*self._clipping.factors(device)),
             )
-        return self._sent[device]
+        return self._by_device[device]
 
     def reading(self, records: Sequence[ParamRecord], grad: Tensor, decision: Decision | None) -> Reading:
         """Returns how the gradients of parameters are read. grad: the gradient of the first one."""
@@ -91,31 +86,25 @@ class StepInputs:
     def tiles(
         self,
         records: Sequence[ParamRecord],
-        held: StoredTensor,
+        weight: StoredTensor,
         grad: Tensor,
         decision: Decision | None,
         *,
         tile: int | None = None,
     ) -> StoredTiles:
-        """Returns the tiles of a parameter, or of a stack of parameters."""
-        program, sent, keys = program_of(records), self.on(grad.device), None
+        """Returns the tiles of a parameter, or of a stack of parameters. tile: see `StoredTiles`."""
+        program, values, keys = shared_program(records), self.on(grad.device), None
         if program.draws:
-            each = [sent.key_of[record] for record in records]
-            keys = each[0] if len(each) == 1 else torch.stack(each)[:, None]
+            of_each = [values.key_of[record] for record in records]
+            keys = of_each[0] if len(of_each) == 1 else torch.stack(of_each)[:, None]
         return StoredTiles(
             program.layout,
-            held,
+            weight,
             grad,
             self.reading(records, grad, decision),
-            sent.scalars[records[0].group],
+            values.scalars[records[0].group],
             members=len(records),
             keys=keys,
-            across=program.ranks,
+            ranks=program.ranks,
             tile=tile,
         )
-
-
-def program_of(records: Sequence[ParamRecord]) -> Program:
-    """Returns the program of a parameter, or of a stack of parameters."""
-    program = records[0].program
-    return program if len(records) == 1 else program.stacked(len(records))

@@ -93,7 +93,7 @@ class StepLoop:
         self._begin()
         if self.policy.name == "two_pass":  # it does not support every graph
             self.choose_policy(value)
-        self.claim()
+        self.claim_changed()
         for record in self.records.values():
             record.refuse_leftover()
         self.cycle.begin(last, explicit=True)
@@ -115,7 +115,7 @@ class StepLoop:
         self.hooks.require_single_optimizer(first)
         self._begin()
         self.policy.allow_plain_backward()
-        self.claim()
+        self.claim_changed()
         self.cycle.begin(not self.hooks.accumulating, nests=habits.nests(self.records.values()))
         self._begin_pass()
         torch.autograd.Variable._execution_engine.queue_callback(
@@ -142,7 +142,7 @@ class StepLoop:
         self.choose_policy()  # the options of a group may have changed
         self.updates.begin(self.cycle.step + (not self.cycle.waiting))
 
-    def claim(self) -> None:
+    def claim_changed(self) -> None:
         """Claims parameters that were unfrozen, or have changed, since the last step."""
         if self.parameters.device != self.clipping.device:
             self._follow(self.parameters.device)

@@ -60,12 +60,12 @@ class GradientStore:
         self._budget = budget
         self._limits: dict[torch.device, float] = {}  # budget of each device in this backward
         self._least: dict[torch.device, float] = {}  # the smallest budget of all backwards
-        self._held = Counter[torch.device]()  # bytes of gradients
-        self._room: dict[str, Sequence[Tensor]] = {}  # memory on the host, reused in the next step
+        self._bytes = Counter[torch.device]()  # bytes of gradients
+        self._buffers: dict[str, Sequence[Tensor]] = {}  # memory on the host, reused in the next step
         self._stored: dict[str, tuple[ParamEntry, Tensor | OffloadedGradient]] = {}
         self._streams: dict[tuple[torch.device, bool], Any] = {}
-        self._leaving: deque[tuple[Tensor, Wait]] = deque()  # gradients whose copies may be in flight
-        self._coming: dict[str, tuple[Tensor, Wait]] = {}  # prefetched
+        self._outgoing: deque[tuple[Tensor, Wait]] = deque()  # gradients whose copies may be in flight
+        self._incoming: dict[str, tuple[Tensor, Wait]] = {}  # prefetched
         self._following: dict[str, ParamEntry] = {}  # by name, the next one in the last backward
         self._latest, self._last, self._width = "", True, 0
 
@@ -93,7 +93,7 @@ class GradientStore:
         if isinstance(stored, Tensor):
             grad = stored
         else:
-            grad, wait = self._coming.pop(record.name) if record.name in self._coming else self._fetch(record)
+            grad, wait = self._incoming.pop(record.name) if record.name in self._incoming else self._fetch(record)
             wait()
         return self._allocate(lambda: grad.to(torch.promote_types(grad.dtype, torch.float32))) if wide else grad
 
@@ -102,7 +102,7 @@ class GradientStore:
         self._remove(record)
         if self._fits(grad.device, grad.nbytes):
             self._stored[record.name] = record, self._allocate(lambda: separate(grad))
-            self._held[grad.device] += grad.nbytes
+            self._bytes[grad.device] += grad.nbytes
         else:
             self._offload(record, grad)
         self._following[self._latest], self._latest = record, record.name
@@ -111,8 +111,8 @@ class GradientStore:
             if following is None:
                 break
             record = following
-            if self._is_offloaded(record) and record.name not in self._coming and len(self._coming) < _IN_FLIGHT:
-                self._coming[record.name] = self._fetch(record)
+            if self._is_offloaded(record) and record.name not in self._incoming and len(self._incoming) < _IN_FLIGHT:
+                self._incoming[record.name] = self._fetch(record)
 
     def drain(self, records: Iterable[ParamRecord]) -> Iterator[tuple[ParamRecord, Tensor]]:
         """Yields the stored gradients in the order of `records`, and removes each from the store."""
@@ -121,8 +121,8 @@ class GradientStore:
         offloaded = filter(self._is_offloaded, waiting)
         try:
             for record in waiting:
-                for following in islice(offloaded, _IN_FLIGHT - len(self._coming)):
-                    self._coming[following.name] = self._fetch(following)
+                for following in islice(offloaded, _IN_FLIGHT - len(self._incoming)):
+                    self._incoming[following.name] = self._fetch(following)
                 grad = self.get(record)
                 assert grad is not None
                 self._remove(record)
@@ -134,7 +134,7 @@ class GradientStore:
     def clear(self) -> None:
         """Removes all gradients."""
         self._stored.clear()
-        self._held.clear()
+        self._bytes.clear()
         self._wait()
 
     def _is_offloaded(self, record: ParamEntry) -> bool:
@@ -142,10 +142,10 @@ class GradientStore:
 
     def _remove(self, record: ParamEntry) -> None:
         if record.name in self._stored and isinstance(stored := self._stored.pop(record.name)[1], Tensor):
-            self._held[stored.device] -= stored.nbytes
-        if record.name in self._coming:  # it is not needed, but its copy still reads the memory
-            self._coming[record.name][1]()
-            del self._coming[record.name]
+            self._bytes[stored.device] -= stored.nbytes
+        if record.name in self._incoming:  # it is not needed, but its copy still reads the memory
+            self._incoming[record.name][1]()
+            del self._incoming[record.name]
 
     # -- where a gradient is ---------------------------------------------------------------------------------------
 
@@ -153,7 +153,7 @@ class GradientStore:
         """Returns whether a gradient stays on its device."""
         if not size:
             return True
-        needed = self._held[device] + size
+        needed = self._bytes[device] + size
         if self._budget is not None:
             return needed <= self._budget
         if device not in self._limits:
@@ -169,7 +169,7 @@ class GradientStore:
         if device.type in _WITHOUT_STREAMS:
             return math.inf if device.type == "cpu" else 0
         free, total = free_memory(device)
-        room = max(0, self._held[device] + free - int(total * HEADROOM))
+        room = max(0, self._bytes[device] + free - int(total * HEADROOM))
         if device not in self._least:
             logger.info(
                 "store auto: %.1f GiB of %s are free when the first gradient is ready, of which gradients take up to "
@@ -186,7 +186,7 @@ class GradientStore:
             return make()
         except torch.OutOfMemoryError:
             here = [(record, grad) for record, grad in self._stored.values() if isinstance(grad, Tensor)]
-            if not (here or self._coming):
+            if not (here or self._incoming):
                 raise
             logger.warning("the device is out of memory, so all gradients are offloaded to the host from now on")
         self._budget = 0
@@ -202,13 +202,13 @@ class GradientStore:
 
     def _offload(self, record: ParamEntry, grad: Tensor) -> None:
         """Copies a gradient to the host."""
-        while len(self._leaving) >= _IN_FLIGHT:
-            self._leaving[0][1]()
-            self._leaving.popleft()  # no longer read
+        while len(self._outgoing) >= _IN_FLIGHT:
+            self._outgoing[0][1]()
+            self._outgoing.popleft()  # no longer read
         pieces, form = self._pieces(record.name, grad), (grad.shape, grad.stride(), grad.dtype, grad.device)
         written = self._copy(_parts(grad, pieces), grad.device, outward=True)
         self._stored[record.name] = record, OffloadedGradient(*form, pieces, written)
-        self._leaving.append((grad, written))
+        self._outgoing.append((grad, written))
 
     def _fetch(self, record: ParamEntry) -> tuple[Tensor, Wait]:
         """Copies a gradient to its device."""
@@ -224,19 +224,19 @@ class GradientStore:
     def _pieces(self, name: str, grad: Tensor) -> Sequence[Tensor]:
         """Returns host memory for a gradient, in pieces."""
         size = grad.numel() * max(grad.element_size(), self._width)
-        if sum(map(len, self._room.get(name, ()))) < size:  # a new parameter, or a wider dtype
-            self._room.pop(name, None)
+        if sum(map(len, self._buffers.get(name, ()))) < size:  # a new parameter, or a wider dtype
+            self._buffers.pop(name, None)
             pinned = grad.device.type not in _WITHOUT_STREAMS
             sizes = powers_of_two(size) if pinned else [size]
-            self._room[name] = [torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned) for size in sizes]
-        return self._room[name]
+            self._buffers[name] = [torch.empty(n, dtype=torch.uint8, device="cpu", pin_memory=pinned) for n in sizes]
+        return self._buffers[name]
 
     def _wait(self) -> None:
         """Waits for the copies in flight, and frees their gradients on the device."""
-        for _, wait in (*self._leaving, *self._coming.values()):
+        for _, wait in (*self._outgoing, *self._incoming.values()):
             wait()
-        self._leaving.clear()
-        self._coming.clear()
+        self._outgoing.clear()
+        self._incoming.clear()
 
     def _copy(self, pairs: Iterable[tuple[Tensor, Tensor]], device: torch.device, *, outward: bool) -> Wait:
         """Copies the second tensor of each pair into the first while the device computes."""

@@ -106,9 +106,9 @@ class Parameters:
         claimed = [record for record in self.records.values() if record.claimed]
         claimed = [record for record in claimed if len(record.span.shape) > 1] or claimed
         for storage in {record.group.live["state_storage"] for record in claimed} - {"auto", "float32"}:
-            held = [record for record in claimed if record.group.live["state_storage"] == storage]
-            if not any(record.program.state_storage for record in held):
-                rules = " and ".join(sorted({repr(record.rule.name) for record in held}))
+            affected = [record for record in claimed if record.group.live["state_storage"] == storage]
+            if not any(record.program.state_storage for record in affected):
+                rules = " and ".join(sorted({repr(record.rule.name) for record in affected}))
                 raise ConfigError(
                     f"state_storage={storage!r} has no effect: rule {rules} has no elementwise state whose storage can "
                     "be chosen. Omit it, or use a rule such as 'adamw' or 'lion'"

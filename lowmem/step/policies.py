@@ -232,7 +232,7 @@ class Deferred(Policy):
         if not decision.skipped:
             largest = self.updates.largest
             for record, grad in self._store.drain(list(self.records.values())):
-                self.updates.put(record, grad, decision, waiting=largest)
+                self.updates.put(record, grad, decision, may_wait=largest)
                 del grad  # frees it before the store fetches the next one
         self.drop()
         return decision

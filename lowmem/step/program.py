@@ -29,7 +29,7 @@ from lowmem.tiles.storage import (
     part_name,
 )
 from lowmem.tiles.stored import StoredTiles
-from lowmem.tiles.sweep import Sweep
+from lowmem.tiles.sweep import Reading, Sweep
 
 logger = logging.getLogger(__name__)
 
@@ -47,10 +47,16 @@ class TensorSpec(NamedTuple):
 
 
 class Result(NamedTuple):
-    """square_sums: of the unscaled, unclipped gradients, float64 [members].  sizes: see `UpdateRule.update`."""
+    """The result of an update."""
 
-    square_sums: Tensor
-    sizes: Tensor | None
+    square_sums: Tensor  # of the unscaled, unclipped gradients, float64 [members]
+    sizes: Tensor | None  # see `UpdateRule.update`
+
+    @classmethod
+    def of(cls, results: Mapping[Any, Tensor], reading: Reading) -> "Result":
+        """Returns the result of compiled code, which does not compute `square_sums` if they are already measured."""
+        measured = reading.square_sums
+        return cls(results["square_sums"] if measured is None else measured, results.get("sizes"))
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,29 +91,29 @@ class Program:
         return tuple(part.name for part in self.weight.parts if part.name)
 
     @functools.cached_property
-    def kept(self) -> dict[str, TensorSpec]:
+    def tensor_specs(self) -> dict[str, TensorSpec]:
         """The specs of a parameter's stored tensors, by name: `extra_names` and its states."""
-        kept = {part.name: TensorSpec(part.dtype, group=part.group) for part in self.weight.parts if part.name}
+        specs = {part.name: TensorSpec(part.dtype, group=part.group) for part in self.weight.parts if part.name}
         for name, state in self.spec.states.items():
             if state.extent == "full":
                 parts = self.states[name].parts
-                kept |= {part_name(name, part.name): TensorSpec(part.dtype, group=part.group) for part in parts}
+                specs |= {part_name(name, part.name): TensorSpec(part.dtype, group=part.group) for part in parts}
             else:
                 dtype = state.dtype if isinstance(state.dtype, torch.dtype) else torch.float32
-                kept[name] = TensorSpec(dtype, state.extent, 0, state.extra)
-        return kept
+                specs[name] = TensorSpec(dtype, state.extent, 0, state.extra)
+        return specs
 
     @functools.cached_property
     def created(self) -> list[str]:
         """Names of the tensors that are created before the first update. A quantized weight already has its parts."""
-        there = self.extra_names if self.weight.is_quantized else ()
-        return [name for name in self.kept if name not in there]
+        existing = self.extra_names if self.weight.is_quantized else ()
+        return [name for name in self.tensor_specs if name not in existing]
 
-    def shape_of(self, kept: TensorSpec, shape: Sequence[int] | None = None) -> tuple[int, ...]:
+    def shape_of(self, tensor: TensorSpec, shape: Sequence[int] | None = None) -> tuple[int, ...]:
         """Returns the logical shape of a stored tensor, for the full parameter, or for a shard of this shape."""
-        if kept.extent == "full":
-            return grouped(self.span.shape if shape is None else shape, kept.group)
-        return self.spec.view.state_shape(kept.extent, self.span.shape) + kept.extra
+        if tensor.extent == "full":
+            return grouped(self.span.shape if shape is None else shape, tensor.group)
+        return self.spec.view.state_shape(tensor.extent, self.span.shape) + tensor.extra
 
     def stacked(self, count: int) -> "Program":
         """Returns the program that updates `count` such parameters as one."""
@@ -120,9 +126,9 @@ class Program:
         return self._stacked[count]
 
     @functools.cached_property
-    def small(self) -> dict[str, TensorSpec]:
-        """The states that do not have the size of the parameter."""
-        return {name: kept for name, kept in self.kept.items() if kept.extent != "full"}
+    def small_states(self) -> dict[str, TensorSpec]:
+        """The specs of the states that do not have the size of the parameter, by name."""
+        return {name: tensor for name, tensor in self.tensor_specs.items() if tensor.extent != "full"}
 
     @functools.cached_property
     def group(self) -> int:
@@ -134,7 +140,7 @@ class Program:
         """True if any storage uses random numbers."""
         return any(storage.draws for storage in (self.weight, *self.states.values()))
 
-    def held(self, states: Mapping[str, Tensor]) -> dict[str, StoredTensor]:
+    def full_states(self, states: Mapping[str, Tensor]) -> dict[str, StoredTensor]:
         """Returns the states that have the parameter's size, with their storages. states: the tensors of all states."""
         return {
             name: StoredTensor(storage, tuple(states[part_name(name, part.name)] for part in storage.parts))
@@ -144,7 +150,7 @@ class Program:
     def run(self, tiles: StoredTiles, states: dict[str, Any]) -> Result:
         """Updates parameters tile by tile. A third-party optimizer puts its new states into `states`."""
         if not self.rule.materializes:
-            states = {name: states[name] for name in self.small} | self.held(states)
+            states = {name: states[name] for name in self.small_states} | self.full_states(states)
         sweep = Sweep(tiles)
         sizes = self.rule.update(sweep, self.spec, states)
         return Result(sweep.square_sums, sizes)

@@ -99,12 +99,13 @@ class ParamRecord(ParamEntry):
             program = self.program_of(group, shard)
         else:
             before = self.program
-            kept = {"state_storage": before.state_storage} if before.state_storage else {}
-            program = self.program_of({**group, **kept}, shard)
+            unchanged = {"state_storage": before.state_storage} if before.state_storage else {}
+            program = self.program_of({**group, **unchanged}, shard)
             # a residual or a master copy belongs to one weight, and states of a third-party optimizer may
-            of_weight = before.extra_names or program.extra_names or not state.keys() <= program.kept.keys()
-            fits = before.kept == program.kept and before.span.shape == program.span.shape
-            if was[:3] != form[:3] and (of_weight or was[1:2] != form[1:2] or not fits):
+            of_weight = before.extra_names or program.extra_names or not state.keys() <= program.tensor_specs.keys()
+            fits = before.tensor_specs == program.tensor_specs and before.span.shape == program.span.shape
+            moved = was[1:2] != form[1:2]  # forms are (dtype, device, shape, stride), or (dtype,) of a shard
+            if was[:3] != form[:3] and (of_weight or moved or not fits):
                 raise StepError(
                     f"parameter {self.name!r} has changed from {was[:3]} to {form[:3]}, and its optimizer state no "
                     "longer fits. Create the optimizer after model.to(...), convert the model back, or load a state "
@@ -134,6 +135,12 @@ class ParamRecord(ParamEntry):
                 f"parameter {self.name!r} already has a gradient in .grad, which would be added to the gradient of "
                 "this step. Call zero_grad() first. Gradients cannot accumulate in .grad, because the hooks free them."
             )
+
+
+def shared_program(records: Sequence[ParamRecord]) -> Program:
+    """Returns the program of a parameter, or of a stack of parameters that have the same program."""
+    program = records[0].program
+    return program if len(records) == 1 else program.stacked(len(records))
 
 
 def store(records: Sequence[ParamRecord], result: Result) -> None:

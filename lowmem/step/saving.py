@@ -51,12 +51,12 @@ class Owner(NamedTuple):
 
     def unspecified(self, name: str) -> str | None:
         """Returns where a state without a `StateSpec` is stored; None for other states."""
-        return None if name in self.program.kept else self.record.rule.unspecified_state(name, self.settings)
+        return None if name in self.program.tensor_specs else self.record.rule.unspecified_state(name, self.settings)
 
     def span(self, name: str) -> Span | None:
         """Returns this rank's part of a tensor that is sharded like its parameter; None if it is not sharded."""
-        kept = self.program.kept.get(name)
-        group = int(self.unspecified(name) == "full") if kept is None else kept.group
+        tensor = self.program.tensor_specs.get(name)
+        group = int(self.unspecified(name) == "full") if tensor is None else tensor.group
         return self.program.span.grouped(group) if group else None
 
 
@@ -67,7 +67,7 @@ def named(loop: StepLoop, *, lazy: bool) -> dict[str, Any]:
     loop.report.settle()
     parameters.placement.settle()
     loop.cycle.refuse_open("save")
-    loop.claim()  # raises if states no longer fit their parameter
+    loop.claim_changed()  # raises if states no longer fit their parameter
     states, records = parameters.states, list(loop.records.values())
     groups = [
         {k: v for k, v in added.live.items() if k not in ("params", "param_names")}
@@ -216,8 +216,8 @@ def _check(loop: StepLoop, saved: Mapping[str, Any]) -> dict[str, Owner]:
                 settings = {**record.group.live, **group}
                 owners[record.name] = Owner(record, settings, record.program_of(settings, loop.parameters.shard))
     for name, owner in owners.items():
-        kept = owner.program.kept.items()
-        want[name] = {key: (owner.program.shape_of(tensor), tensor.dtype) for key, tensor in kept}
+        tensors = owner.program.tensor_specs.items()
+        want[name] = {key: (owner.program.shape_of(tensor), tensor.dtype) for key, tensor in tensors}
     for name, have in ((name, _forms(state)) for name, state in saved["state"].items()):
         if name not in want:
             raise CheckpointError(f"the saved optimizer has a state of {name!r}, which is not a parameter of this one")
@@ -277,7 +277,7 @@ def _refuse_other_weight(owner: Owner, have: Mapping[str, Form], was: str | None
     stepped, steps = (each.parts[0].dtype if each.is_cast else torch.float32 for each in (before, storage))
     for name, (shape, dtype) in have.items() if then != now else ():
         like = dtype is stepped is not steps and len(shape) == len(owner.program.span.shape) > 0
-        if name in [part.name for part in before.parts[1:]] or (like and name not in owner.program.kept):
+        if name in [part.name for part in before.parts[1:]] or (like and name not in owner.program.tensor_specs):
             raise CheckpointError(
                 f"the saved state {name!r} belongs to the weight {record.name!r} in {was}, but in this model the "
                 f"weight is {now}. Convert the model before you create its optimizer: model.to({was})"
@@ -321,8 +321,8 @@ def _in_storages(state: Mapping[str, Any], then: Program, now: Program) -> dict[
             return new.encode(value, Uniform.half(value))[n].to(new.parts[n].dtype)
 
         for n, part in enumerate(new.parts):
-            kept = now.kept[part_name(name, part.name)]
-            converted[part_name(name, part.name)] = TensorSource(now.shape_of(kept), part.dtype, partial(read, n))
+            shape = now.shape_of(now.tensor_specs[part_name(name, part.name)])
+            converted[part_name(name, part.name)] = TensorSource(shape, part.dtype, partial(read, n))
     return converted
 
 

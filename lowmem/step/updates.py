@@ -12,11 +12,11 @@ from lowmem.step.changes import Changes
 from lowmem.step.clipping import Clipping, Decision
 from lowmem.step.compiled import Compilation, is_traceable
 from lowmem.step.cycle import StepCycle
-from lowmem.step.inputs import StepInputs, program_of
-from lowmem.step.kernel_updates import KernelUpdates, Waiting
+from lowmem.step.inputs import StepInputs
+from lowmem.step.kernel_updates import KernelUpdates, PendingUpdate
 from lowmem.step.parameters import Parameters
 from lowmem.step.program import Program, Result
-from lowmem.step.record import ParamRecord, store
+from lowmem.step.record import ParamRecord, shared_program, store
 from lowmem.step.room import unused_memory
 from lowmem.tiles.quantized import tensors_of
 from lowmem.tiles.storage import Float, RoundedCopy, StoredTensor
@@ -88,18 +88,17 @@ class Updates:
     observer = Observer()
 
     def __init__(self, parameters: Parameters, cycle: StepCycle, clipping: Clipping) -> None:
-        self._parameters, self._shard, self.cycle, self.clipping = parameters, parameters.shard, cycle, clipping
-        self._states, self.changes = parameters.states, Changes(parameters.records, parameters.device)
-        self._inputs, self.compilation = StepInputs(parameters, cycle, clipping), Compilation(parameters)
+        self._parameters, self.cycle, self.clipping = parameters, cycle, clipping
+        self._shard, self._states, self._batching = parameters.shard, parameters.states, parameters.config.batching
+        self.changes = Changes(parameters.records, parameters.device)
+        self.compilation = Compilation(parameters)
+        self._inputs = StepInputs(parameters, cycle, clipping)
         self._kernels = KernelUpdates(parameters.shard, cycle, self._inputs, self.compilation, self.changes)
-        self._batching = parameters.config.batching
+        self._large, self._small = Queue(), Queue()  # wait for kernels
+        self._shards = Queue()  # wait to be measured
+        self._stacks: dict[tuple[Program, torch.dtype], Queue] = defaultdict(Queue)  # wait for a full stack
         self._per_stack: dict[Program, int] = {}  # number of its parameters per stack
-        # gradients that wait for kernels, large and small (True); for a full stack, by program and dtype; and gradients
-        # of shards that wait to be measured
-        self._waiting = {False: Queue(), True: Queue()}
-        self._stacks: dict[tuple[Program, torch.dtype], Queue] = defaultdict(Queue)
-        self._shards = Queue()
-        self._room: dict[torch.device, int] = {}  # elements that may wait on a device in this step
+        self._free: dict[torch.device, int] = {}  # elements for which memory is free on a device in this step
         self._steps = 0  # in this process
 
     @property
@@ -119,66 +118,61 @@ class Updates:
         self._inputs.begin(step)
         self.compilation.begin(step)
         self._kernels.begin()
-        self._room.clear()
+        self._free.clear()
         self._steps += 1
         for record in self._parameters.records.values():
             record.size = None
 
-    def _measure(self, record: ParamRecord, grad: Tensor) -> Tensor:
-        """Returns the sum of squares of this rank's shard of an unscaled gradient, float64 [1]."""
-        reading, held = self._inputs.on(grad.device).reading, StoredTensor(Float(grad.dtype), (grad,))
-        return Sweep(StoredTiles(record.program.layout, held, grad, reading)).square_sums
+    def put(self, record: ParamRecord, grad: Tensor, decision: Decision | None, may_wait: int = 0) -> None:
+        """Updates a parameter, or stores its gradient until others can be updated with it.
 
-    def put(self, record: ParamRecord, grad: Tensor, decision: Decision | None, waiting: int = 0) -> None:
-        """Updates a parameter, or stores its gradient until a stack is full, or until shards are measured.
-
-        waiting: the number of elements of large gradients that may wait to be updated by the same launches.
+        may_wait: the number of elements of large gradients that may wait for kernels, although they need not.
 
         An elementwise rule does not need sums over ranks, but all ranks must know whether a gradient is finite before
         any of them writes. So shards wait until they are as large as one full gradient, and are measured together.
         """
         program = record.program
-        is_small = program.span.numel <= SMALL
+        large_shard = program.ranks is not None and program.span.numel > SMALL
         if self.compilation.by_kernels(record):
-            queue, most = self._waiting[is_small], STACK if is_small else waiting or self._may_wait(record, grad)
-            if queue.gradients and program.span.numel + queue.elements > most:
-                self._update_together(queue, decision)
-            queue.add(record, separate(grad) if is_small else grad)
-            del grad
-            if queue.elements >= most or self._shard.moves:
-                self._update_together(queue, decision)
-            return
-        large_shard = program.ranks is not None and not is_small
-        if large_shard and program.rule.elementwise and decision is None:
+            self._put_for_kernels(record, grad, decision, may_wait)
+        elif large_shard and program.rule.elementwise and decision is None:
             self._shards.add(record, grad)
             spans = [each.span for each, _ in self._shards.gradients]
             if sum(span.size for span in spans) >= min(SHARDS, max(span.numel for span in spans)):  # on every rank
-                del grad
                 self._update_shards()
         else:
             self._update(record, grad, decision)
 
-    def _may_wait(self, record: ParamRecord, grad: Tensor) -> int:
-        """Returns how many elements of large gradients may wait although they need not: as many as the largest one has,
-        if this much memory was free in all earlier steps. Ranks of shards would have to agree.
+    def _put_for_kernels(self, record: ParamRecord, grad: Tensor, decision: Decision | None, may_wait: int) -> None:
+        """Stores a gradient until as many elements wait as may, and then updates their parameters."""
+        size = record.program.span.numel
+        if size <= SMALL:
+            queue, most = self._small, STACK
+        else:
+            queue, most = self._large, may_wait or self._free_elements(record, grad)
+        if queue.gradients and queue.elements + size > most:
+            self._update_queue(queue, decision)
+        queue.add(record, separate(grad) if size <= SMALL else grad)
+        if queue.elements >= most or self._shard.moves:
+            self._update_queue(queue, decision)
+
+    def _free_elements(self, record: ParamRecord, grad: Tensor) -> int:
+        """Returns the number of elements of the largest gradient if memory for as many was free in all earlier steps,
+        and 0 otherwise, or for shards, because ranks would have to agree.
         """
         if record.program.ranks is not None:
             return 0
-        if grad.device not in self._room:
-            most = self.largest if self._steps > 1 else 0
-            self._room[grad.device] = most * (unused_memory(grad.device) >= most * grad.element_size())
-        return self._room[grad.device]
+        if grad.device not in self._free:
+            largest = self.largest if self._steps > 1 else 0
+            fits = unused_memory(grad.device) >= largest * grad.element_size()
+            self._free[grad.device] = largest if fits else 0
+        return self._free[grad.device]
 
     def _update(self, record: ParamRecord, grad: Tensor, decision: Decision | None) -> None:
         """Updates a parameter alone, or puts it into a stack and updates the stack if it is full."""
         program = record.program
         if (count := self._per_stack.get(program)) is None:
-            # stacked shards have to be one tile on every rank, and quantized tensors are not copied
-            alone = program.ranks is not None and not program.layout.one_line
-            alone |= program.weight.is_quantized
-            alone |= program.span.numel > SMALL or not self._batching or program.rule.materializes
-            count = 1 if alone else min(STACK // max(1, program.span.numel), program.spec.together or STACK)
-            self._per_stack[program] = count
+            count = self._per_stack[program] = self._stack_size(program)
         if count == 1:
             self._update_one(record, grad, decision)
             return
@@ -186,6 +180,17 @@ class Updates:
         stack.add(record, separate(grad))
         if len(stack.gradients) >= count:
             self._update_stack(stack, decision)
+
+    def _stack_size(self, program: Program) -> int:
+        """Returns the number of parameters of a program per stack, or 1 if each is updated alone."""
+        size = program.span.numel
+        if size > SMALL or not self._batching or program.rule.materializes:
+            return 1
+        if program.weight.is_quantized:  # quantized tensors are not copied
+            return 1
+        if program.ranks is not None and not program.layout.one_line:  # stacked shards are one tile on every rank
+            return 1
+        return min(STACK // max(1, size), program.spec.together or STACK)
 
     def put_zeros(self, records: Iterable[ParamRecord], decision: Decision | None) -> None:
         """Updates parameters without a gradient as if it were zero, if their rule requires it."""
@@ -197,8 +202,8 @@ class Updates:
 
     def flush(self, decision: Decision | None) -> None:
         """Updates all parameters whose gradients are waiting. Called after the last gradient of a step."""
-        for queue in self._waiting.values():
-            self._update_together(queue, decision)
+        for queue in (self._large, self._small):
+            self._update_queue(queue, decision)
         if self._shards.gradients:
             self._update_shards()
         for stack in self._stacks.values():
@@ -207,7 +212,7 @@ class Updates:
 
     def drop(self) -> None:
         """Discards the waiting gradients after a failed backward."""
-        for queue in (*self._waiting.values(), *self._stacks.values(), self._shards):
+        for queue in (self._large, self._small, self._shards, *self._stacks.values()):
             queue.take()
 
     def begin_state(self, record: ParamRecord) -> None:
@@ -226,27 +231,27 @@ class Updates:
         self.begin_state(record)
         param, shard = record.param, self._shard.read(record.param)
         with self._shard.lend(param, self._states[param]) as state, self._shard.lend(param, record.extra) as extra:
-            held = StoredTensor(record.program.weight, (*tensors_of(shard), *extra.values()))
-            self._run([record], held, grad, state, decision)
+            weight = StoredTensor(record.program.weight, (*tensors_of(shard), *extra.values()))
+            self._run([record], weight, grad, state, decision)
         record.written(self._shard, shard)
 
-    def _update_together(self, queue: Queue, decision: Decision | None) -> None:
+    def _update_queue(self, queue: Queue, decision: Decision | None) -> None:
         """Updates the parameters in a queue by kernels."""
-        if not (waiting := queue.take()):
-            return
-        for record, _ in waiting:
+        gradients, prepare = queue.take(), self._kernels.prepare
+        for record, _ in gradients:
             self.begin_state(record)
-        if not self._shard.moves:
-            self._launch([(*each, self._states[each[0].param], each[0].extra) for each in waiting], decision)
+        if gradients and not self._shard.moves:
+            pending = [prepare(each, grad, self._states[each.param], each.extra) for each, grad in gradients]
+            self._run_kernels(pending, decision)
             return
-        for record, grad in waiting:
+        for record, grad in gradients:
             lend, param = self._shard.lend, record.param
             with lend(param, self._states[param]) as state, lend(param, record.extra) as extra:
-                self._launch([(record, grad, state, extra)], decision)
+                self._run_kernels([prepare(record, grad, state, extra)], decision)
 
-    def _launch(self, flush: Sequence[Waiting], decision: Decision | None) -> None:
+    def _run_kernels(self, pending: Sequence[PendingUpdate], decision: Decision | None) -> None:
         """Updates parameters by kernels, and those that kernels cannot update one by one."""
-        for each in self._kernels.update(flush, decision):
+        for each in self._kernels.update(pending, decision):
             self._run([each.record], each.weight, each.grad, each.states, decision)
             each.record.written(self._shard, each.shard)
 
@@ -260,8 +265,13 @@ class Updates:
         for record, square_sum in zip(records, sums.split(1), strict=True):
             record.square_sum = square_sum
         measured = replace(self.clipping.review(records), measured=True)
-        while shards:
+        while shards:  # frees each gradient after its update
             self._update(*shards.popleft(), measured)
+
+    def _measure(self, record: ParamRecord, grad: Tensor) -> Tensor:
+        """Returns the sum of squares of this rank's shard of an unscaled gradient, float64 [1]."""
+        reading, shard = self._inputs.on(grad.device).reading, StoredTensor(Float(grad.dtype), (grad,))
+        return Sweep(StoredTiles(record.program.layout, shard, grad, reading)).square_sums
 
     def _update_stack(self, stack: Queue, decision: Decision | None) -> None:
         """Updates parameters as one stack: stacks their tensors, and copies the results back."""
@@ -273,8 +283,8 @@ class Updates:
             self.begin_state(record)
         program = records[0].program
         names = [name for name in program.created if name not in program.extra_names]  # users may add other values
-        in_place = program.ranks is None  # complete parameters are stacked without reading them one by one
-        shards = [record.param if in_place else self._shard.read(record.param) for record in records]
+        is_full = program.ranks is None  # full parameters are stacked without reading them one by one
+        shards = [record.param if is_full else self._shard.read(record.param) for record in records]
         columns = [shards, *([record.extra[name] for record in records] for name in records[0].extra)]
         columns += [[self._states[record.param][name] for record in records] for name in names]
         stacked, parts = [torch.stack(column) for column in columns], len(program.weight.parts)
@@ -283,7 +293,7 @@ class Updates:
         for column, changed in zip(columns, stacked, strict=True):
             torch._foreach_copy_(column, changed.unbind())
         for record, shard in zip(records, shards, strict=True):
-            if not in_place:
+            if not is_full:
                 self._shard.write(record.param, shard)
             if record.extra:
                 record.version = self._shard.version(record.param)
@@ -291,7 +301,7 @@ class Updates:
     def _run(
         self,
         records: Sequence[ParamRecord],
-        held: StoredTensor,
+        weight: StoredTensor,
         grad: Tensor,
         state: dict[str, Any],
         decision: Decision | None,
@@ -299,15 +309,16 @@ class Updates:
         """Runs the program of parameters on their tensors, and stores the results in their records."""
         self.cycle.moved = True
         first, result = records[0], None
+        count_changes = self.changes.watch(records, weight, grad)
+        is_small = first.program.span.numel <= SMALL
         # compiled code on a GPU does not allocate temporaries of the size of a tile
-        planned = self.compilation.active and first.program.span.numel > SMALL and grad.device.type == "meta"
-        count_changes = self.changes.watch(records, held, grad)
-        tiles = self._inputs.tiles(records, held, grad, decision, tile=PLANNED_TILE if planned else None)
-        is_small = self._batching and first.program.span.numel <= SMALL
-        if self.compilation.active and not (is_small or self.compilation.by_kernels(first)):
+        planned = self.compilation.active and not is_small and grad.device.type == "meta"
+        tiles = self._inputs.tiles(records, weight, grad, decision, tile=PLANNED_TILE if planned else None)
+        eager = self._batching and is_small
+        if self.compilation.active and not (eager or self.compilation.by_kernels(first)):
             result = self.compilation.run(first, tiles, state)
         if result is None:
-            result = self.observer.update(program_of(records), tiles, state)
+            result = self.observer.update(shared_program(records), tiles, state)
         store(records, result)
         if count_changes is not None:
             count_changes()
@@ -317,8 +328,8 @@ def initial_tensors(program: Program, names: Iterable[str], shard: Tensor) -> di
     """Creates the tensors of a parameter with these names before its first update. shard: the shard of its weight."""
     new = {}
     for name in names:
-        kept = program.kept[name]
-        new[name] = torch.zeros(program.shape_of(kept, shard.shape), dtype=kept.dtype, device=shard.device)
+        spec = program.tensor_specs[name]
+        new[name] = torch.zeros(program.shape_of(spec, shard.shape), dtype=spec.dtype, device=shard.device)
     if extra := tuple(new[name] for name in program.extra_names if name in new):
         begin_storage(program.layout, StoredTensor(program.weight, (shard, *extra)))
     return new

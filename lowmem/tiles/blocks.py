@@ -78,7 +78,7 @@ def _divisor(length: int, preferred: int, minimum: int, may_be_one: bool) -> int
 
 
 @functools.lru_cache(maxsize=1024)
-def pieces(layout: Layout, group: int) -> list[Place] | None:
+def divisible_places(layout: Layout, group: int) -> list[Place] | None:
     """Cuts a shard into as few tiles as possible that divide into blocks. Returns None if a part cannot be divided.
 
     Args:

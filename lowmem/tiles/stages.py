@@ -81,7 +81,7 @@ class TileCode:
     def in_blocks(self, tensors: Mapping[str, Sequence[Tensor]], size: tuple[int, int, int]) -> Arguments:
         """Returns the tensors of a tile with this size [b, r, c] as arguments."""
         divided = blocks(*size[1:], self._kind.group)
-        assert divided is not None  # true for all `pieces`
+        assert divided is not None  # true for all `divisible_places`
         tile = size[0], *divided[:2], divided[2] // self._kind.group
         return {
             (name, n): tensor.view(self._shape(tile, part.group))
@@ -99,36 +99,36 @@ class TileCode:
 def copied(
     update: TracedUpdate, args: Arguments, results: Mapping[Any, fx.Node], end: fx.Node, sums_of: Callable[..., Any]
 ) -> Graph:
-    """Copies the graph of an update up to some nodes. args: fake arguments.  results: nodes of the update.  sums_of:
+    """Copies the graph of an update up to node `end`. args: fake arguments.  results: nodes of the update.  sums_of:
     returns the sums of pass n as nodes, given the new graph, n, and the nodes of arguments and vectors of the pass.
     """
-    graph, given = fx.Graph(), dict(args)
+    graph, inputs = fx.Graph(), dict(args)
     for n, (key, value) in enumerate(args.items()):
         if not isinstance(value, int):  # a symbol or a tensor
-            given[key] = graph.placeholder(f"given_{n}")
-            given[key].meta["val"] = value
+            inputs[key] = graph.placeholder(f"given_{n}")
+            inputs[key].meta["val"] = value
     if (GRAD, 0) in args:  # sizes are symbols of tensors: Inductor's cache on disk has no guards for other arguments
         dims = args[GRAD, 0].shape
-        size: list[Any] = [
-            graph.call_function(torch.ops.aten.sym_size.int, (given[GRAD, 0], d)) for d, _ in enumerate(dims)
-        ]
-        batch, count, height, width = *size[:3], functools.reduce(functools.partial(_times, graph), size[3:])
-        line = 1, _times(graph, count, width)
-        given |= sized((batch, *(line if dims[2] == 1 else (_times(graph, count, height), width))))
-    copies: dict[fx.Node, Any] = {node: given.get(key) for key, node in update.graph.inputs.items()}
+        size_of, times = torch.ops.aten.sym_size.int, functools.partial(_times, graph)
+        sizes: Any = [graph.call_function(size_of, (inputs[GRAD, 0], d)) for d, _ in enumerate(dims)]
+        batch, count, height, *cols = sizes
+        width = functools.reduce(times, cols)
+        matrix = (1, times(count, width)) if dims[2] == 1 else (times(count, height), width)
+        inputs |= sized((batch, *matrix))
+    copies: dict[fx.Node, Any] = {node: inputs.get(key) for key, node in update.graph.inputs.items()}
     for node in update.graph.module.graph.nodes:
         if node is end:
             break
         if node.target is OVER_TILES:
             vectors = zip(update.passes[node.args[1]].vectors, map(copies.__getitem__, node.args[0]), strict=True)
-            sums = sums_of(graph, node.args[1], {**given, **dict(vectors)})
+            sums = sums_of(graph, node.args[1], {**inputs, **dict(vectors)})
             copies |= {each: sums[each.args[1]] for each in node.users}
         elif node not in copies:
             copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.output([copies[node] for node in results.values()])
     graph.eliminate_dead_code()
-    inputs = {key: node for key, node in given.items() if isinstance(node, fx.Node) and node.op == "placeholder"}
-    return Graph(module(graph), inputs, {key: copies[node] for key, node in results.items()})
+    placeholders = {key: node for key, node in inputs.items() if isinstance(node, fx.Node) and node.op == "placeholder"}
+    return Graph(module(graph), placeholders, {key: copies[node] for key, node in results.items()})
 
 
 def _times(graph: fx.Graph, one: fx.Node, other: fx.Node) -> Any:
@@ -216,7 +216,7 @@ class Stages:
         self, tiles: StoredTiles, places: Sequence[Place], args: Arguments, held: Mapping[str, StoredTensor]
     ) -> dict[Any, Tensor]:
         """Updates a parameter that is cut into tiles at these places. held: the full-size states, by name."""
-        tiles = replace(tiles, pieces=places)
+        tiles = replace(tiles, chosen_places=places)
         args |= sized(tiles.shape)
         for n, stage in enumerate(self._stages):
             results = {} if stage.before is None else stage.before(args)

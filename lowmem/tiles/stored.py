@@ -23,8 +23,8 @@ GPU_TILE = 1 << 22
 NO_READING, NO_SCALARS = Reading(), Scalars.of({})
 
 
-class Across(Protocol):
-    """The ranks that the parameter is sharded over."""
+class RankGroup(Protocol):
+    """The ranks that a parameter is sharded over."""
 
     def all_reduce(self, tensors: Sequence[Tensor], *, largest: bool = False) -> list[Tensor]:
         """Returns float32 tensors summed over the ranks, or their elementwise maximum, in one collective."""
@@ -42,9 +42,9 @@ class StoredTiles(Tiles):
         scalars: the numbers of the rule.
         members: number of stacked parameters.
         keys: seed of each member's random bits, int32 [members, 1], a scalar for one member, or None if not needed.
-        across: the ranks that have the other shards, or None.
+        ranks: the ranks that the parameter is sharded over; None if it is not sharded.
         tile: elements per tile; None for the default.
-        pieces: the tiles for compiled code.
+        chosen_places: the positions of the tiles; None for tiles of `tile` elements.
     """
 
     layout: Layout
@@ -55,9 +55,9 @@ class StoredTiles(Tiles):
     _: KW_ONLY
     members: int = 1
     keys: Tensor | None = None
-    across: Across | None = None
+    ranks: RankGroup | None = None
     tile: int | None = None
-    pieces: Sequence[Place] | None = None
+    chosen_places: Sequence[Place] | None = None
 
     def __post_init__(self) -> None:
         self.shape, self.device = self.layout.shape, self.weight.parts[0].device
@@ -66,8 +66,8 @@ class StoredTiles(Tiles):
     @functools.cached_property
     def places(self) -> list[Place]:
         """Positions of the tiles."""
-        if self.pieces is not None:
-            return list(self.pieces)
+        if self.chosen_places is not None:
+            return list(self.chosen_places)
         places = self.layout.places(self.tile or (CPU_TILE if self.device.type == "cpu" else GPU_TILE))
         return _two_of_each_size(places) if is_fake(self.weight.parts[0]) else places
 
@@ -84,14 +84,24 @@ class StoredTiles(Tiles):
 
     def total(self, body: Callable[[RawTile], Sums], full: States, vectors: Vectors) -> Sums:
         """Like `reduce`, for a `body` that already sums over the tile."""
-        total = Totals(self.shape, self.device)
-        at_once = len(self.places) == 1 and self.places[0].rect.size == self.shape
+        total = Sums()
+        one_tile = len(self.places) == 1 and self.places[0].rect.size == self.shape
         for place, raw in self.over(self.places, full, vectors):
-            if at_once:
-                total.sums = body(raw)
+            if one_tile:
+                total = body(raw)
             else:
-                total.add(place, body(raw))
-        return total.sums if self.across is None else over_ranks(self.across, total.sums)
+                self._add(total, place, body(raw))
+        return total if self.ranks is None else over_ranks(self.ranks, total)
+
+    def _add(self, total: Sums, place: Place, part: Sums) -> None:
+        """Adds the sums of a tile, row [b, r], col [b, c], scalar [b], to the sums of the parameter."""
+        for kind, name, value in part.items():
+            largest, into = kind == "row_max", getattr(total, kind)
+            if name not in into:
+                start = -torch.inf if largest else 0.0
+                into[name] = torch.full(extent(kind, self.shape), start, dtype=torch.float32, device=self.device)
+            here = into[name][tuple(place.rect[d] for d in DIMS[kind])]
+            (torch.maximum if largest else torch.add)(here, value, out=here)
 
     def each(self, body: Callable[[RawTile], Sums | None], full: States, vectors: Vectors) -> None:
         for _, raw in self.over(self.places, full, vectors):
@@ -106,10 +116,10 @@ class StoredTiles(Tiles):
         order = places if self._passes % 2 == 0 else places[::-1]
         self._passes += 1
         grads, weight = self._rectangles
-        views = {name: self._views(held) for name, held in full.items()}
+        views = {name: self._views(state) for name, state in full.items()}
         for place in order:
             grad = cut(grads[place.rectangle], place.inner)
-            states = {name: _at(place, held.storage, views[name]) for name, held in full.items()}
+            states = {name: _at(place, state.storage, views[name]) for name, state in full.items()}
             here = {key: self._part(key[0], value, place) for key, value in vectors.items()}
             yield place, self._raw(grad, _at(place, self.weight.storage, weight), states, here)
 
@@ -126,9 +136,10 @@ class StoredTiles(Tiles):
             value = value if low == 1 << 31 else value + (low - (1 << 31))
         return value.view([n if d in DIMS[kind] else 1 for d, n in enumerate(rect.size)])
 
-    def _views(self, held: StoredTensor) -> list[list[Tensor]]:
+    def _views(self, stored: StoredTensor) -> list[list[Tensor]]:
         """Returns views of each tensor of a storage, one per rectangle [b, r, c / group]."""
-        return [self.layout.views(each, part.group) for each, part in zip(held.parts, held.storage.parts, strict=True)]
+        pairs = zip(stored.parts, stored.storage.parts, strict=True)
+        return [self.layout.views(tensor, part.group) for tensor, part in pairs]
 
 
 def _at(place: Place, storage: Storage, views: Sequence[Sequence[Tensor]]) -> StoredTensor:
@@ -137,29 +148,12 @@ def _at(place: Place, storage: Storage, views: Sequence[Sequence[Tensor]]) -> St
     return StoredTensor(storage, tuple(cut(each[place.rectangle], place.inner, part.group) for each, part in pairs))
 
 
-class Totals:
-    """Accumulates the sums of a parameter [B, R, C] over its tiles."""
-
-    def __init__(self, shape: tuple[int, int, int], device: torch.device) -> None:
-        self._shape, self._device, self.sums = shape, device, Sums()
-
-    def add(self, place: Place, part: Sums) -> None:
-        """Adds the sums of a tile: row [b, r], col [b, c], scalar [b]."""
-        for kind, name, value in part.items():
-            largest, into = kind == "row_max", getattr(self.sums, kind)
-            if name not in into:
-                start = -torch.inf if largest else 0.0
-                into[name] = torch.full(extent(kind, self._shape), start, dtype=torch.float32, device=self._device)
-            here = into[name][tuple(place.rect[d] for d in DIMS[kind])]
-            (torch.maximum if largest else torch.add)(here, value, out=here)
-
-
-def over_ranks(across: Across, local: Sums) -> Sums:
+def over_ranks(ranks: RankGroup, local: Sums) -> Sums:
     """Returns the sums over all ranks."""
     total: list[tuple[str, str, Tensor]] = []
     for largest in (False, True):
         sums = [each for each in local.items() if (each[0] == "row_max") is largest]
-        values = across.all_reduce([value for *_, value in sums], largest=largest) if sums else []
+        values = ranks.all_reduce([value for *_, value in sums], largest=largest) if sums else []
         total += [(kind, name, value) for (kind, name, _), value in zip(sums, values, strict=True)]
     return Sums.of(total)
 

@@ -157,11 +157,11 @@ class Passes(Tiles):
         self.reading, self._key = reading_of(args), args.get(("key", ""))
         self.scalars = Scalars(kind.numbers, args["numbers", "single"], args["numbers", "double"])
         with _disable_current_modes():
-            self.full = {name: self._small(storage, kind.group) for name, storage in kind.storages}
+            self.full = {name: self._one_group(storage, kind.group) for name, storage in kind.storages}
         (self._grad,), self.weight = self.full.pop(GRAD).parts, self.full.pop("param")
         self._names = {held: name for name, held in self.full.items()}
 
-    def _small(self, storage: Storage, cols: int) -> StoredTensor:
+    def _one_group(self, storage: Storage, cols: int) -> StoredTensor:
         """Returns a tile with one group of elements."""
         return StoredTensor(storage, tuple(torch.zeros(1, 1, cols // p.group, dtype=p.dtype) for p in storage.parts))
 
@@ -173,12 +173,12 @@ class Passes(Tiles):
         return self._key
 
     def reduce(self, body: Callable[[RawTile], Sums], full: States, vectors: Vectors) -> Sums:
-        return self._note(body, full, vectors, writes=False)
+        return self._record(body, full, vectors, writes=False)
 
     def each(self, body: Callable[[RawTile], Sums | None], full: States, vectors: Vectors) -> None:
-        self._note(body, full, vectors, writes=True)
+        self._record(body, full, vectors, writes=True)
 
-    def _note(self, body: Any, full: States, vectors: Vectors, writes: bool) -> Sums:
+    def _record(self, body: Any, full: States, vectors: Vectors, writes: bool) -> Sums:
         read = {key: v.reshape(extent(key[0], self.shape)).contiguous() if v.ndim else v for key, v in vectors.items()}
         reading = {key: value for key, value in self.reading.tensors.items() if not value.ndim}
         args, sums = signature({**reading, **self.scalars.singles, **read}), list[Key]()

@@ -36,10 +36,7 @@ CASES = {
     "adafactor": ("adafactor", MATRIX, BF16, "stochastic", "bfloat16"),
     "adafactor_t2t": ("adafactor_t2t", MATRIX, BF16),
 }
-POINTERS = {
-    "programs": "*i32", "table": "*i64", "grads": "*i64", "numbers": "*fp64", "keys": "*i32", "scalars": "*fp64",
-    "results": "*fp64", "jobs": "*i64", "pieces": "*i64",
-}  # fmt: skip
+POINTERS = {torch.int32: "*i32", torch.int64: "*i64", torch.float64: "*fp64"}
 READING = Reading(inverse_scale=torch.ones(()), clip_coef=torch.ones(()))
 
 
@@ -48,11 +45,11 @@ def compiled(function, constants, warps, arch):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from lowmem.kernels.kernels import COMPILER_OPTIONS
+    from lowmem.kernels.kernels import ARG_TYPES, COMPILER_OPTIONS
 
     names = function.arg_names
     fixed = dict(zip(names[len(names) - len(constants) :], constants, strict=True))
-    signature = {name: "constexpr" if name in fixed else POINTERS.get(name, "*fp32") for name in names}
+    signature = {name: POINTERS.get(ARG_TYPES.get(name), "*fp32") for name in names} | dict.fromkeys(fixed, "constexpr")
     source = ASTSource(function, signature, {(names.index(name),): value for name, value in fixed.items()})
     return compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": warps, **COMPILER_OPTIONS})
 
@@ -73,7 +70,7 @@ def kernels_of(name):
 
     parameter = Parameter(*CASES[name])
     traced = parameter.traced(READING)
-    return Kernels(traced, line=is_line(traced, parameter.layout.shape), aligned=True)
+    return Kernels(traced, line=is_line(traced, one_row=parameter.layout.shape[1] == 1), aligned=True)
 
 
 @pytest.mark.parametrize("arch", [80, 89, 90])

@@ -253,7 +253,7 @@ def test_shards_of_ranks(case):
     def train(shard, at):
         try:
             with ranks.turn:
-                ((_, batch),) = batches_of([shard], Reading(), across=ranks)
+                ((_, batch),) = batches_of([shard], Reading(), ranks=ranks)
                 run(batch, [shard], [grad.reshape(-1)[slice(*at)].clone()], 1, Reading())
         except BaseException as error:
             failures.append(error)

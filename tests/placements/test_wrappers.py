@@ -85,7 +85,7 @@ def wrapped_first(rank):
 
 
 def wrapped_after_a_step(rank):
-    """It shows by the end of the next one."""
+    """The next step raises at its end."""
     net = make()
     opt = lowmem.FusedOptimizer(net.named_parameters(), rule="lomo", lr=0.1)
     opt.backward(net(torch.ones(1, 3)).sum())

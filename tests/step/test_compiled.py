@@ -422,7 +422,7 @@ def test_compiled_code_of_several_tensors(rule, options):
 
 def test_foreign_classes_are_not_traced(graphs, monkeypatch, caplog):
     """A trace would fail, and its references to a parameter group would outlive the optimizer."""
-    monkeypatch.setattr(compiled, "traced", None)
+    monkeypatch.setattr(compiled, "compiled_update", None)
     params, opt = trained("torch.optim.SGD", [MATRIX, CUT[0]], compile=True)
     assert traced_updates(opt) == 0 and not compiled._TRACED and not opt.compiled
     (message,) = [message for message in caplog.messages if "is not compiled" in message]

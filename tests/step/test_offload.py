@@ -264,7 +264,7 @@ def steps_with(monkeypatch, share, count, **options):
     opt = lowmem.FusedOptimizer(
         net.named_parameters(), "adamw", policy="deferred", store="auto", compile=False, **options
     )
-    held = opt._loop.policy._store._held
+    held = opt._loop.policy._store._bytes
     reserve = TOTAL // 16
     with_free_memory(monkeypatch, lambda: share * everything - held[net[0].weight.device] + reserve)
     for step, batches in enumerate(inputs.cuda()):
@@ -285,7 +285,7 @@ def test_every_split_has_the_same_bits(share, count, monkeypatch):
     assert all(map(torch.equal, weights, others))
     assert opt.nonfinite_steps == 1
     store, everything = opt._loop.policy._store, sum(weight.nbytes for weight in weights)
-    on_host = sum(piece.nbytes for pieces in store._room.values() for piece in pieces)
+    on_host = sum(piece.nbytes for pieces in store._buffers.values() for piece in pieces)
     assert everything * (1 - share) <= on_host <= everything * (1 - share) * 1.01 + 1600 * (0 < share < 1)
 
 
@@ -302,7 +302,7 @@ def test_the_traffic_of_a_step(share, monkeypatch):
     for options in ({"policy": "immediate"}, {"clip_norm": 0.1}):
         opt = lowmem.FusedOptimizer(net.named_parameters(), "adamw", compile=False, batching=False, **options)
         if opt.policy == "deferred":
-            held = opt._loop.policy._store._held
+            held = opt._loop.policy._store._bytes
             with_free_memory(monkeypatch, lambda held=held: share * everything - sum(held.values()) + reserve)
         for _ in range(2):  # the second one has states, and the order of gradients
             before = simgpu.library.sim_launches()

@@ -67,7 +67,7 @@ ROUNDED = itertools.product(
     ("case", "rounded"), in_turn(OPTIONS, [(torch.float32, "auto"), (torch.bfloat16, "auto"), *ROUNDED]), ids=str
 )
 def test_a_stack_is_its_members(case, rounded):
-    """Random bits are of the parameter and its element, and residuals go with their weights."""
+    """Random bits depend on the parameter and the element, and each residual stays with its weight."""
     (rule, options), (dtype, rounding) = case, rounded
     stacked, alone = (
         run(rule, options, batching=batching, dtype=dtype, rounding=rounding) for batching in (True, False)
@@ -118,7 +118,7 @@ def test_stacks_do_not_depend_on_the_order_of_gradients(orders, reloads):
 
 @pytest.fixture
 def stacks(monkeypatch):
-    """How many parameters each update was of, with their elements."""
+    """Records the number of parameters of each update, and the elements of one of them."""
     seen = []
     run = updates.Updates._run
 
@@ -136,7 +136,7 @@ def quadratic(params):
 
 @pytest.mark.by_tiles("updates that are compiled are in no stack")
 def test_small_equal_parameters_are_stacked(stacks):
-    """Like with like: shape, dtype, group. Large parameters go at once, and everything if it is switched off."""
+    """Of equal shape, dtype and group. Large parameters are updated at once, and without batching all of them are."""
     small, large = [torch.nn.Parameter(torch.ones(8, 8)) for _ in range(6)], torch.nn.Parameter(torch.ones(256, 256))
     half = torch.nn.Parameter(torch.ones(8, 8).bfloat16())
     groups = [{"params": [*small[:4], half, large]}, {"params": small[4:], "lr": 0.1}]
@@ -167,7 +167,7 @@ def one_weight(dtype, rule="adamw", **options):
 
 
 def trained(dtype, rule, **options):
-    """A weight after some steps, and how many bytes the optimizer holds for it."""
+    """Returns a weight after some steps, and the bytes of its states."""
     param, opt = one_weight(dtype, rule, **options)
     for _ in range(3):
         opt.backward((param * torch.linspace(-1, 1, 64)).float().square().sum())

@@ -43,7 +43,7 @@ class Net(torch.nn.Module):
 
 
 class TwoLayers(torch.nn.Module):
-    """TwoLayers layers, `first` and `last`, of these sizes."""
+    """Two layers, `first` and `last`, of these sizes."""
 
     def __init__(self, *sizes):
         super().__init__()

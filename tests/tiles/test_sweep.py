@@ -54,7 +54,7 @@ def update(rule, shape, *, dtype=torch.bfloat16, rounding_name="nearest", steps=
 
 
 def key(number):
-    """Of the random bits of a parameter."""
+    """Returns the key of a parameter's random bits."""
     return torch.tensor(number, dtype=torch.int32)
 
 
@@ -154,7 +154,7 @@ def halfway(t):
 
 
 def rounded_at(start, count=64, tile=None, seed=7):
-    """The columns from `start` on, as a shard that has these columns rounds them."""
+    """Returns the columns from `start` on as a shard with these columns rounds them."""
     shard = torch.zeros(count, dtype=torch.bfloat16)
     weight = StoredTensor(Float(torch.bfloat16, draws=True), (shard,))
     layout = Layout.of((MANY,), View.vector(1), start, start + count)
@@ -173,7 +173,7 @@ def test_noise_of_a_column_does_not_depend_on_tiles_and_shards(border):
 
 
 def test_noise_of_fewer_columns_has_not_changed():
-    """Bits of a run that resumes."""
+    """A resumed run continues with the same bits."""
     col = torch.arange(64, dtype=torch.int32) + ((1 << 31) - 64)
     bits = rounding.mix(rounding.mix(torch.tensor(7, dtype=torch.int32)) + col)
     want = torch.where(rounding.random_bits(bits, 0, 16) < 1 << 15, 1 + 2.0**-7, 1.0).bfloat16()
@@ -185,7 +185,7 @@ def both_halfway(t):
 
 
 def test_each_row_and_each_tensor_has_its_own_noise():
-    """Of two stacked parameters with a state, each of two slices of three rows."""
+    """Two stacked parameters have a state, and each has two slices of three rows."""
     shape, rounds = (4, 3, 64), Float(torch.bfloat16, draws=True)
     weight, state = (StoredTensor(rounds, (torch.zeros(shape, dtype=torch.bfloat16),)) for _ in range(2))
     keys = torch.tensor([[7], [7 << 20]], dtype=torch.int32)
@@ -198,7 +198,7 @@ def test_each_row_and_each_tensor_has_its_own_noise():
 @pytest.mark.parametrize("tile", [stored.GPU_TILE, stored.CPU_TILE])
 @pytest.mark.parametrize(("first", "last"), [(0, MANY), ((1 << 31) - 7, (1 << 32) + 9), (5, 1000)])
 def test_tiles_of_many_columns(first, last, tile):
-    """They are cut where int32 ends; everything is covered, once."""
+    """They are cut where int32 ends, and cover every column once."""
     layout = Layout.of((MANY,), View.vector(1), first, last)
     cols = sorted((place.rect.cols.start, place.rect.cols.stop) for place in layout.places(tile))
     assert [start for start, _ in cols] == [first, *(stop for _, stop in cols[:-1])]
@@ -207,7 +207,7 @@ def test_tiles_of_many_columns(first, last, tile):
 
 
 class Three:
-    """Ranks that have once, twice and three times the tensors of this one."""
+    """Three ranks, whose tensors are one, two and three times these."""
 
     def all_reduce(self, tensors, *, largest=False):
         return [tensor * (3 if largest else 6) for tensor in tensors]
