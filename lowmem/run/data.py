@@ -215,8 +215,8 @@ def _counts(trainer: Any, loaded: Any, name: str) -> str:
     if not packed and len(tokenized) < len(loaded):
         parts.append(f"{len(loaded) - len(tokenized):,} dropped by max_length={limit}")
     if counts.cut:
-        advice = "; packing_strategy: wrapped cuts nothing off" if packed else ""
-        parts.append(f"{counts.cut:,} cut off at max_length={limit}, or as long{advice}")
+        advice = " (packing_strategy: wrapped cuts nothing off)" if packed else ""
+        parts.append(f"{counts.cut:,} reach max_length={limit}, where longer ones are cut off{advice}")
     if not has_labels:
         return f"{', '.join(parts)}; columns {', '.join(tokenized.column_names)}"
     if counts.empty:

@@ -22,7 +22,7 @@ from lowmem.run.fake_ranks import fake_ranks
 from lowmem.run.memory import ACTIVATIONS, BUFFERS, STATES, WEIGHTS, StepMemory
 from lowmem.run.recipe import Recipe
 from lowmem.step.room import HEADROOM
-from lowmem.tiles.quantized import in_codes
+from lowmem.tiles.quantized import in_codes, is_quantized
 
 # The device of fake tensors. A GPU is "meta", so that its tensors differ from those on the host.
 DEVICES = {"gpu": torch.device("meta"), "cpu": torch.device("cpu")}
@@ -166,7 +166,9 @@ def _phases(trainer: Any, step: StepMemory, ranks: int, *, on_cpu: bool, convert
     elif in_codes(trainer.model):
         gathered = max(weights)
     states = (step.items[STATES] + step.host_states) * (ranks if sharded else 1)
-    checkpoint = sum(weights) + (0 if args.save_only_model else states)
+    # quantized weights are saved twice: rounded, as a model of transformers, and with the states of the optimizer
+    codes = sum(nbytes(param) for param in trainer.model.parameters() if is_quantized(param))
+    checkpoint = sum(weights) + (0 if args.save_only_model else states + codes)
     kept = 0 if args.save_strategy == "no" else args.save_total_limit or _saves(args)
     load = _load(trainer, step, ranks, on_cpu=on_cpu, converts=converts)
     saved = Phase(step.rest + gathered, 0 if on_cpu else step.host_peak + max(weights))

@@ -282,7 +282,12 @@ def plain(tensor: Tensor) -> Tensor:
 
 def in_codes(model: nn.Module) -> bool:
     """Returns whether a model has quantized weights."""
-    return any(isinstance(getattr(param, "_local_tensor", param), QuantizedWeight) for param in model.parameters())
+    return any(map(is_quantized, model.parameters()))
+
+
+def is_quantized(param: Tensor) -> bool:
+    """Returns whether a parameter is quantized, or its shard."""
+    return isinstance(getattr(param, "_local_tensor", param), QuantizedWeight)
 
 
 def tensors_of(tensor: Tensor) -> tuple[Tensor, ...]:

@@ -117,11 +117,11 @@ def test_rows_truncated_to_nothing_are_counted(place, arguments):
 def test_rows_cut_off_by_max_length_are_counted(summary):
     rows = [{"text": "the old cat sat " * 10}] * 3
     tokens = int(summary(rows).split(", ")[1].split()[0])
-    lost = "3 cut off at max_length=8, or as long"
+    lost = "3 reach max_length=8, where longer ones are cut off"
     assert summary(rows, max_length=8) == f"3 rows, {lost}, 24 tokens, loss on 21 (88%)"
     packed = summary(rows, max_length=8, packing=True)
     keeps = "packing_strategy: wrapped cuts nothing off"
-    assert packed == f"3 rows packed into 3, {lost}; {keeps}, 24 tokens, loss on 21 (88%)"
+    assert packed == f"3 rows packed into 3, {lost} ({keeps}), 24 tokens, loss on 21 (88%)"
     for strategy in ("bfd_split", "wrapped"):
         packed = summary(rows, max_length=8, packing=True, packing_strategy=strategy)
         assert packed.startswith(f"3 rows packed into {-(-tokens // 8)}, {tokens} tokens, loss on ")
@@ -135,7 +135,7 @@ def test_pairs_that_are_too_long_are_counted(command, summary):
     long = {**usual[0], "prompt": runs.user("the " * 40)}
     assert summary([long, *usual], command, max_length=20).startswith("17 rows, 1 dropped by max_length=20; ")
     if command != "reward":
-        assert "16 cut off at max_length=8, or as long" in summary(usual, command, max_length=8)
+        assert "16 reach max_length=8, where longer ones are cut off" in summary(usual, command, max_length=8)
     with pytest.raises(DataError, match="max_length=20 removes all 2 rows"):
         summary([long] * 2, command, max_length=20)
 

@@ -367,6 +367,12 @@ def test_phases_of_a_run(write):
     assert phases["load"].device == pytest.approx(2 * PARAMETERS, rel=0.01)
 
 
+def test_quantized_weights_are_saved_with_the_states_and_as_a_model(write):
+    path = write(save_strategy="steps", save_total_limit=1, fused={"rule": "adalomo", "weight_format": "int12"})
+    phases = plan.plan(parse("sft", ["--config", path, "--learning_rate", "1e-3"], device="gpu")).phases
+    assert phases["resume"].disk == pytest.approx((2 + 1.5 + 2 / 64) * PARAMETERS, rel=0.02)
+
+
 LAYERS, WIDE = 5, {"hidden_size": 144, "intermediate_size": 288, "num_hidden_layers": 5, "num_attention_heads": 4}
 LAYER = 2 * (4 * 144 * 144 + 3 * 144 * 288)  # bytes of the matrices of a layer
 
