@@ -106,6 +106,3 @@ def test_methods_train_as_documented(tiny_llama):
         ends = trained(make, rows[:count])
         assert all(map(torch.equal, ends, trained(reference, rows[:count])))
         assert all(map(torch.equal, ends, start)) == (make is drop_gradients)
-
-
-# -- measurements ------------------------------------------------------------------------------------------------------

@@ -20,12 +20,6 @@ def test_tables_show_their_results(page, block):
     assert block["body"] == Source(block["module"]).tables()[block["table"] or ""]
 
 
-def test_every_marker_is_one_of_a_table():
-    for page in PAGES:
-        assert page.read_text().count("<!-- begin: ") == len(list(blocks(page))), page
-        assert page.read_text().count("<!-- end -->") == len(list(blocks(page))), page
-
-
 def test_every_result_is_shown():
     assert {source.file for source in sources()} == {*RESULTS.glob("*.json")} - {stacks.RESULTS}
 

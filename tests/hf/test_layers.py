@@ -1,9 +1,8 @@
-"""The embeddings of any model, and what a trainer changes of models that have none or several."""
+"""Which embeddings a trainer changes or checks."""
 
 import pytest
 import torch
 import transformers as hf
-from torch import nn
 
 from lowmem.errors import UnsupportedError
 from lowmem.hf import layers
@@ -12,38 +11,6 @@ from lowmem.layers.tied import TiedEmbedding
 from lowmem.options import LayersConfig
 
 SIZES = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
-
-
-class Several(nn.Module):
-    """Embeddings, none of which a method names."""
-
-    def __init__(self):
-        super().__init__()
-        self.users, self.items = nn.Embedding(30, 4), nn.Embedding(20, 4)
-
-
-def llama():
-    return hf.LlamaForCausalLM(hf.LlamaConfig(vocab_size=20, **SIZES))
-
-
-def vit():
-    return hf.ViTForImageClassification(hf.ViTConfig(**SIZES, image_size=4, patch_size=2))
-
-
-# A model, its input embedding and its output embedding.
-MODELS = [
-    (llama, nn.Embedding, nn.Linear),
-    (vit, nn.Module, None),
-    (Several, None, None),
-]
-
-
-@pytest.mark.parametrize(("make", "source", "target"), MODELS)
-def test_embeddings_are_found_by_get_input_embeddings(make, source, target):
-    model = make()
-    for side, kind in (("input", source), ("output", target)):
-        module = layers.embedding(model, side)
-        assert module is None if kind is None else isinstance(module, kind)
 
 
 @pytest.mark.parametrize(

@@ -52,20 +52,6 @@ def test_runs_are_done_recorded_and_repeated(small, tmp_path, capsys):
     assert f"loss: {loss} recorded, {loss} now" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["method=sgd", "lr=1"], "method 'sgd' is unknown"),
-        (["method=adamw"], "no lr is given"),
-        (["rate=1"], "'rate=1' is not KEY=VALUE"),
-    ],
-)
-def test_runs_that_cannot_be_done(words, message, tmp_path, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        run_studies(tmp_path, *words)
-    assert message in capsys.readouterr().err
-
-
 def test_chats_are_trained(monkeypatch):
     """By a tiny model."""
     for cached in (chat.chats, chat.prose):
