@@ -11,8 +11,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from zlib import crc32
 
-# Read when packages are imported, here and in the processes that tests start. Tests run side by side, and their tensors
-# are too small to be worth a second thread. Compiled code is shared by all processes, and by the next run of the suite.
+# These are read when packages are imported, here and in processes that tests start. Tests run in parallel, and their
+# tensors are too small to benefit from a second thread. Compiled code is cached for all processes and later runs.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -20,7 +20,7 @@ os.environ.setdefault(
     "TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir()) / f"lowmem-tests-inductor-{os.getuid()}")
 )
 os.environ.setdefault("TORCHINDUCTOR_FX_GRAPH_CACHE", "1")
-os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # no processes that import torch only to compile
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # do not start processes that import torch only to compile
 
 # Ways to run the tests (scripts/test.sh): on a GPU (--gpu), on a number of simulated GPUs (--simgpu), with compiled
 # updates of any size (--compiled, see support/compiled.py), and with one in EVERY of the engine's tests (--stack).
@@ -31,7 +31,7 @@ EVERY = int(os.environ.get("LOWMEM_EVERY", "1"))
 if SIMGPUS:
     from support import simgpu
 
-    simgpu.install(SIMGPUS)  # before torch, which looks for CUDA when it is imported
+    simgpu.install(SIMGPUS)  # set before importing torch, which looks for CUDA on import
 
 import hypothesis
 import pytest
@@ -46,7 +46,7 @@ from scripts.stacks import ENGINE
 
 torch.set_num_threads(1)
 compiled.force()
-# no example fails because the machine is slow or busy
+# do not fail an example because the machine is slow or busy
 hypothesis.settings.register_profile(
     "patient", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow], print_blob=True
 )
@@ -60,14 +60,14 @@ def fixed_seed():
 
 @pytest.fixture(autouse=True)
 def reset_log_level():
-    """`lowmem rules` changes it."""
+    """Restores the log level, which `lowmem rules` changes."""
     yield
     logging.getLogger("lowmem").setLevel(logging.NOTSET)
 
 
 @pytest.fixture(autouse=True)
 def freeze_imported_objects():
-    """Accelerate collects garbage in every `train`, which takes most of a second unless imports are frozen."""
+    """Freezes imported objects. Otherwise Accelerate's garbage collection takes most of a second in every `train`."""
     gc.collect()
     gc.freeze()
 
@@ -78,7 +78,7 @@ ON_DEFAULT_DEVICE = {"layers", "rules", "step", "tiles"}
 
 @contextmanager
 def default_device(path):
-    """Makes the GPU, if the tests run on one, the default device for a file's tests and for its import."""
+    """Makes the GPU, if the tests run on one, the default device while a file is imported and its tests run."""
     if ON_GPU and path.parent.name in ON_DEFAULT_DEVICE:
         torch.set_default_device("cuda")
     try:
@@ -99,7 +99,7 @@ def gpu(request, monkeypatch):
                 monkeypatch.setattr(torch, "equal", rounded.equal)
             yield
             return
-        monkeypatch.setattr("lowmem.step.compiled.has_compiler", lambda device: False)  # a simulated GPU has none
+        monkeypatch.setattr("lowmem.step.compiled.has_compiler", lambda device: False)  # simulated GPUs have none
         with simgpu.watch("race", "unwritten") as findings:
             yield
         assert not findings, simgpu.summary(findings)
@@ -107,7 +107,7 @@ def gpu(request, monkeypatch):
 
 @pytest.fixture(autouse=True)
 def traceable():
-    """Requires that no update of the package's own rules was left uncompiled because tracing it failed."""
+    """Requires that tracing never failed for an update of the package's own rules."""
     yield
     module = sys.modules.get("lowmem.step.compiled")
     for rule, updates in module._TRACED.items() if module else ():
@@ -116,7 +116,7 @@ def traceable():
 
 
 def reasons_to_skip(item):
-    """Yields why a test cannot run in the way that was chosen."""
+    """Yields the reasons to skip a test with the chosen options."""
     if ON_GPU:
         for marker in item.iter_markers("cpu_only"):
             yield f"on a CPU only: {marker.args[0]}"
@@ -128,7 +128,7 @@ def reasons_to_skip(item):
 
 
 def pytest_collection_modifyitems(items):
-    """Skips tests, and with EVERY keeps a sample of the engine's tests, which is the same for all stacks."""
+    """Skips tests. With EVERY, keeps a sample of the engine's tests, which is the same for all stacks."""
     for item in items:
         for reason in reasons_to_skip(item):
             item.add_marker(pytest.mark.skip(reason=reason))
@@ -143,7 +143,7 @@ def pytest_make_collect_report(collector):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_pyfunc_call(pyfuncitem):
-    """A test marked with headings of docs/how-to/troubleshooting.md has to produce the messages that they quote."""
+    """Checks that a test marked with headings of docs/how-to/troubleshooting.md produces the messages quoted there."""
     headings = [mark.args[0] for mark in pyfuncitem.iter_markers("troubleshooting")]
     if not headings:
         return (yield)
@@ -156,7 +156,7 @@ def pytest_pyfunc_call(pyfuncitem):
 
 @pytest.fixture(autouse=True)
 def restore_registries():
-    """Forgets the rules and storages that a test, or a page or a study that it runs, has registered."""
+    """Removes rules and storages that a test, or a page or study that it runs, has registered."""
     from lowmem.rules.rule import TABLE as RULES
     from lowmem.tiles.storage import TABLE as STORAGES
 
@@ -169,7 +169,7 @@ def restore_registries():
 
 @pytest.fixture(scope="session")
 def ranks_of():
-    """A function: the ranks of a group of `count` processes, which are started once for all tests."""
+    """Returns a function that runs code on `count` ranks. The processes are started once for all tests."""
     groups = {}
 
     def of(count):
@@ -194,7 +194,7 @@ def two(ranks_of):
 
 @pytest.fixture(scope="session")
 def tiny_llama():
-    """A factory: the same small Llama for the same arguments."""
+    """Returns a factory that creates the same small Llama for the same arguments."""
 
     def make(dtype=torch.float32, checkpointing=False, **config):
         sizes = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
@@ -210,7 +210,7 @@ def tiny_llama():
 
 @pytest.fixture(scope="session")
 def token_batches():
-    """A factory: `count` batches of random token ids as keyword arguments of a language model."""
+    """Returns a factory that creates `count` batches of random token ids as keyword arguments of a language model."""
 
     def make(count, size=(2, 16), vocab_size=97):
         source = seeded(1)
@@ -232,7 +232,7 @@ def sketched_pictures(monkeypatch):
 
 @pytest.fixture
 def planned_here(monkeypatch):
-    """Plans in this process, which need not import anything."""
+    """Plans in this process, which saves the imports in a new one."""
 
     from support import runs
 
@@ -252,7 +252,7 @@ def give_gradients():
 
 @pytest.fixture
 def matrices(monkeypatch):
-    """The shapes of logits whose matrix was computed."""
+    """Records the shapes of the logits that are computed."""
     from lowmem.layers.logits import Logits
 
     shapes, compute = [], Logits.matrix
@@ -267,7 +267,7 @@ def samples():
 
 @pytest.fixture
 def make(tiny_llama, samples, tmp_path):
-    """A factory of trainers of a small Llama; keyword arguments are training arguments."""
+    """Returns a factory of trainers of a small Llama. Keyword arguments are training arguments."""
 
     def factory(cls=None, model=None, fused=None, run="run", optimizers=(None, None), **arguments):
         from transformers import Trainer, TrainingArguments

@@ -1,4 +1,4 @@
-"""Accelerate: its loops run unchanged, with the weights that torch's optimizers give, or raise."""
+"""Loops that use Accelerate run unchanged with the weights that torch's optimizers give, or raise an error."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ ROWS = [{"x": torch.tensor([n / 10, 1 - n / 9, 0.3]), "y": torch.tensor([0.1 * n
 
 @pytest.fixture(autouse=True)
 def fresh_state():
-    """Accelerate's state is global."""
+    """Resets Accelerate's state, which is global."""
     yield
     reset()
 
@@ -46,7 +46,7 @@ def loss_of(net, batch):
 
 
 class Loop:
-    """A training loop as Accelerate's documentation has it."""
+    """A training loop as in Accelerate's documentation."""
 
     def __init__(self, make, steps=3, precision="no", scaler=None):
         reset()
@@ -88,14 +88,14 @@ def test_clipping(policy):
 
 
 REFUSED = {  # options of the optimizer and of the loop
-    # without accumulation a CPU clips in two passes
+    # on a CPU, clipping takes two passes without accumulation
     "a plain backward of two passes": (
         {"clip_norm": 0.1},
         {"steps": 1},
         r"opt\.backward\(loss\), or use policy='deferred'",
     ),
     "accumulation": ({"policy": "immediate"}, {}, "policy 'immediate' cannot accumulate gradients"),
-    # Accelerate has a GradScaler for fp16, on a GPU only; here one is put in its place
+    # Accelerate creates a GradScaler for fp16 only on a GPU, so the test sets one
     "the scaler of fp16": (
         {},
         {"scaler": torch.amp.GradScaler("cpu")},
@@ -113,7 +113,7 @@ def test_rejected_calls_change_no_weight(options, settings, message):
 
 
 def test_the_loss_scale_of_fp16():
-    """The optimizer that was not prepared has a backward, and scales the loss instead of Accelerate."""
+    """Accelerate does not scale the loss for an optimizer that is not prepared, so the optimizer does."""
     loop = Loop(fused(loss_scale=8.0), scaler=torch.amp.GradScaler("cpu", enabled=False))
     for batch in loop.loader:
         with loop.accelerator.accumulate(loop.model):
@@ -126,7 +126,7 @@ def test_the_loss_scale_of_fp16():
 
 
 def test_an_optimizer_that_is_not_prepared():
-    """The loop itself asks Accelerate whether a step is due."""
+    """The loop asks Accelerate whether a step is due."""
     net = make_net()
     accelerator, opt = Accelerator(gradient_accumulation_steps=2, cpu=True), fused()(net)
     for row in ROWS[:2]:

@@ -1,4 +1,4 @@
-"""The commands as a user types them: TRL's files, runs from end to end, and each mistake as one message."""
+"""The commands as users run them: TRL's files, complete runs, and one message for each mistake."""
 
 import contextlib
 import importlib
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("sketched_pictures")
 
 
 def saving(folder, command="sft", **changes):
-    """A YAML file of a run of six steps that saves and evaluates in the fourth, and saves at its end."""
+    """Returns the YAML file of a six-step run that saves and evaluates after step four and saves at its end."""
     steps = {"max_steps": 6, "save_strategy": "steps", "save_steps": 4, "logging_steps": 2}
     evaluation = {"eval_strategy": "steps", "eval_steps": 4, "test_split_size": 0.25}
     return write(folder, command, **steps, **evaluation, **changes)
@@ -36,7 +36,7 @@ def weights(folder):
     return (folder / "model.safetensors").read_bytes()
 
 
-# --- Files as TRL's documentation has them ----------------------------------------------------------------------------
+# --- Files from TRL's documentation -----------------------------------------------------------------------------------
 
 ON_CPUS = "bf16: false\nreport_to: none\nlogging_steps: 1\nmax_steps: 3\noptim: adamw_torch\n"
 LORA = "use_peft: true\nlora_r: 32\nlora_alpha: 16\nlora_target_modules: [q_proj, v_proj]\n"
@@ -55,7 +55,7 @@ FILES = {
 
 @pytest.mark.parametrize("case", FILES)
 def test_files_for_trl_give_its_losses(case, tmp_path):
-    """To the last bit with TRL's head, and up to rounding with lowmem's."""
+    """The losses are bitwise equal with TRL's head and equal up to rounding with lowmem's."""
     command, text = FILES[case]
     names = f"model_name_or_path: {assets() / 'model'}\ndataset_name: {assets() / 'zen'}\n"
     (tmp_path / "trl.yaml").write_text(f"{names}{text}{ON_CPUS}")
@@ -134,7 +134,7 @@ def test_a_policy_is_trained(tmp_path, run_dir):
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """A run of six steps."""
+    """Returns the folder of a completed run of six steps."""
     folder = tmp_path_factory.mktemp("finished")
     assert lowmem("sft", "--config", saving(folder)).status == 0
     return folder / "run"
@@ -142,7 +142,7 @@ def finished(tmp_path_factory):
 
 @pytest.fixture
 def run(finished, tmp_path):
-    """A copy of that run in another folder, with a name that a shell and a console would read otherwise."""
+    """Copies that run to a folder whose name contains characters that are special in a shell and a console."""
     return shutil.copytree(finished, tmp_path / "a copy [bold]")
 
 
@@ -168,7 +168,7 @@ def test_a_copied_run_continues_in_the_copy(finished, run):
 
 
 def test_a_finished_run_is_not_changed(run, caplog):
-    """Job scripts that always resume end well."""
+    """Job scripts may pass a resume argument every time, even after the run is complete."""
     metrics, saved = read(run), weights(run / "checkpoint-6")
     ended = resume(run)
     assert ended.status == 0 and "train loss" not in ended.out and "\ndone\n" in ended.out
@@ -211,7 +211,7 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_starts_again(finished
 @pytest.mark.parametrize(("words", "count"), [("", 2), ("--num_processes 3", 3), ("--num_processes 1", 1)])
 def test_one_process_per_visible_gpu(words, count, tmp_path, monkeypatch):
     class Replaced(Exception):
-        """This process is another program."""
+        """Raised instead of replacing this process with another program."""
 
     launched = []
 
@@ -293,7 +293,7 @@ def test_out_of_memory_errors_show_the_plan(tmp_path, run_dir, monkeypatch):
 
 
 def missing(*names):
-    """Packages that are not installed."""
+    """Hides installed packages."""
 
     def change(folder, monkeypatch):
         find = importlib.util.find_spec
@@ -322,7 +322,7 @@ def no_template(folder, monkeypatch):
 ZERO = {"deepspeed": {"zero_optimization": {"stage": 3}}}
 BEST = {"metric_for_best_model": "foo", "eval_strategy": "steps", "eval_steps": 1, "test_split_size": 0.25}
 
-# Command, what is otherwise in its file, arguments, the message, and what else is otherwise.
+# Command, changes to its file, arguments, the message, and other changes.
 MISTAKES = {
     "no pad token": ("sft", {"model_name_or_path": "model"}, "", "`pad_token`", no_pad_token),
     "LoRA without PEFT": ("sft", {"use_peft": True}, "", "PEFT", missing("peft")),
@@ -387,7 +387,7 @@ def test_mistakes_before_a_file_is_read(words, message, tmp_path):
 
 
 def test_the_printed_generate_command_uses_the_adapters(tmp_path):
-    """As the base model with the adapters merged, and as nothing but the adapters changed."""
+    """The answer must equal the merged model's answer and differ from the base model's answer."""
     lora = {"use_peft": True, "lora_target_modules": ["q_proj", "v_proj"], "fused": None, "learning_rate": 1.0}
     ended = train(tmp_path, "sft", "--config", write(tmp_path, **lora, save_strategy="steps", save_steps=2))
     assert ended.status == 0, ended.err
@@ -404,14 +404,14 @@ def test_the_printed_generate_command_uses_the_adapters(tmp_path):
 def test_generate_says_which_checkpoint_answers(run, tmp_path, monkeypatch):
     assert "/nope was not found" in lowmem("generate", "/nope", "hello").err
     assert "No valid checkpoint found in output directory" in lowmem("generate", tmp_path, "hello").err
-    (run / "config.json").unlink()  # of the final model
+    (run / "config.json").unlink()  # from the final model
     (run / "checkpoint-6" / "model.safetensors").write_bytes(b"")
     ended = lowmem("generate", run, "hello", "--max-new-tokens", 100)
     assert ended.status == 0
     assert f"{run}/checkpoint-6/model.safetensors is damaged" in ended.err
     assert f"; answering with {run}/checkpoint-4\n" in ended.err
     assert "the answer is limited to" in ended.err
-    monkeypatch.setattr(LlamaForCausalLM, "_supports_sdpa", False)  # as models of transformers that have only others
+    monkeypatch.setattr(LlamaForCausalLM, "_supports_sdpa", False)  # as in models without sdpa
     ended = lowmem("generate", run, "hello " * 100)
     assert ended.status == 2 and "tokens, but the model accepts 1 to 63" in ended.err
     sampled = [lowmem("generate", run, "hello", "--temperature", 0.8, "--system", "be brief").out for _ in range(2)]
@@ -437,7 +437,7 @@ def test_lowmem_rules_prints_measured_values():
 
 
 def test_lowmem_rules_prints_the_learning_rate_for_a_model(tmp_path):
-    """Relative to the root mean square of its weights, which are in two files."""
+    """The learning rate is relative to the root mean square of the weights, which are in two files."""
     files = [f"model-0000{number}-of-00002.safetensors" for number in range(2)]
     for number, file in enumerate(files):
         save_file({f"w{number}": torch.full((100, 10), (0.01, 0.03)[number])}, tmp_path / file)
@@ -451,7 +451,7 @@ def test_lowmem_rules_prints_the_learning_rate_for_a_model(tmp_path):
 
 
 def test_devices_are_looked_for_after_env_is_set(tmp_path, monkeypatch):
-    """CUDA reads CUDA_VISIBLE_DEVICES only once."""
+    """CUDA reads CUDA_VISIBLE_DEVICES only once, so `env` has to be set first."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     monkeypatch.setattr(build, "trainer", failing(KeyboardInterrupt))
     visible = []

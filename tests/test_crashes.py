@@ -1,4 +1,4 @@
-"""A run's result depends on its configuration and its seed: not on kills, nor on anything around it."""
+"""A run's result depends only on its configuration and seed, even if the run is killed and resumed."""
 
 import contextlib
 import json
@@ -29,7 +29,7 @@ SETTINGS = {
     "ZeRO-3": ((f"--deepspeed={ROOT / 'configs' / 'zero3.json'}",), 2),
     "FSDP2": (("--fsdp",), 2),
 }
-# What shows that a run is doing something now: paths in its folder.
+# Paths in the run folder whose existence shows what the run is doing.
 MOMENTS = {
     "writing a checkpoint": ".saving/*/model.safetensors",
     "finishing a checkpoint": ".saving/*/checksums.txt",
@@ -43,7 +43,7 @@ STEPS = 24 if FULL else 12
 
 
 def inputs(folder):
-    """The words of a run of a few seconds that saves, evaluates, rotates checkpoints and draws."""
+    """Returns the arguments of a short run that saves, evaluates, rotates checkpoints and draws random numbers."""
     saves = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 2}
     scores = {"eval_strategy": "steps", "eval_steps": 6, "test_split_size": 0.2}
     dropout = {"attention_dropout": 0.1}
@@ -52,26 +52,26 @@ def inputs(folder):
 
 
 def results(run):
-    """Results that must not depend on crashes: contents of the last checkpoint and the final model, and the log."""
+    """Returns results that must not depend on crashes: the last checkpoint, the final model and the log."""
     checkpoint = run / f"checkpoint-{STEPS}"
     lines = (checkpoint / "checksums.txt").read_text().splitlines()
     files = {name: checksum for checksum, name in (line.split("  ", 1) for line in lines)}
-    for name in ("trainer_state.json", "training_args.bin"):  # have times, and the path of the folder
+    for name in ("trainer_state.json", "training_args.bin"):  # these contain times and the path of the folder
         files.pop(name, None)
     records = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
     keys = ("loss", "eval_loss", "num_input_tokens_seen")
     logged = {(record["step"], key): record[key] for record in records for key in keys if key in record}
-    # a run that is killed right after its last save keeps one checkpoint more
+    # a run that is killed right after its last save has one more checkpoint
     names = sorted(path.name for path in run.iterdir() if not path.name.startswith((".", "checkpoint-")))
     return files, checksum(*run.glob("*model.safetensors")), logged, names
 
 
 def kill_at(moment, run, processes, seconds, chance):
-    """Waits for the moment and kills all processes; returns whether it came before the run was complete."""
+    """Waits for the moment and kills all processes. Returns whether the run was still incomplete."""
     skipped, begun, end = 0 if "final" in moment else chance.randint(0, 6), set(), time.monotonic() + seconds
     while any(process.is_alive() for process in processes):
         if moment in MOMENTS:
-            with contextlib.suppress(OSError):  # it is gone already
+            with contextlib.suppress(OSError):  # already removed
                 begun |= {path.stat().st_ino for path in run.glob(MOMENTS[moment])}
         if len(begun) > skipped or (moment not in MOMENTS and time.monotonic() > end):
             for process in processes:
@@ -83,8 +83,9 @@ def kill_at(moment, run, processes, seconds, chance):
 
 @pytest.mark.parametrize("name", [name for name, kills in KILLS.items() if kills])
 def test_killed_runs_end_like_an_uninterrupted_one(name, tmp_path):
-    """Half of the kills come at any time, the others at one of `MOMENTS`. With LOWMEM_FULL, a
-    local run also has the same results with another hash seed, in another folder, and with other workers."""
+    """Half of the kills come at random times, the others at one of `MOMENTS`.
+
+    With LOWMEM_FULL, another hash seed, folder and number of workers must not change the results of a local run."""
     (more, ranks), words, chance = SETTINGS[name], inputs(tmp_path), random.Random(5)
 
     def launch(run):
@@ -124,7 +125,7 @@ def test_killed_runs_end_like_an_uninterrupted_one(name, tmp_path):
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """A function that trains a small run, with these words more, or generates text from it."""
+    """Returns a function that trains a small run with additional arguments, or generates text from it."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("lowmem.run.report.draw", lambda *_: None)
     config = runs.write(tmp_path, save_strategy="steps", save_steps=2)
@@ -141,7 +142,7 @@ class Killed(BaseException):
 
 @pytest.mark.parametrize("after", [0, 2, 4])
 def test_a_run_killed_while_saving_its_model_keeps_its_last_checkpoint(run, monkeypatch, after):
-    """Before the first file, or between two. The configuration is moved last."""
+    """The kill comes before the first file or between two files. The configuration is moved last."""
     move, moved = Path.replace, []
 
     def die(path, target):

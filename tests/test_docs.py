@@ -38,7 +38,7 @@ BLOCK = re.compile(
 
 
 def blocks(*languages):
-    """(page, marker, code) of every fenced block in these languages, by its place."""
+    """Returns (page, marker, code) of every fenced block in these languages, by its location."""
     cases = []
     for page in PAGES:
         text = page.read_text()
@@ -51,7 +51,7 @@ def blocks(*languages):
 
 
 def test_files_of_other_tools_are_converted(tmp_path):
-    """A list or a row per line, which no separator of Unicode ends."""
+    """The input is a list, or one row per line. Unicode line separators must not end a row."""
     page = ROOT / "docs" / "how-to" / "convert.md"
     code = next(match["code"] for match in BLOCK.finditer(page.read_text()) if "def convert(" in match["code"])
     names = {}
@@ -77,7 +77,7 @@ def model_folder(tmp_path_factory):
 
 
 def names(folder):
-    """Names that the blocks of a page may use without defining them."""
+    """Returns names that the blocks of a page may use without defining them."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     ids = torch.arange(24).view(2, 12) + 10
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
@@ -94,7 +94,7 @@ def names(folder):
 @pytest.mark.parametrize(("page", "marker", "code"), blocks("python"))
 def test_python(page, marker, code, model_folder, tmp_path, monkeypatch):
     if marker == "examples":
-        assert (ROOT / re.search(r'"(.*)"', code)[1]).exists()  # a snippet that MkDocs includes
+        assert (ROOT / re.search(r'"(.*)"', code)[1]).exists()  # MkDocs includes this snippet
         return
     tree = compile(code, page.name, "exec", ast.PyCF_ONLY_AST)
     if marker.startswith("needs: "):
@@ -130,7 +130,7 @@ MORE = {"plan": _plan_options, "inspect": _inspect_options}
 
 
 def commands(code):
-    """The commands of a shell block, as words."""
+    """Returns the commands of a shell block as lists of words."""
     for line in code.replace("\\\n", " ").splitlines():
         words = shlex.split(line.partition("|")[0], comments=True)
         yield from [words] if words else []
@@ -138,7 +138,7 @@ def commands(code):
 
 @pytest.mark.parametrize(("page", "marker", "code"), blocks("sh"))
 def test_sh(page, marker, code, tmp_path, monkeypatch):
-    """Scripts and modules exist, and what lowmem gets parses, with an empty file where a configuration is not here."""
+    """Scripts and modules must exist, and lowmem's arguments must parse. Empty files replace missing configurations."""
     subprocess.run(["bash", "-n"], input=code, text=True, check=True)
     monkeypatch.chdir(ROOT)
     (tmp_path / "empty.yaml").write_text("dtype: bfloat16\n")
@@ -170,10 +170,10 @@ CONFIGS = {
 
 
 def rows():
-    """(command, row) of each JSON block of the page on data."""
+    """Returns (command, row) for each JSON block of the page on data."""
     text, cases = (ROOT / "docs" / "reference" / "data.md").read_text(), []
     for match in re.finditer(r"```json\n(.*?)```", text, re.DOTALL):
-        command = re.findall(r"`lowmem (\w+)`", text[: match.start()])[-1]  # the last one before the block
+        command = re.findall(r"`lowmem (\w+)`", text[: match.start()])[-1]  # the last heading before the block
         cases.append((command, json.loads(match[1])))
     return cases
 
@@ -181,7 +181,7 @@ def rows():
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("command", "row"), rows())
 def test_rows(command, row, model_folder, tmp_path):
-    """TRL takes each row as it is; GRPO's need a reward function and belong to the example."""
+    """TRL must accept each row. GRPO's rows need a reward function and belong to the example."""
     if command == "rloo":
         assert row.keys() >= {"prompt"}
         return
@@ -201,7 +201,7 @@ def test_rows(command, row, model_folder, tmp_path):
 
 
 def table(text, heading):
-    """The cells of the first table after a heading, without its header."""
+    """Returns the cells of the first table after a heading, without its header."""
     part = text.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
     lines = [line for line in part.splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines[2:]]
@@ -231,13 +231,13 @@ def test_rules():
             {name: plain(value) for name, value in info.defaults.items() if name != "lr"},
         )
         for info in lowmem.rules.table()
-        if type(resolve(info.name)).__module__.startswith("lowmem.")  # and is not registered by a test
+        if type(resolve(info.name)).__module__.startswith("lowmem.")  # not registered by a test
     }
     assert listed == expected
 
 
 def test_versions():
-    """The table of limits, but for Python."""
+    """The table of limits must list the supported versions, except for Python."""
     text = (ROOT / "docs" / "reference" / "limits.md").read_text()
     rows = [(row[0].partition(",")[0].lower(), row[1]) for row in table(text, "Versions")[1:]]
     assert {package: tuple(re.findall(r"[0-9.]+", known)) for package, known in rows} == TESTED
@@ -249,8 +249,7 @@ def pins(stack):
 
 
 def test_tested_versions():
-    """The page has the recorded runs. Stacks pin their versions, and lowmem knows them. `floor` is tested by every
-    change."""
+    """The page lists the recorded runs, and lowmem knows the versions that stacks pin. Every change tests `floor`."""
     runs = json.loads(stacks.RESULTS.read_text())
     written = re.search(f"(?s){stacks.MARKS[0]}(.*){stacks.MARKS[1]}", stacks.PAGE.read_text())[1]
     assert written.splitlines() == "\n".join(stacks.tables(runs)).splitlines()
@@ -269,7 +268,7 @@ def test_tested_versions():
 
 
 def headings(page):
-    """The headings of a page, as links name them."""
+    """Returns the headings of a page in the form in which links refer to them."""
     names = re.findall(r"(?m)^#+ (.+)$", page.read_text())
     return {re.sub(r"[^\w -]", "", name).lower().replace(" ", "-") for name in names}
 
@@ -278,7 +277,6 @@ def headings(page):
     "page", [*PAGES, ROOT / "SECURITY.md", ROOT / "benchmarks" / "README.md"], ids=lambda page: page.name
 )
 def test_links(page):
-    """Links lead to files and headings that exist."""
     for target, heading in re.findall(r"\]\((?![a-z]+:)([^)#\s]*)#?([^)\s]*)\)", page.read_text()):
         linked = page.parent / target if target else page
         assert linked.exists(), target

@@ -1,5 +1,5 @@
-"""The examples train: those that define a model as the same loops do with torch's optimizers, to the bit, and
-those that take a model directory on a small one."""
+"""The examples train. Models defined in an example must get bitwise the weights that torch's optimizers give.
+Examples that take a model directory are run with a small model."""
 
 import asyncio
 import importlib.util
@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import lowmem
 from lowmem import cli
 
-LR = 0.05  # of the example for Lightning
+LR = 0.05  # for the Lightning example
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "examples"
 
@@ -57,7 +57,7 @@ ROWS = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A small model with a tokenizer, a text, and data of each kind."""
+    """Creates a folder with a small model, a tokenizer, a text, and data of each kind."""
     folder = tmp_path_factory.mktemp("examples")
     for name, rows in ROWS.items():
         write_rows(folder / f"{name}.jsonl", rows)
@@ -77,7 +77,7 @@ def run(name, folder, data, out, *options, monkeypatch):
 
 
 def assert_trained(folder, out):
-    """The model is there, with other weights than before, and loads."""
+    """Checks that the saved model loads and that its weights have changed."""
     model = AutoModelForCausalLM.from_pretrained(out, dtype="auto")
     assert model.dtype == torch.bfloat16
     before = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.bfloat16)
@@ -102,15 +102,15 @@ def test_language_models(name, data, options, folder, tmp_path, monkeypatch):
 
 
 def test_zero3(folder, tmp_path, monkeypatch):
-    """On two ranks with the arguments of DeepSpeed's launcher, which test_launch.py starts."""
+    """Runs two ranks with the arguments of DeepSpeed's launcher, which test_launch.py starts."""
     pytest.importorskip("deepspeed")
-    # DeepSpeed 0.19 (comm/torch.py, build_shm_op) would compile an operator for two minutes
+    # DeepSpeed 0.19 (comm/torch.py, build_shm_op) would spend two minutes compiling an operator
     (tmp_path / "on_a_cpu.py").write_text(
         "import runpy, deepspeed\n"
         "deepspeed.ops.__compatible_ops__['deepspeed_shm_comm'] = False\n"
         f"runpy.run_path({str(FOLDER / 'zero3.py')!r}, run_name='__main__')\n"
     )
-    monkeypatch.syspath_prepend(tmp_path)  # which processes that are forked take over
+    monkeypatch.syspath_prepend(tmp_path)  # inherited by forked processes
     words = ("on_a_cpu", str(folder / "model"), str(folder / "text.txt"), "--length", "128", "--local_rank", "0")
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
     done = Launched.ranks(2, *words, "--output_dir", str(tmp_path / "out"), environment=environment).finish()
@@ -131,7 +131,7 @@ FEWER = {
 
 @pytest.fixture
 def few_modules(monkeypatch):
-    """For scripts that read all modules of Python."""
+    """Hides most modules from scripts that read all of them."""
     path, folder = sysconfig.get_path, str(Path(asyncio.__file__).parent)
     monkeypatch.setattr(sysconfig, "get_path", lambda name, *rest: folder if name == "stdlib" else path(name, *rest))
 
@@ -153,7 +153,7 @@ def test_scripts_make_the_same_files_each_time(tmp_path, monkeypatch):
 
 @pytest.mark.usefixtures("few_modules")
 def test_quickstart(tmp_path, monkeypatch):
-    """Every cell, with fewer rows and steps, in this process and without Jupyter."""
+    """Every cell runs in this process without Jupyter, with fewer rows and steps."""
     pictures = []
 
     def run(line):
@@ -212,7 +212,7 @@ def test_gan(capsys):
 
 
 def fit(module, cls, make=None, path=None, **options):
-    """A module of the example, fitted; with `make`, by its torch optimizer and Lightning's backward."""
+    """Fits a module of the example. With `make`, uses its torch optimizer and Lightning's backward."""
     ordinary = {}
     if make is not None:
         ordinary = {"make_optimizer": make, "backward": module.lightning.LightningModule.backward}
@@ -245,7 +245,7 @@ def test_lightning_loop(lightning_loop, kind, precision):
 
 @pytest.mark.filterwarnings("ignore")
 def test_lightning_loop_accumulates_and_clips(lightning_loop):
-    """7 batches in windows of 3, 3 and 1."""
+    """The 7 batches form windows of 3, 3 and 1."""
 
     def clipping(net):
         config = {"rule": "adamw", "lr": LR, "weight_decay": 0.01, "clip_norm": 0.5}
@@ -272,7 +272,7 @@ def test_lightning_loop_resumes(lightning_loop, tmp_path):
 
 
 class Clipped(torch.optim.AdamW):
-    """AdamW that clips as a training script does before its step."""
+    """AdamW that clips gradients before its step, as training scripts do."""
 
     def step(self, closure=None):
         clip_grad_norm_(self.param_groups[0]["params"], 1.0)

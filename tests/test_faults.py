@@ -1,4 +1,4 @@
-"""A backward that runs out of memory ends with its cause."""
+"""A backward that runs out of memory reports the original error."""
 
 import resource
 from pathlib import Path
@@ -20,7 +20,7 @@ def limited(end):
     opt.backward(layers(torch.ones(2, 4096)).sum())
     loss = layers(torch.ones(2, 4096)).sum()
 
-    def limit(grad):  # the gradient of the first layer is still to come
+    def limit(grad):  # the gradient of the first layer has not been computed yet
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (used, resource.RLIM_INFINITY))
 

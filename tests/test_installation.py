@@ -1,4 +1,4 @@
-"""The packages that are built and installed, the imports they need, and `lowmem --version`."""
+"""The built and installed packages, their imports, and `lowmem --version`."""
 
 import platform
 import shutil
@@ -20,7 +20,7 @@ def python(folder, *arguments):
 
 
 def test_the_packages_have_all_modules_and_their_types(tmp_path):
-    """The wheel is built from what is in the source distribution, as `python -m build` does."""
+    """The wheel is built from the contents of the source distribution, as `python -m build` does."""
     pytest.importorskip("setuptools", "77")
     source = tmp_path / "clone"
     source.mkdir()
@@ -41,7 +41,7 @@ def test_the_packages_have_all_modules_and_their_types(tmp_path):
     assert files == modules | {"lowmem/py.typed"}
 
 
-# Of the packages that are installed, only torch and what it requires can be imported.
+# Of the installed packages, only torch and its requirements can be imported.
 ALONE = """
 import re, sys
 from importlib import metadata
@@ -78,7 +78,7 @@ lowmem.dequantize_(lowmem.quantize_(model, "int12"))
 assert {"numpy", "safetensors", "transformers"} <= OTHERS
 """
 
-# As after `pip install --no-deps lowmem` beside torch: what needs more packages says which.
+# As after `pip install --no-deps lowmem` beside torch: features that need other packages name them.
 DOORS = """
 import runpy
 from importlib import import_module

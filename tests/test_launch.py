@@ -1,4 +1,4 @@
-"""`lowmem sft` under launchers: several processes over gloo are one run."""
+"""`lowmem sft` under launchers: several processes over gloo form one run."""
 
 import json
 import os
@@ -29,7 +29,7 @@ SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "nu
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """The configuration of a tiny run, with its data and its model."""
+    """Creates the configuration of a tiny run, its data and its model."""
     folder = tmp_path_factory.mktemp("launch")
     words = ["one two", "three", "four five six"]
     rows = [{"text": " ".join(words[n % 3] for n in range(i, i + 5))} for i in range(64)]
@@ -47,13 +47,13 @@ def folder(tmp_path_factory):
 
 
 def launched(folder, *arguments, ranks=0):
-    """Starts one process, or `ranks` of them with the environment that a launcher sets."""
+    """Starts one process, or `ranks` processes with the environment that a launcher sets."""
     words = ("lowmem", "sft", "--config", str(folder / "config.yaml"), *arguments)
     return Launched.ranks(ranks, *words, environment=ENVIRONMENT)
 
 
 def run(folder, run_dir, *arguments, ranks=0, batch=None):
-    """A run to its end. One process takes batches of eight, and two of four."""
+    """Completes a run. One process uses batches of eight, and two processes use batches of four."""
     size = ("--per_device_train_batch_size", str(batch or 8 // max(ranks, 1)))
     done = launched(folder, "--output_dir", str(run_dir), *size, *arguments, ranks=ranks).finish()
     assert done.returncode == 0, done.stderr
@@ -66,13 +66,13 @@ def metrics(run_dir, key="loss"):
 
 @pytest.fixture(scope="module")
 def one_process(folder):
-    """The folder of the run in one process."""
+    """Returns the folder of the run in one process."""
     run(folder, folder / "one")
     return folder / "one"
 
 
 def assert_same_metrics(run_dir, one_process):
-    """Of all steps, and loss, norm and clip coefficient of each."""
+    """Compares the loss, gradient norm and clip coefficient of every step."""
     actual, expected = metrics(run_dir), metrics(one_process)
     assert [line["step"] for line in actual] == [line["step"] for line in expected] == list(range(1, 1 + len(expected)))
     for line, reference in zip(actual, expected, strict=True):
@@ -88,7 +88,7 @@ def assert_same_weights(run_dir, other, **tolerance):
 
 
 def assert_one_run(done, run_dir, one_process):
-    """The same losses, norms and weights as one process on the same batches, and one set of files."""
+    """Checks for the losses, norms and weights of one process on the same batches, and for a single set of files."""
     assert done.returncode == 0, done.stderr
     assert_same_metrics(run_dir, one_process)
     assert len(metrics(one_process)) == 6
@@ -111,7 +111,7 @@ atexit.register(print, "registered", end=" ")
 
 
 def test_a_rank_exits_before_gloo_threads_meet_the_interpreter_shutdown(tmp_path):
-    """Exit handlers run, and the exit status is the command's."""
+    """Exit handlers must run, and the exit status must be the command's."""
     (tmp_path / "sitecustomize.py").write_text(AT_EXIT)
     paths = os.pathsep.join((str(tmp_path), str(ROOT)))
     environment = {**ENVIRONMENT, "PYTHONPATH": paths, "WORLD_SIZE": "2"}
@@ -123,7 +123,7 @@ def test_a_rank_exits_before_gloo_threads_meet_the_interpreter_shutdown(tmp_path
 
 @pytest.mark.parametrize("shards", SHARDED.values(), ids=SHARDED)
 def test_a_model_sharded_over_processes(folder, tmp_path, shards):
-    """The same losses, norms, scores and files as one process."""
+    """Losses, norms, scores and files must equal those of one process."""
     settings = ("--test_split_size", "0.25", "--eval_strategy", "steps", "--eval_steps", "2", "--max_steps", "4",
                 "--gradient_accumulation_steps", "2", "--per_device_eval_batch_size", "8")  # fmt: skip
     run(folder, tmp_path / "one", *settings)
@@ -143,10 +143,10 @@ def test_a_model_sharded_over_processes(folder, tmp_path, shards):
             torch.testing.assert_close(ours[name], tensor, rtol=1e-4, atol=1e-5, msg=name)
     scores = [[line["eval_loss"] for line in metrics(tmp_path / name, "eval_loss")] for name in ("run", "one")]
     assert len(scores[0]) == 2
-    assert scores[0] == pytest.approx(scores[1], rel=1e-3)  # a mean of means over other batches
+    assert scores[0] == pytest.approx(scores[1], rel=1e-3)  # the mean of means over different batches
 
 
-# Prints how many elements of the model a rank has once it is loaded, before the trainer shards it.
+# Prints the number of elements of the model that a rank has after loading, before the trainer shards it.
 PROBE = """
 import sys
 from lowmem import cli
@@ -161,7 +161,7 @@ cli.main(sys.argv[1:])
 
 
 def test_the_configuration_of_an_8b_model_trains_a_small_one(folder, tmp_path, monkeypatch):
-    """With another model and other data. No rank ever has the full model."""
+    """The model and the data are replaced. No rank may ever have the full model."""
     config = yaml.safe_load((ROOT / "configs" / "llama3_8b_zero3.yaml").read_text())
     for key in ("dataset_name", "dataset_train_split", "dataset_test_split"):
         del config[key]
@@ -175,7 +175,7 @@ def test_the_configuration_of_an_8b_model_trains_a_small_one(folder, tmp_path, m
     config["deepspeed"] = str(ROOT / config["deepspeed"])
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
     (tmp_path / "probe.py").write_text(PROBE)
-    monkeypatch.syspath_prepend(tmp_path)  # which processes that are forked take over
+    monkeypatch.syspath_prepend(tmp_path)  # inherited by forked processes
     words = ("probe", "sft", "--config", str(tmp_path / "config.yaml"))
     done = Launched.ranks(2, *words, environment=ENVIRONMENT).finish()
     assert done.returncode == 0, done.stderr
@@ -186,16 +186,16 @@ def test_the_configuration_of_an_8b_model_trains_a_small_one(folder, tmp_path, m
 
 
 def test_a_run_resumes_in_any_placement(folder, tmp_path):
-    """ZeRO-3 over two, one device, FSDP2 over three, ZeRO-3: the losses of one device all the way; and
-    resumed as it was saved, bit for bit.
+    """The run moves from ZeRO-3 on two ranks to one device, FSDP2 on three, and ZeRO-3, with the losses of one device.
+    Resuming in the same placement is bitwise exact.
     """
-    constant = ("--lr_scheduler_type", "constant", "--save_steps", "1")  # all within an epoch of 64 rows
+    constant = ("--lr_scheduler_type", "constant", "--save_steps", "1")  # all steps are within an epoch of 64 rows
     resume = ("--resume_from_checkpoint", "last")
     legs = [(1, 2, 6, "zero3"), (2, 0, 12, None), (3, 3, 4, "fsdp2"), (4, 2, 6, "zero3")]
     for last, ranks, batch, shards in legs:
         settings = [*constant, "--max_steps", str(last), *SHARDED.get(shards, ()), *(resume if last > 1 else ())]
         run(folder, tmp_path / "run", *settings, ranks=ranks, batch=batch)
-        if last == 1:  # one device continues from here, for comparison
+        if last == 1:  # for comparison, continues on one device
             shutil.copytree(tmp_path / "run", tmp_path / "one")
             alone = launched(tmp_path / "one", *resume).finish()
             assert alone.returncode == 2
@@ -209,7 +209,7 @@ def test_a_run_resumes_in_any_placement(folder, tmp_path):
     assert_same_weights(tmp_path / "run", tmp_path / "whole", rtol=0, atol=0)
 
 
-# -- mistakes and endings ----------------------------------------------------------------------------------------------
+# -- mistakes and stops ------------------------------------------------------------------------------------------------
 
 
 def test_a_mistake_ends_every_process(folder, tmp_path):
@@ -234,7 +234,7 @@ class Failing(torch.optim.SGD):
 
 def test_a_rank_that_fails_is_named(folder, tmp_path, monkeypatch):
     (tmp_path / "failing.py").write_text(FAILING)
-    monkeypatch.syspath_prepend(tmp_path)  # which processes that are forked take over
+    monkeypatch.syspath_prepend(tmp_path)  # inherited by forked processes
     words = ("--output_dir", str(tmp_path / "run"), "--fused.rule", "failing.Failing", "--max_grad_norm", "0")
     started = launched(folder, *words, ranks=2)
     done = started.finish()
@@ -245,7 +245,7 @@ def test_a_rank_that_fails_is_named(folder, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("shards", "number"), [(None, signal.SIGTERM), ("zero3", signal.SIGINT)])
 def test_ranks_that_are_asked_to_stop(folder, tmp_path, shards, number):
-    """Also if only one is asked: they agree on a step and save it."""
+    """Even if only one rank gets the signal, all ranks agree on a step and save it."""
     settings = ("--output_dir", str(tmp_path / "run"), "--max_steps", "100000", "--save_steps", "100000")
     started = launched(folder, *settings, *SHARDED.get(shards, ()), ranks=2)
     started.wait_for("  loss ")
@@ -282,7 +282,7 @@ while not Path("ended").exists():
 
 
 def job(name, folder, here):
-    """Starts a job script in the folder `here`, where there is all that it needs."""
+    """Starts a job script in the folder `here`, which contains all its files."""
     for tool, text in {"srun": SRUN, "scontrol": "#!/usr/bin/env bash\necho localhost\n"}.items():
         (here / tool).write_text(text)
         (here / tool).chmod(0o755)
@@ -298,10 +298,10 @@ def job(name, folder, here):
 
 @pytest.mark.parametrize("name", ["torchrun", "slurm", "accelerate", "deepspeed"][: None if FULL else 2])
 def test_job_scripts(folder, one_process, tmp_path, name):
-    """Each starts one run of two processes, with the losses and weights of a single process.
+    """Each script starts one run of two processes, with the losses and weights of a single process.
 
-    The launchers are the real ones. The processes that they start are forked here, with their words and environment:
-    they need not import anything.
+    The launchers are real. The processes that they start are forked from this one with their arguments and
+    environment, which saves their imports.
     """
     (tmp_path / "lowmem").mkdir()
     (tmp_path / "lowmem" / "__init__.py").touch()

@@ -1,4 +1,4 @@
-"""Imports go one way, folder by folder, and the core needs torch alone."""
+"""Imports between folders go in one direction, and the core imports only torch."""
 
 import ast
 from pathlib import Path
@@ -9,7 +9,7 @@ import lowmem
 
 PACKAGE = Path(lowmem.__file__).parent
 
-# Each folder or file at the top imports from those above it, and inside a folder files may import one another.
+# Each top-level folder or file may import from those above it. Files in a folder may import one another.
 ORDER = ["errors", "files", "tiles", "kernels", "rules", "placements", "options", "step", "optimizer"]
 ORDER += ["layers", "hf", "trainer", "run", "cli", "__main__"]
 MODULES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py") if path.parent != PACKAGE)
@@ -28,7 +28,7 @@ def room(path):
 
 
 def imports(path):
-    """Names of modules of this package that a file imports, wherever in the file it does."""
+    """Returns the names of this package's modules that a file imports anywhere."""
     for node in ast.walk(ast.parse((PACKAGE / path).read_text())):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -48,7 +48,7 @@ def test_imports_come_from_above(path):
 
 
 def test_no_import_cycles_inside_a_folder():
-    """Files of a folder may import one another, but not in a circle."""
+    """Files in a folder may import one another, but not in a cycle."""
     waiting = {name: {other for other in imports(path) if other in NAMES} - {name} for name, path in NAMES.items()}
     while waiting:
         ready = [name for name, needed in waiting.items() if not needed & waiting.keys()]

@@ -1,4 +1,4 @@
-"""The fused optimizer: its groups, its options, and the parameters that it takes."""
+"""The fused optimizer's groups, options and supported parameters."""
 
 import dataclasses
 import pickle
@@ -40,7 +40,7 @@ def test_a_group_that_cannot_be_added_changes_nothing(give_gradients):
         with pytest.raises((lowmem.LowmemError, ValueError)):
             opt.add_param_group(fault)
         assert len(opt.param_groups) == 1
-    two.sum().backward()  # no hook is left on it
+    two.sum().backward()  # no hook remains on it
     assert two.grad.eq(2.0).all()
     opt.zero_grad()
     two.grad = None
@@ -50,7 +50,7 @@ def test_a_group_that_cannot_be_added_changes_nothing(give_gradients):
 
 
 def test_frozen_parameters_may_be_anything(give_gradients):
-    """Quantized base weights, say: what is not trained is not looked at until it is unfrozen."""
+    """Frozen parameters, such as quantized base weights, are not checked until they are unfrozen."""
     one, base = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(3).double(), requires_grad=False)
     codes = torch.nn.Parameter(torch.ones(3, dtype=torch.int8), requires_grad=False)
     opt = lowmem.FusedOptimizer([("one", one), ("base", base), ("codes", codes)])
@@ -79,7 +79,7 @@ def test_config_builds():
 
 
 def test_hyperparameters_stand_next_to_options():
-    """As in FusedOptimizer(...); without a rule, a loop gets AdaLomo."""
+    """Hyperparameters are accepted next to options, as in FusedOptimizer(...). A loop's default rule is AdaLomo."""
     config = lowmem.FusedConfig(rule="adamw", weight_decay=0.1, seed=3)
     assert config == lowmem.FusedConfig("adamw", hyper={"weight_decay": 0.1}, seed=3)
     assert dataclasses.replace(config, betas=(0.8, 0.9)).hyper == {"weight_decay": 0.1, "betas": (0.8, 0.9)}
@@ -117,7 +117,7 @@ def test_an_invalid_option_raises(options, error, message):
 
 @pytest.mark.parametrize("named", [False, True])
 def test_groups_in_the_format_of_torch(named, give_gradients):
-    """A generator and a single tensor, named or not."""
+    """A generator and a single tensor are accepted, with or without names."""
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
     single = torch.nn.Parameter(torch.ones(2))
     if named:
@@ -159,7 +159,7 @@ def test_parameters_that_cannot_be_trained(params, error, message):
 
 
 def test_a_torch_class_steps_in_float64():
-    """In the dtype of the parameter."""
+    """The update is computed in the dtype of the parameter."""
     ours, theirs = (torch.nn.Parameter(torch.ones(3, dtype=torch.float64)) for _ in range(2))
     opt = lowmem.FusedOptimizer([ours], rule="torch.optim.AdamW", foreach=False)
     opt.backward((ours**3).sum())
@@ -181,7 +181,7 @@ def test_a_torch_class_steps_in_float64():
     ],
 )
 def test_compile_setting(requested, compiler, large, compiled, monkeypatch):
-    """`auto` compiles large models where there is a compiler; `True` raises where there is none."""
+    """`auto` compiles large models if a compiler is available. `True` raises if none is."""
     monkeypatch.setattr(lowmem.step.compiled, "has_compiler", lambda device: compiler)
     monkeypatch.setattr(lowmem.step.compiled, "try_compiler", {"cpu": 1}.get if compiler else {}.__getitem__)
     monkeypatch.setattr(lowmem.step.compiled, "COMPILE_FROM", 10 if large else 1000)

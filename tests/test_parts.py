@@ -1,4 +1,4 @@
-"""Parts of the suite on a GPU made of host memory, and in Triton's interpreter; `scripts/test.sh` runs the rest."""
+"""Runs parts of the suite on a simulated GPU and in Triton's interpreter. `scripts/test.sh` runs the other parts."""
 
 import os
 import subprocess
@@ -24,7 +24,7 @@ PARTS = {
     ],
     "TRITON_INTERPRET": ["kernels/test_kernels.py"],
 }  # fmt: skip
-# Slow tests, and variants of other tests, which run only with LOWMEM_FULL.
+# Slow tests and variants of other tests, which run only with LOWMEM_FULL.
 MORE = "shards_of_ranks or aligned_tensors or quantized_weights or programs_of_a_launch or storages_in_groups"
 MORE += " or options_of_adafactor or sums_equal_grad or narrow_gradients"
 

@@ -1,6 +1,6 @@
-"""Files of others are data: no file of a model, data set or run folder is executed, and none leads out of it.
+"""Third-party files are data: files of models, data sets and run folders cannot execute code or redirect writes.
 
-Each attack would leave a marker. `SECURITY.md` says what is promised.
+A successful attack would leave a marker. `SECURITY.md` documents the guarantees.
 """
 
 import json
@@ -29,12 +29,12 @@ PACKAGE = Path(lowmem.__file__).parent
 COMMANDS = ["sft", "inspect", "plan", "generate"]
 
 
-# --- What comes with a model ------------------------------------------------------------------------------------------
+# --- Files of a model -------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def home(tmp_path, monkeypatch):
-    """The working directory: a small model in `model`, chats, and a configuration that trains it."""
+    """Creates the working directory with a small model in `model`, chats, and a configuration that trains the model."""
     shutil.copytree(runs.assets() / "model", tmp_path / "model")
     shutil.copy(runs.assets() / "chats.jsonl", tmp_path)
     places = {"output_dir": "run", "model_name_or_path": "model"}
@@ -49,7 +49,7 @@ def home(tmp_path, monkeypatch):
 
 
 class Bomb:
-    """Makes the directory `marker` where it is unpickled."""
+    """Creates the directory `marker` when it is unpickled."""
 
     def __reduce__(self):
         return os.mkdir, ("marker",)
@@ -59,7 +59,7 @@ CODE = "import os\nos.mkdir('marker')\n"
 
 
 def attempt(capsys, command, *arguments):
-    """Runs a command on the model of `home`: exit status, and what it says."""
+    """Runs a command on the model of `home` and returns its exit status and output."""
     training = ["sft", "--config", "run.yaml", *arguments]
     words = ["generate", "model", "hello", "--max-new-tokens", "2"] if command == "generate" else [command, *training]
     with pytest.raises(SystemExit) as done:
@@ -91,7 +91,7 @@ def test_pickled_weights_are_not_executed(home, save, capsys):
 
 
 def test_adapters_are_not_executed(home, capsys):
-    """PEFT imports the `parent_library` of an adapter's configuration in some of its classes."""
+    """For some of its classes, PEFT imports the `parent_library` of an adapter's configuration."""
     adapter = {"peft_type": "LORA", "base_model_name_or_path": "model", "r": 2, "target_modules": ["q_proj"]}
     adapter["auto_mapping"] = {"base_model_class": "Evil", "parent_library": "evil"}
     (home / "model" / "adapter_config.json").write_text(json.dumps(adapter))
@@ -135,7 +135,7 @@ def test_a_model_that_needs_remote_code_raises_without_a_prompt(home, file, valu
 
 @pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation"])
 def test_a_model_does_not_choose_kernels_to_download(home, key):
-    """transformers takes `organization/name` for compiled code on the Hub."""
+    """transformers interprets `organization/name` as compiled code on the Hub."""
     edit(home / "model" / "config.json", **{key: "evil/kernels"})
     for words, expected in (([], "sdpa"), (["--attn_implementation", "eager"], "eager")):
         arguments = parse("sft", ["--config", "run.yaml", *words])
@@ -145,7 +145,7 @@ def test_a_model_does_not_choose_kernels_to_download(home, key):
 
 @pytest.mark.parametrize("settings", [{"penalty_alpha": 0.5, "top_k": 4}, {"num_beams": 2}, {"eos_token_id": "x"}])
 def test_invalid_generation_settings_raise(home, settings, capsys):
-    """transformers has moved some ways to generate to code on the Hub."""
+    """transformers has moved some generation methods to code on the Hub."""
     (home / "model" / "generation_config.json").write_text(json.dumps(settings))
     status, error = attempt(capsys, "generate")
     assert status == 2 and "Correct or delete generation_config.json" in error
@@ -188,7 +188,7 @@ def checkpoints(run_dir, *steps):
 
 @pytest.fixture
 def outside(tmp_path):
-    """A directory beside the run folder, in which nothing may change."""
+    """Creates a directory outside the run folder that must not change."""
     folder = tmp_path / "outside"
     checkpoints(folder, 1, 2, 3)
     before = {path: path.read_text() for path in folder.rglob("*") if path.is_file()}
@@ -203,7 +203,7 @@ def test_a_link_is_removed_and_not_its_target(tmp_path, outside):
 
 
 def staged(run_dir, *names):
-    """Files of this run that are about to be published."""
+    """Returns the run's files that are about to be published."""
     for name in names:
         path = run_dir / ".saving" / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -248,7 +248,7 @@ def test_a_run_folder_with_links_to_files_is_not_written_to(tmp_path, name):
 
 
 def test_the_best_checkpoint_is_one_of_the_run(make, tmp_path):
-    """transformers removes every other checkpoint than the best when a run with save_total_limit=1 ends."""
+    """When a run with save_total_limit=1 ends, transformers removes every checkpoint except the best."""
     saving = {"save_strategy": "steps", "save_steps": 2}
     make(max_steps=2, **saving).train()
     make(run="other", max_steps=2, **saving).train()
@@ -277,7 +277,7 @@ def written(run_dir):
 
 @pytest.fixture
 def visits():
-    """The address of a server and what has connected to it."""
+    """Starts a server and records the connections to it."""
     requests = []
 
     class Handler(socketserver.BaseRequestHandler):
@@ -291,7 +291,7 @@ def visits():
 
 
 def test_a_run_writes_no_secrets_uses_no_network_and_writes_only_to_its_folder(home, visits):
-    """With a network and all that a shell may have set; whatever leaves would go through the proxy."""
+    """The environment contains secrets and a proxy, which would record every request."""
     address, requests = visits
     proxies = dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy"), address)
     unset = ("CI", "HF_HUB_OFFLINE", "NO_PROXY", "no_proxy", "HF_HOME", "XDG_CACHE_HOME")

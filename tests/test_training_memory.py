@@ -1,7 +1,7 @@
-"""The promise about memory, counted tensor by tensor: above weights and states, one gradient and next to nothing, or,
-under `deferred`, the stored gradients.
+"""Memory guarantees, measured tensor by tensor: besides weights and states, a step needs little more than one gradient.
 
-The model's embedding is 16 MiB, a third of it, and the last to get its gradient; the head is as large and the first.
+The policy `deferred` also stores gradients. The model's embedding takes 16 MiB, a third of the model, and is the last
+to get its gradient. The head has the same size and is the first.
 """
 
 from contextlib import nullcontext
@@ -30,7 +30,7 @@ def model(tiny_llama):
 
 @pytest.fixture
 def batch(token_batches):
-    """A short one: few activations."""
+    """Returns a short batch, so that activations are small."""
     return token_batches(1, size=(1, 8), vocab_size=VOCABULARY)[0]
 
 
@@ -40,7 +40,7 @@ def fused(model, **options):
 
 
 def peak_above_weights_and_states(model, opt, step, batch):
-    """Bytes at the peak of the second step, by kind, weights and optimizer states (there since the first) left out."""
+    """Returns bytes by kind at the peak of the second step, without weights and optimizer states."""
     step(batch)
     with Memory(model, opt) as memory:
         step(batch)
@@ -54,7 +54,7 @@ def sizes(model):
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("options", [{"rule": "adalomo"}, {"rule": "lomo", "clip_value": 1.0}], ids=lambda o: o["rule"])
 def test_fused_needs_one_gradient(options, checkpointing, model, batch):
-    """The largest gradient, and 8 MiB for activations, tiles and small sums."""
+    """The limit is the largest gradient plus 8 MiB for activations, tiles and small sums."""
     net = model(checkpointing)
     largest = max(sizes(net))
     assert largest == 16 * MIB
@@ -62,14 +62,15 @@ def test_fused_needs_one_gradient(options, checkpointing, model, batch):
 
 
 def test_bfloat16_needs_no_float32_copy(model, batch):
-    """A bfloat16 gradient of 8 MiB; a float32 copy of it, of its weight, its moment or the update would be 16 more."""
+    """A bfloat16 gradient takes 8 MiB. A float32 copy of it, its weight, its moment or the update would add 16 MiB."""
     net = model().bfloat16()
     assert 8 * MIB <= peak_above_weights_and_states(net, *fused(net, rounding="compensated"), batch) <= (8 + 8) * MIB
 
 
 def test_adamw_in_8_bits_is_weights_states_and_one_gradient(model, batch):
-    """Bytes per element between two steps: 2 of the weight, 1 of the residual, 1 of each moment, and a bfloat16 scale
-    for 32 elements of each. In a step there are one gradient and 8 MiB more."""
+    """Between steps an element takes 2 bytes for the weight, 1 for the residual and 1 for each moment. Moments have a
+    bfloat16 scale per 32 elements. A step adds one gradient and 8 MiB.
+    """
     net = model().bfloat16()
     opt, step = fused(net, rule="adamw", rounding="compensated8", state_storage="8bit")
     each = 5.125
@@ -79,7 +80,7 @@ def test_adamw_in_8_bits_is_weights_states_and_one_gradient(model, batch):
     held = sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
     small = sum(param.numel() for param in net.parameters() if param.ndim == 1)  # their moments are float32
     count = sum(param.numel() for param in net.parameters()) - small
-    assert held == pytest.approx(each * count + (each - 2.125 + 8) * small, rel=1e-5)  # and a count for each parameter
+    assert held == pytest.approx(each * count + (each - 2.125 + 8) * small, rel=1e-5)  # plus a count for each parameter
     del tensors
     with Memory(net, opt, *extra) as memory:
         step(batch)
@@ -88,16 +89,16 @@ def test_adamw_in_8_bits_is_weights_states_and_one_gradient(model, batch):
 
 
 def peak_of_policy(net, batch, micro_batches=1, **options):
-    """Bytes above what stays between steps (weights, states, and the file that is mapped), in the third step.
+    """Returns bytes at the peak of the third step beyond weights, states and the mapped file.
 
-    The tracker looks at everything alive after every operation, so the rule is one of few operations.
+    The tracker examines all live tensors after every operation, so the test uses a rule with few operations.
     """
     opt = lowmem.FusedOptimizer(net.named_parameters(), "lomo", lr=1e-3, clip_norm=1.0, **options)
     memory = Memory()
 
     def step():
         for n in range(1, micro_batches + 1):
-            memory.reset_mod_stats()  # it cannot track a module's second forward otherwise
+            memory.reset_mod_stats()  # otherwise the tracker fails in a module's second forward
             with opt.accumulate() if n < micro_batches else nullcontext():
                 opt.backward(net(**batch).loss)
 
@@ -109,15 +110,15 @@ def peak_of_policy(net, batch, micro_batches=1, **options):
     return memory.above
 
 
-# The gradients of a policy at its peak: how many of the largest, and how often all of them, in their dtype.
+# Gradients at the peak of a policy: how many of the largest one, how many copies of all gradients, and their dtype.
 PLANS = {
     "two_pass": ({"policy": "two_pass"}, 1, torch.float32, 1, 0),
     "in memory": ({"policy": "deferred"}, 1, torch.float32, 0, 1),
     "in memory, 3": ({"policy": "deferred"}, 3, torch.float32, 1, 1),
     "on the host": ({"policy": "deferred", "store": "host"}, 1, torch.float32, 1, 0),
-    # two gradients leave while the next one comes and is added to
+    # two gradients are offloaded while the next one is computed and accumulated
     "on the host, 3": ({"policy": "deferred", "store": "host"}, 3, torch.float32, 2, 0),
-    # float32 sums of bfloat16 gradients are twice as large; the second micro-batch makes them, beside both gradients
+    # float32 sums of bfloat16 gradients are twice as large. The second micro-batch adds them next to both gradients.
     "float32 sums, 3": ({"policy": "deferred"}, 3, torch.bfloat16, 2, 2),
     "float32 sums on the host, 3": ({"policy": "deferred", "store": "host"}, 3, torch.bfloat16, 4, 0),
 }
@@ -127,7 +128,7 @@ PLANS = {
 def test_the_memory_of_a_policy_equals_its_plan(
     options, micro_batches, dtype, largest, all_of_them, model, batch, monkeypatch
 ):
-    if options.get("store") == "host":  # as for a GPU: the memory to which gradients are offloaded stays
+    if options.get("store") == "host":  # as on a GPU, the memory for offloaded gradients stays allocated
         monkeypatch.setattr(policies, "GradientStore", lambda budget: GradientStore(0))
     net = model().to(dtype)
     peak = peak_of_policy(net, batch, micro_batches, **options)

@@ -1,4 +1,4 @@
-"""docs/how-to/troubleshooting.md: a test carries each heading; here are the symptoms, and messages of ranks."""
+"""docs/how-to/troubleshooting.md: each heading is tested by a marked test. Here are symptoms and messages of ranks."""
 
 import re
 from pathlib import Path
@@ -130,7 +130,7 @@ def test_the_time_of_compiling_is_reported():
     assert lomo(make_net(), compile=True).compiled
     net = make_net()
     opt = lomo(net, compile=False)
-    before = opt.compile_seconds  # of all optimizers of the process
+    before = opt.compile_seconds  # for all optimizers in the process
     opt.backward(loss_of(net))
     assert not opt.compiled and opt.compile_seconds == before
 

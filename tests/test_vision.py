@@ -1,4 +1,4 @@
-"""Models of images and text on the command line: trained, and what answers, counts and plans them."""
+"""Vision-language models on the command line: training, generation, inspection and plans."""
 
 import re
 import shlex
@@ -24,7 +24,7 @@ def model(kind, tmp_path_factory):
 
 @pytest.fixture
 def write(model, tmp_path):
-    """A function: a YAML file with the model, and rows with images or other rows."""
+    """Returns a function that writes a YAML file with the model, and rows with or without images."""
 
     def of(command="sft", rows=None, **changes):
         file = runs.write_rows(tmp_path / "rows.jsonl", rows or vision.rows(tmp_path, command=command))
@@ -88,7 +88,7 @@ MEMORY = {"max_length": 128, "dtype": "bfloat16", "bf16": False}
     indirect=["kind"],
 )
 def test_a_plan_is_the_memory_of_real_steps(write, command, rows):
-    """Of the model with its tower, on the largest images of the data."""
+    """The plan includes the vision tower and uses the largest images of the data."""
     recipe = parse(command, ["--config", str(write(command, rows, **MEMORY))], device="cpu")
     planned = plan.plan(recipe)
     words = "2 x 128 tokens, with images of 88 x 40 pixels" if rows is None else "2 x 128 tokens, without images"

@@ -1,4 +1,4 @@
-"""Benchmarks against peers: commands measure and write their results, and methods train as documented."""
+"""Benchmarks against other packages: the commands write their results, and the methods train as documented."""
 
 import json
 import shlex
@@ -29,7 +29,7 @@ def nothing_installed(monkeypatch):
 # -- the commands ------------------------------------------------------------------------------------------------------
 
 
-COMMANDS = {  # arguments, and a line of what is printed
+COMMANDS = {  # Arguments and a line of the output.
     step: ([*SMALL, "--dtype", "bfloat16", *only(FLOOR, "AdamW, fused", "optimi AdamW")], "| AdamW, fused "),
     update: (["--size", "64", "--rounds", "1", *only("adalomo, eager", update.BASE)], "| adalomo, eager "),
     defaults: (["--rounds", "1"], "| 512 × 64 | 55% of the weights | 16 |"),
@@ -39,7 +39,7 @@ COMMANDS = {  # arguments, and a line of what is printed
 
 @pytest.fixture
 def run(monkeypatch, nothing_installed, tmp_path, capsys):
-    """A function: the output and the report of a command, at a small size and in this process."""
+    """Returns a function that runs a command at a small size in this process and returns its output and report."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     for module in (step, update):
         monkeypatch.setattr(module, "alone", lambda function, *args, folder=None: function(*args))
@@ -63,7 +63,7 @@ def test_a_command_measures_prints_a_table_and_writes_json(module, run):
 
 
 def test_a_plan_is_the_one_of_the_command_line(monkeypatch, tmp_path):
-    """Of a small model, on two ranks; and all plans that the tables show are made."""
+    """Compares plans of a small model on two ranks. The tables must need only plans that the benchmark makes."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "configs").mkdir()
     (tmp_path / memory.CONFIG).write_text((ROOT / memory.CONFIG).read_text())
@@ -84,7 +84,7 @@ def test_a_plan_is_the_one_of_the_command_line(monkeypatch, tmp_path):
 
 
 def test_methods_train_as_documented(tiny_llama):
-    """The floor trains nothing, and the others train as the ordinary loop. None keeps gradients."""
+    """The floor does not train, and the other methods train as the plain loop. No method leaves gradients."""
     adamw = {"cls": torch.optim.AdamW, "foreach": False}
     ours = {"rule": torch.optim.AdamW, "foreach": False, "accumulation_dtype": "gradient", "policy": "deferred"}
     rows = torch.randint(97, (2, 8)).split(1)

@@ -1,4 +1,4 @@
-"""The GPU check with small sizes, as on a machine with nothing installed but torch and transformers."""
+"""The GPU check at small sizes, as on a machine with only torch and transformers."""
 
 import json
 import subprocess
@@ -9,7 +9,7 @@ from support.products import FULL
 
 from benchmarks.gpu_check import PARTS
 
-# Hides the packages that only trainers and the command line need. Functions are traced, but no code is generated.
+# Hides packages that only trainers and the command line need. Functions are traced, but no code is generated.
 BARE = """
 import runpy, sys
 from importlib.machinery import PathFinder

@@ -1,4 +1,4 @@
-"""Pages show what the JSON files of the results have, and pictures are drawn from them."""
+"""Tables and figures in the documentation match the JSON files of the results."""
 
 import json
 import re
@@ -25,7 +25,7 @@ def test_every_result_is_shown():
 
 
 def test_pictures_are_shown_and_drawn_from_their_results():
-    """Each contains the checksum of the JSON file that it was drawn from."""
+    """Each contains the checksum of its JSON file."""
     drawn = {name: source.file for source in sources() for name in source.pictures}
     assert drawn.keys() == {path.stem for path in RESULTS.glob("*.png")}
     for name, file in drawn.items():
@@ -48,7 +48,7 @@ PLANNED = {
 
 
 def cells(text):
-    """The cells of all rows of tables."""
+    """Returns the cells of all table rows."""
     return [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")]
 
 
@@ -57,7 +57,7 @@ def plans():
 
 
 def test_the_memory_of_rules_equals_the_plan():
-    """The table of README.md."""
+    """Checks the table in README.md."""
     planned = {row[0]: row[2] for row in cells((ROOT / "README.md").read_text()) if row[0] in PLANNED}
     assert planned.keys() == PLANNED.keys()
     for name, text in planned.items():
@@ -66,7 +66,7 @@ def test_the_memory_of_rules_equals_the_plan():
 
 
 def test_the_distances_of_rules_to_adamw_are_measured():
-    """Those in the table of README.md, without their deviations, and those in the page on choosing."""
+    """Checks the distances in README.md, without their deviations, and on the page about choosing a rule."""
     tables = Source("studies").tables()
     last = [{row[0]: row[-1].replace("-", "−") for row in cells(tables[task])} for task in TASKS]
 
@@ -78,7 +78,7 @@ def test_the_distances_of_rules_to_adamw_are_measured():
     methods |= {"`adafactor`, `beta1: 0.9`, `state_storage: 8bit`": "adafactor, momentum"}
     for name, method in methods.items():
         assert shown[name] == ", ".join(text.split(" ")[0] or "–" for text in distances(method)), name
-    # but for LoRA, which is among the recorded ablations
+    # LoRA is in the recorded ablations instead
     shown = {row[0]: row[1:] for row in cells((ROOT / "docs" / "how-to" / "choosing.md").read_text())}
     methods = {"AdaLomo": "adalomo", "Adafactor with momentum": "adafactor, momentum", "LANS": "lans"}
     methods |= {"ScaledAdam": "scaled_adam", "LOMO with `clip_norm=1`": "lomo", "Lion": "lion"}

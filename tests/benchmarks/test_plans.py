@@ -1,4 +1,4 @@
-"""Plans against real ranks: a sample of what `benchmarks.plans` measures. One device is in tests/run/test_plan.py."""
+"""Plans against real ranks, on a sample of `benchmarks.plans`. tests/run/test_plan.py tests one device."""
 
 import pytest
 from support.products import FULL
@@ -17,7 +17,7 @@ def measured(rank, folder):
 
 
 def test_a_plan_is_the_peak_of_real_ranks(tmp_path):
-    """Within 1 %: numbers of a few bytes differ."""
+    """The tolerance of 1 % allows for scalars of a few bytes."""
     if not FULL:
         pytest.skip("with LOWMEM_FULL=1")
     require_sharding("fsdp2")

@@ -1,4 +1,4 @@
-"""Adapters of PEFT in fused trainers: the same training, and checkpoints that are complete and resume bit for bit."""
+"""PEFT adapters in fused trainers train as in the plain trainer and resume bitwise from complete checkpoints."""
 
 from contextlib import nullcontext
 
@@ -39,7 +39,7 @@ CONFIGS["p-tuning"] = lambda: peft.PromptEncoderConfig(encoder_hidden_size=8, **
 
 @pytest.fixture
 def make(tiny_llama, tmp_path):
-    """A factory of trainers of a small Llama with adapters; keyword arguments are training arguments."""
+    """Returns a factory of trainers of a small Llama with adapters. Keyword arguments are training arguments."""
     samples = [{"input_ids": row, "labels": row} for row in torch.randint(97, (24, 12))]
 
     def factory(config="LoRA", mixin=True, change=None, model=None, seed=0, **arguments):
@@ -85,7 +85,7 @@ def test_adapters_train_as_in_the_ordinary_trainer_and_resume_to_the_last_bit(co
 
 @pytest.mark.cpu_only("its loss falls with the random numbers of a CPU")
 def test_the_best_checkpoint_is_loaded_at_the_end(make, tmp_path):
-    """The best of a metric that falls, so that it is not the last."""
+    """The metric first falls, so that the best checkpoint is not the last one."""
     trainer = make(
         "modules to save", load_best_model_at_end=True, greater_is_better=True, save_total_limit=1,
         eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=1, learning_rate=0.3, max_steps=3,
@@ -107,7 +107,7 @@ def test_the_best_checkpoint_is_loaded_at_the_end(make, tmp_path):
 
 
 def unfreeze(model):
-    """Parameters that PEFT does not save: a norm, and a head that is tied to nothing."""
+    """Unfreezes parameters that PEFT does not save: a norm and an untied head."""
     for name, param in model.named_parameters():
         if name.endswith(("model.norm.weight", "lm_head.weight")):
             param.requires_grad_(True)
@@ -120,7 +120,7 @@ def test_parameters_that_peft_does_not_save_are_refused_where_they_would_be_save
 
 
 def test_p_tuning_trains_as_in_the_ordinary_trainer_but_is_not_resumed(make):
-    """An encoder computes the prompts."""
+    """P-tuning computes the prompts with an encoder, whose weights PEFT does not save."""
     ordinary, fused = both(lambda mixin: make("p-tuning", mixin))
     assert losses(fused) == losses(ordinary)
     assert_same(state(fused), state(ordinary))
@@ -129,7 +129,7 @@ def test_p_tuning_trains_as_in_the_ordinary_trainer_but_is_not_resumed(make):
 
 
 def second_adapter(model):
-    """Another adapter that is trained too, and one that is not."""
+    """Adds a second trained adapter and a frozen one."""
     for name, trained in (("second", True), ("frozen", False)):
         model.add_adapter(name, peft.LoraConfig(**{**LORA, "target_modules": ["up_proj", "q_proj"]}))
         for key, param in model.named_parameters():
@@ -148,7 +148,7 @@ def test_several_adapters_of_one_model(make, tmp_path):
 
 
 def test_saved_adapters_load_in_peft_and_merge(make, tmp_path, tiny_llama):
-    """Also from the run directory, in which the checkpoints are directories with adapters too."""
+    """The run directory must load too, although its checkpoints are directories with adapters."""
     trainer = make("modules to save", **SAVES)
     trainer.train()
     trainer.save_model()
@@ -235,14 +235,14 @@ def test_adapters_of_a_quantized_model_train_as_in_the_ordinary_trainer(bits, ma
 
 @pytest.fixture(scope="module")
 def two():
-    """Ranks of these tests alone, since trainers change their environment."""
+    """Ranks that only these tests use, since trainers change their environment."""
     ranks = Ranks(2)
     yield ranks
     ranks.stop()
 
 
 def train_on_ranks(rank, llama, config, folder, sharding, resume_from=None):
-    """The full state and the losses of a run on ranks."""
+    """Returns the full state and the losses of a run on ranks."""
     world = dist.get_world_size() if dist.is_initialized() else 1
     evaluated = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True, "max_grad_norm": 0.0}
     saved = {"save_strategy": "steps", "save_steps": 1, "per_device_train_batch_size": 4 // world, "use_cpu": True}

@@ -1,4 +1,4 @@
-"""Saved optimizers are complete, by parameter name, and load to the same bits."""
+"""Saved optimizers contain all states by parameter name and load bitwise."""
 
 import json
 
@@ -47,7 +47,7 @@ def test_a_saved_optimizer_continues_to_the_last_bit(settings, tiny_llama, token
 
 
 def test_saved_files_contain_all_states(tiny_llama, token_batches, tmp_path):
-    """8-bit codes as such, and 16-bit scales of groups of 32."""
+    """8-bit codes are saved as such, with 16-bit scales of groups of 32."""
     path, model = tmp_path / "optimizer.safetensors", tiny_llama(torch.bfloat16, intermediate_size=128)
     checkpoint.save_optimizer(trained(model, token_batches(1), **RULES["8 bits"]), path)
     matrix = "model.layers.0.mlp.up_proj.weight/"  # [128, 32]

@@ -17,7 +17,7 @@ TIMEOUT = 3
 
 
 def member(rank, count, store, fault, end):
-    """Trains until rank 1 fails in its third step, and sends the error that ended it."""
+    """Trains until rank 1 fails in its third step, and sends the resulting error."""
     torch.set_num_threads(1)
     options = {"timeout": timedelta(seconds=TIMEOUT), "rank": rank, "world_size": count}
     dist.init_process_group("gloo", init_method=f"file://{store}", **options)
@@ -62,7 +62,7 @@ def test_other_ranks_exit_with_an_explanation(fault, tmp_path):
     for name, message, steps in answers:
         assert (name, steps) == ("RankError", 2), message
         assert len(message) < 300
-    # the second may see that the first ended
+    # the second rank may notice that the first one exited
     assert any(message.startswith(EXPECTED[fault]) for _, message, _ in answers)
     ranks[1].kill()
     for process in ranks:
@@ -85,5 +85,5 @@ def explained_alone(rank):
 
 def test_other_errors_are_not_changed(two):
     two.run(explained_alone)
-    with pytest.raises(dist.DistBackendError), processes.explained():  # without a group there are no others
+    with pytest.raises(dist.DistBackendError), processes.explained():  # without a group, no other ranks exist
         raise dist.DistBackendError("no group")

@@ -1,4 +1,4 @@
-"""The output head of trainers: the losses and weights of the model's own logits, which exist only in tiles."""
+"""Trainers compute logits in tiles. Losses and weights equal those of the model's own logits."""
 
 from itertools import product
 
@@ -36,7 +36,7 @@ def tokenizer():
 
 @pytest.fixture
 def make(tiny_llama, tokenizer, tmp_path):
-    """A factory of trainers on rows of equal length; keyword arguments are training arguments."""
+    """Returns a factory of trainers on rows of equal length. Keyword arguments are training arguments."""
     rows = Dataset.from_list([{"input_ids": ids, "labels": ids} for ids in torch.randint(3, 97, (24, 12)).tolist()])
 
     def factory(cls=FusedSFTTrainer, model=None, fused=None, layers=None, **arguments):
@@ -62,7 +62,7 @@ KINDS = {
     "gemma2": TIED | {"head_dim": 8, "final_logit_softcapping": 5.0},
     "mixtral": GROUPED | EXPERTS | {"num_local_experts": 4},
     "cohere": TIED | {"logit_scale": 4.0},
-    # heads that TRL's fused head gets wrong: a layer before the matrix, or a cap under an unusual name
+    # TRL's fused head ignores a layer before the matrix and logit caps with unusual names
     "modernbert-decoder": TOKENS,
     "xlstm": {"num_heads": 4, "num_blocks": 1},
     "falcon": {},
@@ -70,7 +70,7 @@ KINDS = {
 
 
 def small(kind):
-    """A small model of a type."""
+    """Creates a small model of the given type."""
     torch.manual_seed(0)
     sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
     sizes |= {"intermediate_size": 48, "pad_token_id": 0}
@@ -91,7 +91,7 @@ class Doubled(torch.nn.Linear):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_models_train_the_same_with_computed_logits(kind, make, matrices):
-    """Whatever it does before and after the matrix: by SGD, in which a weight differs by as much as its gradient."""
+    """The models differ before and after the matrix. With SGD, weights differ by as much as their gradients."""
     trainers = []
     kinds = (FusedTrainer, LayersConfig(computed_gradients=False)), (FusedSFTTrainer, None)
     for cls, layers in kinds:
@@ -110,7 +110,7 @@ def test_models_train_the_same_with_computed_logits(kind, make, matrices):
     ordinary, tiled = trainers
     assert losses(tiled) == pytest.approx(losses(ordinary), rel=1e-4)
     torch.testing.assert_close(weights(tiled.model), weights(ordinary.model), rtol=1e-4, atol=1e-5)
-    assert not matrices or add_fused_lm_head is None  # for the entropy
+    assert not matrices or add_fused_lm_head is None  # the matrix is computed for the entropy
 
 
 LORA = {"target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}
@@ -124,13 +124,13 @@ ADAPTERS = {
 
 @pytest.mark.parametrize("name", ADAPTERS)
 def test_the_loss_of_adapters_equals_the_loss_of_the_model(name, make, tiny_llama):
-    """Prompts come before the first layer, and a head with an adapter is left as it is."""
+    """Prompts come before the first layer. A head with an adapter is not changed."""
     net = peft.get_peft_model(tiny_llama(tie_word_embeddings=name == "rows of a tied head"), ADAPTERS[name])
     for param in net.parameters():
         if param.requires_grad:
             torch.nn.init.normal_(param, std=0.1)
     try:
-        trainer = make(model=net, loss_type="nll")  # TRL has another loss that does not train some of these
+        trainer = make(model=net, loss_type="nll")  # TRL's other loss does not train some of these
     except ValueError as error:
         pytest.skip(f"TRL: {error}")
     ids = torch.randint(97, (2, 16)).to(net.device)
@@ -177,7 +177,7 @@ RARE = {
 
 
 class Rows(TorchDispatchMode):
-    """The most rows of a matrix of logits that exist at a time."""
+    """Records the largest number of rows of logits that exist at the same time."""
 
     most = 0
 
@@ -237,15 +237,15 @@ def test_a_trainer_logs_and_learns_as_without_the_mixin(case, tokenizer, tmp_pat
         expected = {key: value for key, value in plain.items() if "time" not in key}
         assert {key: entry[key] for key in expected} == pytest.approx(expected, rel=1e-5, abs=1e-5)
     all_rows, some_rows = rows
-    assert some_rows <= 128  # of which TRL before 1.15 computes the entropy
-    assert all_rows > 128 or cls is trl.SFTTrainer  # whose own loss may be computed in chunks
+    assert some_rows <= 128  # TRL before 1.15 computes the entropy of these rows
+    assert all_rows > 128 or cls is trl.SFTTrainer  # its own loss may be computed in chunks
 
 
 SMOOTHED = {"label_smoothing_factor": 0.2, "learning_rate": 0.1, "loss_type": "nll"}
 
 
 def test_smoothed_labels_equal_the_full_logits(make):
-    """Hugging Face's LabelSmoother, without the logits that it needs."""
+    """Hugging Face's LabelSmoother needs the full logits."""
     rule = lowmem.FusedConfig(rule="lomo")
     tensors, computed, plain = (
         make(model=small("llama"), fused=rule, layers=layers, **SMOOTHED | changes)
@@ -266,7 +266,7 @@ def test_smoothed_labels_equal_the_full_logits(make):
 
 @needs_trls_head
 def test_an_entropy_loss_keeps_the_head_of_trl(tokenizer, tmp_path):
-    """An entropy bonus has a gradient, which the head of this package does not compute."""
+    """An entropy bonus needs a gradient of the entropy, which this package's head does not compute."""
     args = trl.GRPOConfig(output_dir=str(tmp_path), bf16=False, report_to="none", max_completion_length=4)
     rows = Dataset.from_list([{"prompt": "some words"}] * 8)
     trainer = fused(trl.GRPOTrainer)(
@@ -278,7 +278,7 @@ def test_an_entropy_loss_keeps_the_head_of_trl(tokenizer, tmp_path):
 
 
 def test_logits_returned_by_a_trainer_are_ordinary_tensors(make, matrices):
-    """As metrics and generation read them."""
+    """Metrics and generation read the logits."""
     trainer, seen = make(max_steps=1, loss_type="nll", per_device_eval_batch_size=4), []
     trainer.preprocess_logits_for_metrics = lambda logits, labels: (seen.append(logits), logits)[1]
     trainer.compute_metrics = lambda prediction: {"shape": prediction.predictions.shape[0]}
@@ -293,7 +293,7 @@ def test_logits_returned_by_a_trainer_are_ordinary_tensors(make, matrices):
     assert type(trainer.model.lm_head) is torch.nn.Linear
 
 
-# --- What is refused ----------------------------------------------------------------------------------------------
+# --- Unsupported options ------------------------------------------------------------------------------------------
 
 TWICE = lowmem.FusedConfig(policy="two_pass")
 REFUSED = {

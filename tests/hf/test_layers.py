@@ -1,4 +1,4 @@
-"""Which embeddings a trainer changes or checks."""
+"""Embeddings that a trainer changes or checks."""
 
 import pytest
 import torch

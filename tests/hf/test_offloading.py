@@ -1,4 +1,4 @@
-"""Activations that Hugging Face's libraries offload to the host: the same weights to the last bit."""
+"""Training with activations that Hugging Face's libraries offload to the host gives bitwise the same weights."""
 
 import sys
 from contextlib import contextmanager, nullcontext
@@ -20,7 +20,7 @@ if not hasattr(LlamaForCausalLM, "activation_checkpointing_enable"):
 
 
 def llama(offload=False, **config):
-    """A small Llama with checkpointed layers, whose inputs transformers moves to the host if `offload`."""
+    """Returns a small Llama with checkpointed layers. With `offload`, transformers moves their inputs to the host."""
     model = language_models.make(**config)
     model.gradient_checkpointing_enable(offload=offload)
     return model
@@ -58,11 +58,11 @@ POLICIES = {
 
 @contextmanager
 def trl_offload(model):
-    """TRL's offload of all activations, which takes the CPU for an accelerator."""
+    """Returns TRL's context that offloads all activations, with the CPU as the accelerator."""
     from trl.models.activation_offloading import get_act_offloading_ctx_manager
 
     cpu = mock.patch.object(torch.accelerator, "current_accelerator", lambda *_: torch.device("cpu"))
-    others = {name: module for name, module in sys.modules.items() if name != "bitsandbytes"}  # else it empties a cache
+    others = {name: module for name, module in sys.modules.items() if name != "bitsandbytes"}  # or it empties a cache
     with cpu, mock.patch.dict(sys.modules, others, clear=True):
         yield get_act_offloading_ctx_manager(model, use_pin_memory=False, use_streams=False, min_offload_size=1)
 
@@ -73,7 +73,7 @@ WHERE += [("host", "immediate"), ("host", "deferred")] if FULL else []
 
 @pytest.mark.parametrize(("where", "policy"), WHERE)
 def test_offloading_does_not_change_a_bit(where, policy):
-    """Tied and frozen weights, and dropout, whose mask the recomputation draws again."""
+    """Weights may be tied or frozen. The recomputation must draw the same dropout mask."""
     nets = [llama(offload, tie_word_embeddings=True, attention_dropout=0.1) for offload in (False, where == "host")]
     for net in nets:
         net.model.layers[1].mlp.up_proj.weight.requires_grad_(False)

@@ -1,4 +1,4 @@
-"""docs/internals/private_uses.csv lists every private part of other packages that lowmem uses, and each exists."""
+"""docs/internals/private_uses.csv lists every private name of other packages that lowmem uses. All of them exist."""
 
 import ast
 import csv
@@ -15,7 +15,7 @@ from lowmem import hf
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = tuple(hf.TESTED)
-# Modules whose names are documented.
+# Modules whose names are documented
 PUBLIC = {
     "accelerate.utils", "datasets.fingerprint", "transformers.image_utils", "transformers.integrations.deepspeed",
     "transformers.trainer_utils", "transformers.utils",
@@ -23,7 +23,7 @@ PUBLIC = {
 # Operators that torch lists in https://docs.pytorch.org/docs/stable/torch.compiler_ir.html
 CORE_ATEN = {"_local_scalar_dense", "_to_copy"}
 
-# Names that some supported versions lack. The code that uses them asks for each.
+# Names that some supported versions lack. Code checks whether they exist before it uses them.
 OPTIONAL = {
     "_fsdp_orig_uid", "_init_training_state", "revert_weight_conversion", "_weight_conversions", "was_used",
     "num_experts", "_materialize_copy",
@@ -31,7 +31,7 @@ OPTIONAL = {
 
 
 def table():
-    """Package, file of the package, names in it, our files."""
+    """Yields the package, the file in the package, the names in it, and the files of lowmem that use them."""
     lines = (ROOT / "docs" / "internals" / "private_uses.csv").read_text().splitlines()
     for row in csv.DictReader(lines):
         yield row["package"], row["file"], row["names"].split(), row["used in"].split()
@@ -39,7 +39,7 @@ def table():
 
 @functools.cache
 def identifiers(path):
-    """Every identifier in a Python file, and every string, since some attributes are read by getattr."""
+    """Returns all identifiers and strings in a Python file. Some attributes are read by getattr."""
     names = set()
     for node in ast.walk(ast.parse(path.read_text())):
         match node:
@@ -55,7 +55,7 @@ def identifiers(path):
 
 
 def is_newest(package):
-    """Returns whether the installed version has every name of the table."""
+    """Returns whether the installed version should have every name in the table."""
     return minor(metadata.version(package)) >= minor(hf.TESTED[package][1])
 
 
@@ -77,12 +77,12 @@ def test_every_listed_name_exists(row):
 
 
 def private_names():
-    """Our file, and a name in it: what is imported from a module of these packages below their documented ones, and
-    attributes with an underscore that nothing of ours defines."""
+    """Yields (file of lowmem, name) for names imported from undocumented modules of these packages, and for attributes
+    with a leading underscore that lowmem does not define."""
     trees = {str(path.relative_to(ROOT)): ast.parse(path.read_text()) for path in (ROOT / "lowmem").rglob("*.py")}
     nodes = [(path, node) for path, tree in trees.items() for node in ast.walk(tree)]
-    ours = {"_getframe", "_replace", "_asdict", "_actions", "_get_values", "_option_string_actions"}  # of Python
-    ours |= {"_exit", "_run_exitfuncs", "_shutdown"}  # with which its multiprocessing ends a process, too
+    ours = {"_getframe", "_replace", "_asdict", "_actions", "_get_values", "_option_string_actions"}  # Python's
+    ours |= {"_exit", "_run_exitfuncs", "_shutdown"}  # used by multiprocessing, too, to end a process
     ours |= CORE_ATEN
     for _, node in nodes:
         match node:
@@ -119,7 +119,7 @@ def test_the_oldest_tested_version_is_the_oldest_that_is_required(package):
     [("0.24.0", "trl>=1.0"), ("1.17.0", "trl==1.16.*"), ("1.0.0", ""), ("1.16.3.dev0+local", ""), ("1.16rc1", "")],
 )
 def test_untested_versions_warn_once(version, line, monkeypatch):
-    """Patch releases of tested versions are tested versions."""
+    """Patch releases of tested versions count as tested."""
     monkeypatch.setattr(metadata, "version", lambda _: version)
     hf.check_version.cache_clear()
     with warnings.catch_warnings(record=True) as warned:

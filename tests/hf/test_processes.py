@@ -52,7 +52,7 @@ def test_every_rank_names_the_differences(two, other, message, tmp_path):
 
 
 def trained(rank, folder, samples, apart=False, save="no", order=1):
-    """The error of a trainer's `train`, and how many steps it has taken; rank 1 has `samples` samples in `order`."""
+    """Returns the error of a trainer's `train` and the number of steps. Rank 1 has `samples` samples in `order`."""
     with joined(rank):
         rows = build(CAUSAL, folder, True, use_cpu=True).train_dataset
         rows = rows[:samples][::order] if rank else rows[:12]
@@ -87,7 +87,7 @@ def test_machines_without_a_shared_disk_raise_if_they_save(two, tmp_path):
 
 
 class Nudge(TrainerCallback):
-    """Changes weights of one rank a little, between two steps."""
+    """Changes one rank's weights slightly between two steps."""
 
     def on_step_begin(self, args, state, control, model=None, **_):
         if state.global_step == 2:
@@ -95,7 +95,7 @@ class Nudge(TrainerCallback):
 
 
 def drifting(rank, folder, nudged):
-    """Returns the warnings about weights that differ between ranks."""
+    """Returns warnings about weights that differ between ranks."""
     with joined(rank), pytest.MonkeyPatch.context() as patch:
         said = []
         patch.setattr(report.logger, "warning", lambda message, *words: said.append(message % words))
@@ -108,7 +108,7 @@ def drifting(rank, folder, nudged):
 
 @pytest.mark.parametrize("nudged", [False, True])
 def test_weights_that_differ_between_replicas_are_noticed(two, tmp_path, nudged):
-    """Once, on every rank."""
+    """Every rank warns once."""
     for said in two.run(drifting, str(tmp_path), nudged):
         assert len(said) == nudged
         assert not nudged or said[0].startswith("after step 3 the ranks have different weights of 'lm_head.weight'")

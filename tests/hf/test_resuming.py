@@ -1,7 +1,7 @@
-"""A resumed run trains the rows that its run had left, or is refused before its first step.
+"""A resumed run trains the remaining rows of the interrupted run, or raises before its first step.
 
-A hook of the model notes the first token of each row, by which rows differ, and the step that trains it. Ranks run one
-after the other, without a group: each gets the data loader of its rank from Accelerate.
+A model hook records the first token, which identifies the row, and the step. Ranks run one after the other without a
+process group. Accelerate gives each one the data loader of its rank.
 """
 
 import logging
@@ -33,7 +33,7 @@ SHAPE = ("per_device_train_batch_size", "gradient_accumulation_steps", "world_si
 
 @dataclass(frozen=True)
 class Run:
-    """A run, whose arguments have their names."""
+    """The configuration of a run. Fields have the names of training arguments."""
 
     data: str = "tokens"
     rows: int = 32
@@ -62,7 +62,7 @@ class Indexed(torch.utils.data.Dataset):
 
 
 class Stream(torch.utils.data.IterableDataset):
-    """In another order in each pass, by the random state of Python."""
+    """Shuffles rows in each pass with Python's random state."""
 
     def __init__(self, rows):
         self.rows = rows
@@ -102,7 +102,7 @@ def model(run):
 
 
 class Noted(TrainerCallback):
-    """By step, how often each row was trained."""
+    """Records how often each row was trained in each step."""
 
     def __init__(self):
         self.rows, self.step = {}, Counter()
@@ -115,7 +115,7 @@ class Noted(TrainerCallback):
 
 
 def trained_on(run, folder, rank, resume=None, **saves):
-    """The weights, and the rows of each step on one rank."""
+    """Returns the weights, and the rows of each step on one rank."""
     prepare = accelerate.accelerator.prepare_data_loader
     noted = Noted()
 
@@ -149,7 +149,7 @@ def trained_on(run, folder, rank, resume=None, **saves):
 
 
 def trained(run, folder, resume=None, **saves):
-    """The weights of rank 0, and the rows of each step on all ranks."""
+    """Returns the weights of rank 0, and the rows of each step on all ranks."""
     rows = {}
     for rank in reversed(range(run.world_size)):
         home = folder if rank == 0 else folder.with_name(f"{folder.name}-{rank}")
@@ -162,7 +162,7 @@ def trained(run, folder, resume=None, **saves):
 
 
 def continued(run, changes, step, folder):
-    """Interrupts a run after a step, and compares what is trained of the rest with these changes."""
+    """Interrupts a run after a step, resumes it with changed arguments, and compares the remaining steps."""
     changed = replace(run, **changes)
     weights, rows = trained(run, folder / "run", save_strategy="steps", save_steps=step)
     if changed.max_steps != run.max_steps:
@@ -177,7 +177,7 @@ PLAIN = Run()
 SHORT = replace(PLAIN, rows=10, per_device_train_batch_size=1)
 BATCH = "per_device_train_batch_size"
 
-# A run, its step, and what is changed.
+# Run, step after which it is interrupted, and changed arguments.
 CONTINUED = {
     "two processes with half of a batch": (PLAIN, 3, {"world_size": 2, BATCH: 2}),
     "accumulation in place of a batch": (PLAIN, 3, {"gradient_accumulation_steps": 4, BATCH: 1}),
@@ -239,7 +239,7 @@ def test_resuming_with_different_rows_raises(run, changes, message, tmp_path):
 
 
 def test_ignore_data_skip_is_respected(make, tmp_path):
-    """And the checkpoints after it know that they are at its second step, and not at its fourth."""
+    """Checkpoints of the resumed run must record its second step rather than its fourth."""
     make(**SAVES, max_steps=2).train()
     chosen = make(**SAVES, max_steps=4, seed=1, ignore_data_skip=True)
     chosen.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
@@ -252,7 +252,7 @@ def test_ignore_data_skip_is_respected(make, tmp_path):
     ("name", "options"), in_turn(["GRPO", "RLOO"], [{"num_iterations": 2}, {"steps_per_generation": 2}])
 )
 def test_resuming_between_steps_that_share_completions_raises(name, options, tmp_path):
-    """The completions are in no checkpoint, and would be drawn again."""
+    """Checkpoints do not contain completions, so the resumed run would generate different ones."""
     trainers.require(name)
 
     def trained(checkpoint=None):

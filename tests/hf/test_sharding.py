@@ -1,4 +1,4 @@
-"""Trainers of TRL that load the model by its path, sharded on two ranks: the losses and weights of two plain ranks."""
+"""TRL trainers that load a model by path and shard it on two ranks have the losses and weights of two plain ranks."""
 
 import os
 from types import SimpleNamespace
@@ -24,7 +24,7 @@ from lowmem.trainer import FusedTrainer
 
 @pytest.fixture(scope="module", params=["fsdp2", "zero3"])
 def sharded_ranks(request):
-    """Ranks of one sharding alone: transformers remembers in a process that there was a DeepSpeed configuration."""
+    """Returns ranks for one kind of sharding, since transformers remembers DeepSpeed configurations in a process."""
     require_sharding(request.param)
     ranks = Ranks(2)
     yield request.param, ranks
@@ -32,7 +32,7 @@ def sharded_ranks(request):
 
 
 def trained(rank, row, path, folder, sharding, dtype, lora):
-    """Sharded with the default head, and on whole ranks with TRL's, whose products have other roundings in 16 bits."""
+    """Sharded ranks use the default head. Replicated ranks use TRL's, whose products round differently in 16 bits."""
     keywords = {"model": path, **({"ref_model": None} if row in ("DPO", "KTO") else {})}
     if sharding != "replicated" and dtype != "bfloat16":
         keywords["layers"] = LayersConfig()
@@ -44,7 +44,7 @@ def trained(rank, row, path, folder, sharding, dtype, lora):
         options = {"model_init_kwargs": {"dtype": dtype}, "max_steps": 2, "use_cpu": True, **SHARDED[sharding]}
         trainer = build(row, folder, True, keywords, **options)
         trainer.train()
-        left = "ACCELERATE_USE_FSDP" in os.environ  # a later trainer would take it for its configuration
+        left = "ACCELERATE_USE_FSDP" in os.environ  # a later trainer would use it as its configuration
         state = {name: placements.full_tensor(t).detach().clone() for name, t in trainer.model.named_parameters()}
     return losses(trainer), state, trainer.optimizer.placement, left
 
@@ -68,13 +68,13 @@ def test_a_model_by_its_path_is_sharded_and_trains_as_on_whole_ranks(sharded_ran
         (actual, sharded, chosen, left), _ = ranks.run(trained, row, path, str(tmp_path), sharding, dtype, lora)
     except RankError as error:
         reference, issued = "not compatible with `create_reference_model()`", "no attribute 'warnings_issued'"
-        for words in (reference, issued, "no attribute 'ds_grads_remaining'"):  # of TRL, TRL, and PEFT with DeepSpeed
+        for words in (reference, issued, "no attribute 'ds_grads_remaining'"):  # from TRL, TRL, and PEFT with DeepSpeed
             if words in str(error):
                 pytest.skip(f"these versions fail by themselves: {words}")
         raise
     assert (placement, chosen, left) == ("replicated", sharding, False)
     tolerance = 2e-2 if dtype == "bfloat16" else 1e-5
-    # in the losses of GRPO and RLOO, terms of the size of 1 cancel each other
+    # in the losses of GRPO and RLOO, terms of magnitude 1 cancel
     assert actual == pytest.approx(expected, rel=tolerance, abs=1e-6)
     for name, weight in weights.items():
         assert sharded[name].dtype == weight.dtype
@@ -82,7 +82,7 @@ def test_a_model_by_its_path_is_sharded_and_trains_as_on_whole_ranks(sharded_ran
 
 
 def rows_of_a_loop(rank, path, folder, sharding):
-    """The rows that this rank gets in a custom loop, whose loader is prepared with the model."""
+    """Returns this rank's rows in a custom loop whose loader is prepared with the model."""
     with joined(rank):
         trainer = build("SFT", folder, True, {"model": path}, use_cpu=True, **SHARDED[sharding])
         loader = torch.utils.data.DataLoader(range(8), batch_size=2)
@@ -167,7 +167,7 @@ def test_fsdp1_raises():
     ],
 )
 def test_settings_of_fsdp_that_would_have_no_effect_raise(config, variables, message, tmp_path, monkeypatch):
-    """The constructor of a trainer raises before it loads the model, of which only the name exists."""
+    """The trainer raises before it loads the model, which does not exist."""
     require_sharding("fsdp2")
     for name, value in variables.items():
         monkeypatch.setenv(f"FSDP_{name}", value)

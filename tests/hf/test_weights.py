@@ -1,4 +1,4 @@
-"""Weights saved one parameter at a time are the files of `save_pretrained`, and load to the same bits."""
+"""Weights that are saved one parameter at a time give the files of `save_pretrained` and load bitwise."""
 
 import filecmp
 from pathlib import Path
@@ -26,7 +26,7 @@ MODELS = {
     "tied llama": {"model_type": "llama", "tie_word_embeddings": True},
     "mixtral": {"model_type": "mixtral", "num_local_experts": 3},
     "qwen3_moe": {"model_type": "qwen3_moe", "num_experts": 12, **EXPERTS},
-    # some layers dense, some of experts, and a buffer among the weights
+    # some layers are dense and some have experts; a buffer is among the weights
     "deepseek_v3": {
         "model_type": "deepseek_v3", "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1,
         "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
@@ -56,7 +56,7 @@ def new(kind, seed=0, dtype=torch.bfloat16, **changed):
 
 
 class FakePlacement:
-    """Replaces `lowmem.placements`: parameters are empty, their values are here, and full tensors are counted."""
+    """Replaces `lowmem.placements`. Stores the values of parameters, which are empty, and counts full tensors."""
 
     def __init__(self, model):
         self._values = {param: param.detach().clone() for param in model.parameters()}
@@ -90,7 +90,7 @@ class FakePlacement:
 
 @pytest.fixture
 def shard(monkeypatch):
-    """Takes the values out of a model's parameters; `save` and `load` find them in the `FakePlacement` returned."""
+    """Empties a model's parameters. `save` and `load` find the values in the returned `FakePlacement`."""
 
     def replace(model):
         placement = FakePlacement(model)
@@ -119,7 +119,7 @@ def assert_same_state(model, other):
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_save_weights_writes_the_files_of_save_pretrained(kind, tmp_path):
-    """Several of each model. A single one: see the test of sharded models."""
+    """The models have several files each. The test of sharded models covers single files."""
     model = new(kind)
     model.save_pretrained(tmp_path / "theirs", max_shard_size="20KB")
     assert len(list(tmp_path.glob("theirs/*.safetensors"))) > 1
@@ -211,7 +211,7 @@ def test_rows_are_written_in_chunks_whatever_their_strides(tmp_path, monkeypatch
 
 
 class Plain(nn.Module):
-    """Buffers, a scalar, an empty weight, several dtypes, and one weight under two names."""
+    """A module with buffers, a scalar, an empty weight, several dtypes, and one weight under two names."""
 
     def __init__(self):
         super().__init__()
@@ -238,21 +238,21 @@ def test_other_modules_are_saved_as_weights_only(tmp_path):
 
 
 def mapped():
-    """Bytes of pages of mapped files that are resident."""
+    """Returns the resident bytes of mapped files."""
     (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssFile"))
     return int(line.split()[1]) * 1024
 
 
 def test_pages_of_a_file_do_not_stay_resident(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "_CHUNK_BYTES", 16 << 20)
-    model = nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(8)))  # of 16 MiB each
+    model = nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(8)))  # 16 MiB each
     save(model, tmp_path)
     before, most = mapped(), []
-    load(model, tmp_path)  # imports what it needs
+    load(model, tmp_path)  # so that later calls do not import anything
     monkeypatch.setattr(weights.placements, "fill", lambda *_, fill=placements.fill: (fill(*_), most.append(mapped())))
     load(model, tmp_path)
     assert len(most) == 8
-    assert max(most) - before <= (3 * 16 + 8) << 20  # the tensor, those of the mapping before, and a margin
+    assert max(most) - before <= (3 * 16 + 8) << 20  # the tensor, two tensors of the mapping, and a margin
 
 
 def rewritten(folder, change):
@@ -309,7 +309,7 @@ def test_mismatched_weights_raise_and_are_not_copied(damage, message, tmp_path):
 
 
 def test_a_conversion_that_loading_did_not_use_is_not_undone(tmp_path):
-    """Under ZeRO-3 transformers keeps all conversions that might apply, such as old names of BERT's weights."""
+    """Under ZeRO-3, transformers keeps all conversions that might apply, such as old names of BERT's weights."""
     mapping = pytest.importorskip("transformers.conversion_mapping", reason="this transformers converts nothing")
     config = AutoConfig.for_model("bert", **SIZES)
     model = AutoModelForCausalLM.from_config(config)

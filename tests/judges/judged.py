@@ -1,7 +1,7 @@
-"""The verdicts of a judge, and how many cases are known to be equal.
+"""Runs cases of a judge and reports their verdicts.
 
-A judge compares this package with the plain computation on a corpus that others wrote. Each case ends `equal` (to the
-last bit, unless the judge says otherwise), `refused` (before the first update, with a reason) or `different`.
+A judge compares this package with the plain computation on third-party cases. A verdict is `equal` (bitwise, unless the
+judge says otherwise), `refused` (an error before the first update, with its reason) or `different`.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -15,7 +15,7 @@ EQUAL, REFUSED, DIFFERENT = "equal", "refused", "different"
 
 
 def judge(compare: Callable[[], bool]) -> tuple[str, str]:
-    """The verdict on one case, and the reason for a refusal. `compare` returns whether both are equal."""
+    """Returns the verdict on one case and the reason for an error. `compare` returns whether both results are equal."""
     try:
         return (EQUAL if compare() else DIFFERENT), ""
     except LowmemError as error:
@@ -23,7 +23,7 @@ def judge(compare: Callable[[], bool]) -> tuple[str, str]:
 
 
 def report(name: str, verdicts: Mapping[str, tuple[str, str]], at_least: int) -> None:
-    """Prints the verdicts of a judge, and fails on a difference or on fewer that are equal than recorded."""
+    """Prints the verdicts of a judge. Fails if any case differs or if fewer than `at_least` cases are equal."""
     found = {
         kind: [case for case, (verdict, _) in verdicts.items() if verdict == kind]
         for kind in (EQUAL, REFUSED, DIFFERENT)
@@ -37,7 +37,7 @@ def report(name: str, verdicts: Mapping[str, tuple[str, str]], at_least: int) ->
 
 @contextmanager
 def untouched_if_refused(model: nn.Module) -> Iterator[None]:
-    """Fails if training inside is refused after it has moved a weight of `model`."""
+    """Fails if training in this context raises LowmemError after it has changed a weight of `model`."""
     before = [param.detach().clone() for param in model.parameters()]
     try:
         yield

@@ -1,4 +1,4 @@
-"""Writes the table of docs/reference/rules.md: which optimizer classes of which packages run, and why others do not.
+"""Writes the table in docs/reference/rules.md: the optimizer classes that run, by package, and why others do not.
 
 python tests/judges/table.py
 """
@@ -30,7 +30,7 @@ REASONS = {
 
 
 def entry(package):
-    """Returns a row of the table, and a line of the list of unsupported classes, which may be empty."""
+    """Returns a row of the table and a line of the list of unsupported classes, which may be empty."""
     verdicts = {name.removesuffix("()"): verdict for name, verdict in judged(package, share=0).items()}
     found = [name for name, (verdict, _) in verdicts.items() if verdict == EQUAL]
     sharded = [cls.__name__ for cls, (verdict, _) in judged_early(package).items() if verdict == EQUAL]

@@ -1,7 +1,7 @@
-"""8-bit AdamW of torchao, bitsandbytes and pytorch_optimizer (FlashAdamW), against rule "adamw".
+"""Compares 8-bit AdamW of torchao, bitsandbytes and pytorch_optimizer (FlashAdamW) with rule "adamw".
 
-With states in the format of another package, registered as a storage, every step is that package's own. With states in
-formats of lowmem, 200 steps of a regression end about as near to float32 as with theirs, or nearer.
+With states in another package's format, registered as a storage, every step equals that package's step. With states in
+lowmem's formats, the result of 200 steps of a regression is about as close to float32 as theirs, or closer.
 """
 
 import functools
@@ -24,17 +24,17 @@ COLS, ROWS, STEPS = 256, 64, 200
 
 @pytest.fixture(autouse=True)
 def nothing_is_compiled():
-    """torchao would compile its step for every shape and dtype."""
+    """Disables compilation, since torchao would compile its step for every shape and dtype."""
     with torch.compiler.set_stance("force_eager"):
         yield
 
 
-# -- formats of others -------------------------------------------------------------------------------------------------
+# -- third-party formats -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Torchao(Storage):
-    """Codes of a table whose steps are about proportional to the value; blocks of 256, a float32 scale each."""
+    """Uses a table with steps about proportional to the value, and blocks of 256 with one float32 scale each."""
 
     signed: bool
     parts = (Part("", torch.uint8), Part("scale", torch.float32, 256))
@@ -59,7 +59,7 @@ class Torchao(Storage):
 
 @dataclass(frozen=True)
 class Bitsandbytes(Storage):
-    """The same table and blocks; a block of zeros has a scale of zero."""
+    """Uses the same table and blocks as torchao. A block of zeros has a scale of zero."""
 
     signed: bool
     parts = Torchao.parts
@@ -81,7 +81,7 @@ class Bitsandbytes(Storage):
 
 @dataclass(frozen=True)
 class Flash(Storage):
-    """FlashAdamW's: groups of 32, float16 scales of the mean and of the root of the mean of g²."""
+    """FlashAdamW's format: groups of 32, and float16 scales of the mean and of the root of the mean of g²."""
 
     signed: bool
 
@@ -115,12 +115,12 @@ def registered(kind):
 
 
 def start():
-    """Weights that bfloat16 holds."""
+    """Returns weights that bfloat16 represents exactly."""
     return (torch.randn(ROWS, COLS, generator=torch.Generator().manual_seed(0)) / 16).bfloat16().float()
 
 
 def batches(steps=STEPS, seed=1):
-    """Inputs whose columns have sizes from 0.01 to 1, so that moments of a group differ, and noisy targets."""
+    """Yields inputs and noisy targets. Input columns are scaled from 0.01 to 1 so that moments in a group differ."""
     source = torch.Generator().manual_seed(seed)
     truth = torch.randn(ROWS, COLS, generator=source) / 16
     for _ in range(steps):
@@ -141,7 +141,7 @@ def plain(param, opt, data):
 
 
 def fused(param, data, **options):
-    """The optimizer after every step."""
+    """Yields the optimizer after every step."""
     opt = lowmem.FusedOptimizer([("w", param)], rule="adamw", compile=False, **HYPER, **options)
     for batch in data:
         opt.backward(loss_of(param, batch))
@@ -149,7 +149,7 @@ def fused(param, data, **options):
 
 
 def theirs(cls, dtype=torch.float32, seed=1, **options):
-    """A weight after all steps, and its optimizer."""
+    """Returns the weight after all steps, and its optimizer."""
     param = nn.Parameter(start().to(dtype))
     opt = cls([param], **HYPER, **options)
     for _ in plain(param, opt, batches(seed=seed)):
@@ -158,7 +158,7 @@ def theirs(cls, dtype=torch.float32, seed=1, **options):
 
 
 def ours(dtype=torch.float32, seed=1, **options):
-    """The values of a weight after all steps."""
+    """Returns the values of the weight after all steps."""
     param = nn.Parameter(start().to(dtype))
     *_, opt = fused(param, batches(seed=seed), **options)
     state = opt.named_state_dict()["state"]["w"]
@@ -168,22 +168,21 @@ def ours(dtype=torch.float32, seed=1, **options):
 
 @functools.cache
 def reference(seed=1):
-    """The weight that float32 AdamW ends at."""
+    """Returns the final weight of float32 AdamW."""
     return theirs(torch.optim.AdamW, seed=seed, foreach=False)[0].detach()
 
 
 def distance(value, other, seed=1):
-    """As a fraction of the way that the weight went."""
+    """Returns the distance of two weights as a fraction of the total change of the weight."""
     return ((value - other).norm() / (reference(seed) - start()).norm()).item()
 
 
-# -- step for step, in their format ------------------------------------------------------------------------------------
+# -- step by step in their format --------------------------------------------------------------------------------------
 
 
 def follows(cls, kind, names, steps=50, **options):
-    """Whether every step is that of a class, with its codes but for 3 in a thousand: sums are rounded in another order,
-    and a value on the border of two codes may take the other one. The weight then differs by a part of that step.
-    """
+    """Returns whether every step equals that of `cls`, with at most 3 different codes in a thousand.
+    Sums are rounded in another order, so a value between two codes may get the other one."""
     param, other = nn.Parameter(start()), nn.Parameter(start())
     ordinary = cls([other], **HYPER | options)
     with registered(kind) as name:
@@ -202,7 +201,7 @@ def follows(cls, kind, names, steps=50, **options):
 
 
 def in_their_format(cls, kind, names):
-    """The verdicts on it, and on a run with another β₂, which has to be told from it."""
+    """Compares with `cls`, and checks that a run with another β₂ differs."""
     verdicts = {
         "every step": judge(lambda: follows(cls, kind, names)),
         "not with another β₂": judge(lambda: not follows(cls, kind, names, betas=(0.9, 0.998))),
@@ -225,7 +224,7 @@ def test_flash_in_its_format():
 
 
 def bitsandbytes_adamw():
-    """The class, if its 8-bit update runs on a CPU: the versions before 0.50 need a GPU."""
+    """Returns the class if its 8-bit update runs on a CPU. Versions before 0.50 need a GPU."""
     bitsandbytes = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
     param = nn.Parameter(torch.ones(ROWS, COLS))
     param.grad = torch.ones(ROWS, COLS)
@@ -239,9 +238,9 @@ def bitsandbytes_adamw():
 
 
 def nets_agree(make, storage):
-    """torchao's test of correctness, which compares with bitsandbytes: a net after two steps within 1e-5, but for one
-    weight in 100,000, whose second moment took the next code. Layers are wide enough for blocks along a row. Vectors
-    have float32 states, as they have there.
+    """Ports torchao's test against bitsandbytes: weights after two steps agree within 1e-5, except one in 100,000 whose
+    second moment got the next code. Layers are wide enough for blocks along a row. Vectors have float32 states, as in
+    that test.
     """
     torch.manual_seed(0)
     nets = [nn.Sequential(nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 128)) for _ in range(2)]
@@ -270,15 +269,15 @@ def test_nets_in_their_formats():
     report("torchao's test of correctness", verdicts, at_least=2)
 
 
-# -- in formats of this package ----------------------------------------------------------------------------------------
+# -- formats of this package -------------------------------------------------------------------------------------------
 
 
 def compare(
     title, cls, limits, dtype=torch.float32, apart=None, value_of=lambda param, state: param.detach(), **options
 ):
-    """Distances from float32 of what lowmem ends at and of what `cls` ends at, for two seeds, as fractions of the way.
+    """Compares the distances from float32 AdamW of lowmem and `cls` for two seeds, as fractions of the total change.
 
-    limits: the largest quotient of the two, by options of lowmem.  apart: the largest distance of one from the other.
+    limits: largest allowed ratio of the two distances, by lowmem options.  apart: largest distance between the two.
     """
     print(f"\n{title}: distance from float32, from the other package, and the mean of what the step was longer")
     verdicts = {}
@@ -297,21 +296,21 @@ def compare(
 
 
 def longer(value, seed):
-    """How much longer the way was, along that of float32, as a fraction: a bias of second moments shows here."""
+    """Returns how much larger the change was than in float32, as a fraction. Biased second moments make it nonzero."""
     way = reference(seed) - start()
     return ((value - reference(seed)) * way.sign()).mean().item() / way.abs().mean().item()
 
 
 def test_flash():
-    """FlashAdamW with 24-bit master weights: the same residuals, and the same codes of means of g in groups of 32.
+    """FlashAdamW with 24-bit master weights has the same residuals, and the same codes of means of g in groups of 32.
 
-    It differs in three ways. Its scales are float16, rounded to nearest, after division by the exact largest value;
-    those of lowmem are bfloat16, rounded up before, and hold sizes below 1e-7 too. Its codes of g² are 255ths of the
-    largest root, from zero; those of lowmem are 256ths, from one. And "8bit" rounds at random.
+    There are three differences. FlashAdamW's scales are float16 and rounded to nearest after division by the largest
+    value. lowmem's are bfloat16, rounded up before division, and also represent values below 1e-7. FlashAdamW stores g²
+    as 255ths of the largest root, starting at zero. lowmem uses 256ths, starting at one. "8bit" rounds stochastically.
 
-    "8bit_nearest" is at most half as far again from float32 as FlashAdamW: a running mean that grows by less than half
-    a spacing of a scale of 8 bits waits, where one of 11 bits does not (with float16 scales, its distance is
-    FlashAdamW's). "8bit" has the noise of its rounding, and no bias: FlashAdamW's steps are 0.1 % too short.
+    The distance of "8bit_nearest" from float32 is at most 1.5 times FlashAdamW's. It is larger because a running mean
+    does not change if it grows by less than half a step of an 8-bit scale. With float16 scales, the distances are
+    equal. "8bit" has rounding noise but no bias. FlashAdamW's steps are 0.1 % too short.
     """
     optim = pytest.importorskip("pytorch_optimizer", reason="pytorch_optimizer is not installed")
     from pytorch_optimizer.optimizer.flash_adamw import reconstruct_fp32_param
@@ -324,18 +323,18 @@ def test_flash():
     compare("FlashAdamW", optim.FlashAdamW, limits, torch.bfloat16, 0.015, value_of, master_weight_bits=24)
 
 
-# Blocks of 256 with a table are three times as far from float32 as groups of 32, twice as far as groups of 64
+# Blocks of 256 with a table are three times as far from float32 as groups of 32, and twice as far as groups of 64.
 BLOCKS_OF_256 = {("8bit", "auto"): 0.5, ("8bit_nearest", "auto"): 0.5, ("8bit_64", "auto"): 0.7}
 
 
 def test_torchao():
-    """float32 weights; codes of a table in blocks of 256."""
+    """torchao uses float32 weights and a table of codes in blocks of 256."""
     optim = pytest.importorskip("torchao.optim", reason="torchao is not installed")
     compare("torchao's AdamW8bit", optim.AdamW8bit, BLOCKS_OF_256, apart=0.05)
 
 
 def test_bitsandbytes():
-    """float32 weights; codes of the same table as torchao's in blocks of 256."""
+    """bitsandbytes uses float32 weights and the same table and blocks as torchao."""
     if not FULL:
         pytest.skip("with LOWMEM_FULL=1")
     compare("bitsandbytes' AdamW8bit", bitsandbytes_adamw(), BLOCKS_OF_256, apart=0.05)
@@ -345,7 +344,7 @@ def test_bitsandbytes():
 
 
 def largest_step(make):
-    """How far a weight goes whose gradient is a millionth of the others', and then zero; Adam's steps are 1e-3."""
+    """Returns the change of a weight whose gradient is 1e-6, then 0, among gradients of 1. Adam's steps are 1e-3."""
     param = nn.Parameter(torch.zeros(16, COLS))
     step, grad = make(param), torch.ones(16, COLS)
     grad[:, 0] = 1e-6
@@ -357,7 +356,7 @@ def largest_step(make):
 
 
 def test_small_second_moments():
-    """torchao rounds them to zero, and divides by 1e-8 instead. The formats of lowmem have no zero for them."""
+    """torchao rounds small second moments to zero and divides by 1e-8. lowmem's formats never round them to zero."""
     optim = pytest.importorskip("torchao.optim", reason="torchao is not installed")
 
     def of_torchao(param):

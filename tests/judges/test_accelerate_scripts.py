@@ -1,4 +1,4 @@
-"""Scenarios of Accelerate's test scripts and examples, on one process and on two."""
+"""Cases from Accelerate's test scripts and examples, on one process and on two."""
 
 import contextlib
 import copy
@@ -24,7 +24,7 @@ RATE = {"lr": 1e-2, "weight_decay": 1e-2}
 
 
 def reset():
-    """Accelerate's state is of the process."""
+    """Resets Accelerate's state, which is global."""
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
 
@@ -72,7 +72,7 @@ def loader_of(length=40, batch_size=4, **options):
 
 
 class Script:
-    """What every script begins with. A reference on two processes is wrapped, ours is not."""
+    """The setup shared by all scripts. On two processes the reference model is wrapped, and ours is not."""
 
     def __init__(self, make, net, loader, schedule=None, steps=1, plugin=None, wraps=None, options=None, **settings):
         reset()
@@ -106,7 +106,7 @@ class Script:
 
 
 def equal(found, want, start):
-    """To the last bit; on two processes to the rounding of sums."""
+    """Compares bitwise on one process, and up to the rounding of sums on two."""
     assert not same(want, start)
     if "RANK" not in os.environ:
         return same(found, want)
@@ -114,7 +114,7 @@ def equal(found, want, start):
 
 
 def loop(schedule=None, loader=loader_of, net=make_net, options=None, epochs=2, **settings):
-    """An unchanged loop, with torch's optimizer and with ours."""
+    """Compares an unchanged loop with torch's optimizer and with ours."""
     want = Script(ordinary, net(), loader(), schedule, **settings).train(epochs)
     return equal(
         Script(fused, net(), loader(), schedule, options=options, **settings).train(epochs), want, weights(net())
@@ -140,13 +140,13 @@ def one_cycle(opt):
 
 
 def windows_over_epochs():
-    """sync_with_dataloader=False: 10 batches in windows of 4, and the last 2 wait for the next epoch."""
+    """With sync_with_dataloader=False, 10 batches form windows of 4, and the last 2 join the next epoch's window."""
     plugin = {"num_steps": 4, "sync_with_dataloader": False}
     return loop(powers, plugin=GradientAccumulationPlugin(**plugin), net=lambda: make_net(), epochs=4)
 
 
 def a_loop_that_breaks():
-    """Left between micro-batches, which are dropped by zero_grad()."""
+    """The loop breaks between micro-batches, and zero_grad() drops their gradients."""
 
     def run(make):
         script = Script(make, make_net(), loader_of(), steps=4)
@@ -166,7 +166,7 @@ def a_loop_that_breaks():
 
 
 def evaluated_between():
-    """Another loader inside of the loop, as for an evaluation between micro-batches."""
+    """Another loader inside the loop, as for an evaluation between micro-batches."""
 
     def run(make):
         script = Script(make, make_net(), loader_of(), steps=3)
@@ -185,7 +185,7 @@ def evaluated_between():
 
 
 def weighted_by_tokens():
-    """A window's losses are sums, divided by the tokens of the window, as transformers' trainer does it."""
+    """Losses are summed and divided by the tokens of the window, as in transformers' trainer."""
 
     def run(make):
         script = Script(make, make_net(), loader_of(), steps=3)
@@ -208,7 +208,7 @@ def weighted_by_tokens():
 
 
 def two_models():
-    """A generator and a discriminator, with an optimizer each, under one accumulate()."""
+    """A generator and a discriminator with separate optimizers share one accumulate()."""
 
     def run(make):
         script = Script(make, make_net(), loader_of(), steps=2)
@@ -244,7 +244,7 @@ def clipped_by_value():
 
 
 def clipped_by_accelerate(function):
-    """Their functions need gradients, which the backward before them has used and freed."""
+    """Accelerate's functions need gradients, which the preceding backward has already used and freed."""
     script = Script(fused, make_net(), loader_of())
     with untouched_if_refused(script.net):
         getattr(script.accelerator, function)(script.model.parameters(), 0.1)
@@ -252,7 +252,7 @@ def clipped_by_accelerate(function):
 
 
 def backwards_without_accumulate(context):
-    """Several backwards before a step(): nothing tells the first one that others follow, so step() raises."""
+    """Without accumulate(), the first backward cannot know that others follow, so step() raises."""
     script = Script(fused, make_net(), loader_of(), wraps=False)
     batches = list(script.loader)
     with getattr(script.accelerator, context)(script.model):
@@ -266,7 +266,7 @@ def backwards_without_accumulate(context):
 
 
 def resumed(folder, skip):
-    """From save_state() after an epoch and `skip` batches."""
+    """Resumes from save_state() after an epoch and `skip` batches."""
     settings = {"schedule": powers, "steps": 2}
     want = Script(ordinary, make_net(), loader_of(), **settings).train()
     script = Script(fused, make_net(), loader_of(), **settings)
@@ -284,7 +284,7 @@ def resumed(folder, skip):
 
 
 def continued_by_torch():
-    """The optimizer that Accelerate prepared is saved by torch, and loaded before it is prepared."""
+    """torch saves the prepared optimizer's state, and it is loaded before prepare()."""
     want = Script(ordinary, make_net(), loader_of()).train(epochs=2)
     script = Script(fused, make_net(), loader_of())
     script.train(epochs=1)
@@ -300,7 +300,7 @@ def continued_by_torch():
 
 
 def another_class(path, **options):
-    """An optimizer of another package, in the wrapper that prepare() puts around it."""
+    """prepare() wraps a third-party optimizer class."""
     module, _, name = path.rpartition(".")
     cls = getattr(importlib.import_module(module), name)
 
@@ -316,14 +316,14 @@ def another_class(path, **options):
 
 
 class Wide(nn.Sequential):
-    """Large enough for states of few bits."""
+    """Layers large enough for quantized states."""
 
     def __init__(self):
         super().__init__(nn.Linear(1, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
 
 
 def smaller_batches_after_an_error():
-    """`find_executable_batch_size` begins again with a new model and optimizer when memory was too small."""
+    """`find_executable_batch_size` restarts with a new model and optimizer after an out-of-memory error."""
 
     def run(make):
         sizes = []
@@ -403,7 +403,7 @@ ENVIRONMENT = {"WORLD_SIZE": "2", "ACCELERATE_USE_CPU": "true", "MASTER_ADDR": "
 
 
 def multiple_forwards():
-    """Three forwards without synchronization, then three backwards, of which the last one averages the sums."""
+    """Three forwards without synchronization precede three backwards, the last of which averages the sums."""
 
     def run(make):
         script = Script(make, make_net(), loader_of(length=48))
@@ -424,13 +424,13 @@ def multiple_forwards():
 
 
 def wrapped(**settings):
-    """Ours in the wrapper that prepare() puts around a model."""
+    """prepare() wraps the model."""
     Script(fused, make_net(), loader_of(), wraps=True, **settings).train()
     return False
 
 
 def joined():
-    """join_uneven_inputs is for the wrapper: 3 rows are two batches of one process and one of the other."""
+    """join_uneven_inputs needs the wrapper. With 3 rows, one process gets two batches and the other gets one."""
     script = Script(fused, make_net(), loader_of(length=3, batch_size=1), wraps=True, even_batches=False)
     with script.accelerator.join_uneven_inputs([script.model]):
         script.train()
@@ -438,7 +438,6 @@ def joined():
 
 
 def averaged_seldom():
-    """LocalSGD averages the weights of wrapped models every few steps."""
     script = Script(fused, make_net(), loader_of(), wraps=True)
     with LocalSGD(accelerator=script.accelerator, model=script.model, local_sgd_steps=2):
         script.train()
@@ -446,7 +445,6 @@ def averaged_seldom():
 
 
 def compressed():
-    """A communication hook of DistributedDataParallel."""
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
     script = Script(fused, make_net(), loader_of(), wraps=True)
@@ -456,7 +454,7 @@ def compressed():
 
 
 def agreed(net):
-    """Both ranks have the same weights."""
+    """Returns whether both ranks have the same weights."""
     script = Script(fused, net, loader_of(), steps=2)
     script.train()
     both = script.accelerator.gather(torch.cat([param.detach().view(1, -1) for param in net.parameters()], 1))
@@ -464,7 +462,7 @@ def agreed(net):
 
 
 def different_models(rank):
-    """A seed of each rank's own: the wrapper would broadcast the weights of rank 0."""
+    """Each rank has a different seed. The wrapper would broadcast the weights of rank 0."""
     Script(fused, make_net(seed=rank), loader_of()).train()
     return False
 

@@ -1,7 +1,7 @@
-"""Optimizer classes of other packages: the bits of a plain loop, resumed too, or a refusal before the first update.
+"""Third-party optimizer classes give bitwise the weights of a plain loop, even when resumed, or raise before an update.
 
-The model has a branch that gets no gradient in some steps. The plain loop has its parameters in the order in which
-their gradients are complete, in which a class that draws random numbers draws them under fused training.
+The model has a branch without a gradient in some steps. The plain loop orders parameters by when their gradients are
+complete, because fused training draws random numbers in that order.
 """
 
 import contextlib
@@ -19,10 +19,10 @@ from support.products import FULL
 import lowmem
 from lowmem.errors import UnsupportedError
 
-# Without LOWMEM_FULL, every third class is judged, and this share of its switches is turned.
+# Without LOWMEM_FULL, only every third class and this share of its switches are tested.
 SHARE = 0.1
 
-# How many configurations of each package are known to be equal: with all switches, and without LOWMEM_FULL.
+# Number of equal configurations per package: with all switches, and without LOWMEM_FULL.
 EQUAL = {
     "pytorch_optimizer.optimizer": (409, 39),
     "schedulefree": (14, 3),
@@ -37,14 +37,14 @@ EQUAL = {
     "apollo_torch": (3, 1),
 }
 
-# Arguments that a class cannot do without, or with which it takes seconds instead of minutes.
+# Required arguments, and arguments that reduce the time from minutes to seconds.
 NEEDED = {"num_iterations": 100, "num_data": 100, "lr": 1e-2, "solver_max_iterations": 2, "max_size_triangular": 16}
 
 STEPS = 8
 
 
 def classes(package):
-    """The optimizer classes that a package names, each once."""
+    """Returns the optimizer classes that a package exports, without duplicates."""
     module = importlib.import_module(package)
     found = [
         value
@@ -59,7 +59,7 @@ def classes(package):
 
 
 def configurations(cls):
-    """The defaults of a class, and each of its switches turned."""
+    """Returns the default configuration of a class, and one configuration per changed switch."""
     arguments = inspect.signature(cls).parameters
     usual = {key: value for key, value in NEEDED.items() if key in arguments}
     if "foreach" in arguments:
@@ -67,7 +67,7 @@ def configurations(cls):
     switches = {
         key: not argument.default
         for key, argument in arguments.items()
-        if isinstance(argument.default, bool) and key != "use_triton"  # ends the process where there is none
+        if isinstance(argument.default, bool) and key != "use_triton"  # exits the process if there is no GPU
     }
     decay = {"weight_decay": 1e-2} if "weight_decay" in arguments else {}
     yield "", usual
@@ -76,7 +76,7 @@ def configurations(cls):
 
 
 class Branches(torch.nn.Module):
-    """Matrices of 64 by 64, for which low-bit states are full; vectors, if the class takes them."""
+    """Matrices of 64 by 64 fill the groups of low-bit states. Vectors are included if the class supports them."""
 
     def __init__(self, bias):
         super().__init__()
@@ -91,7 +91,7 @@ class Branches(torch.nn.Module):
 
 
 def grouped(net, cls):
-    """Parameters in the order in which gradients are complete, in groups where the class wants to know their kind."""
+    """Orders parameters by when their gradients are complete, in groups if the class needs to know their kind."""
     named = list(net.named_parameters())[::-1]
     if "use_muon" not in (inspect.getdoc(cls) or ""):
         return named
@@ -153,7 +153,7 @@ def same(cls, settings, resumed):
 
 
 def judged(package, share):
-    """The verdict on each class of a package, with its defaults and with a drawn share of its switches turned."""
+    """Returns the verdicts on a package's classes, with their defaults and a random sample of changed switches."""
     verdicts, drawn = {}, random.Random(package)
     with torch.compiler.set_stance("force_eager"), contextlib.redirect_stdout(None):
         for cls in classes(package)[:: 1 if FULL else 3]:

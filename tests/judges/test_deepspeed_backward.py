@@ -1,7 +1,7 @@
-"""DeepSpeed's scenarios of backwards that the user calls, under ZeRO-3 on two ranks against one device.
+"""DeepSpeed's tests of user-called backwards, under ZeRO-3 on two ranks and compared with one device.
 
-A second pass through one graph (`torch.autograd.grad`, then `backward`) is left out: DeepSpeed gathers parameters for
-one only, and torch raises for those that are released, whatever the optimizer.
+A second pass through the same graph (`torch.autograd.grad`, then `backward`) is not tested. DeepSpeed gathers
+parameters for only one pass, so with any optimizer torch raises an error about released parameters.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from support.products import sample  # noqa: E402
 from support.shards import zero3  # noqa: E402 (it needs deepspeed)
 
 WIDTH, ROWS, STEPS = 8, 8, 5
-OPTIONS = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-3, "weight_decay": 1e-2}  # eps: of no noise's making
+OPTIONS = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-3, "weight_decay": 1e-2}  # a large eps limits noise
 
 
 class TwoLayers(nn.Module):
@@ -43,7 +43,7 @@ class TwoLayers(nn.Module):
 
 
 class FrozenNorm(TwoLayers):
-    """A parameter that does not train, inside of what is recomputed."""
+    """A frozen parameter inside a recomputed block."""
 
     def __init__(self, reentrant):
         super().__init__(reentrant)
@@ -69,7 +69,7 @@ class Blocks(nn.Module):
 
 
 class Adapter(nn.Module):
-    """A frozen matrix, and a trained one of two ranks next to it."""
+    """A frozen matrix next to a trained adapter of rank two."""
 
     def __init__(self, reentrant):
         super().__init__()
@@ -132,7 +132,7 @@ class Repeated(TwoLayers):
 
 
 class Tied(nn.Module):
-    """The weight of the embedding is read outside of its module, too."""
+    """The weight of the embedding is also read outside its module."""
 
     def __init__(self):
         super().__init__()
@@ -145,7 +145,7 @@ class Tied(nn.Module):
 
 
 class TiedModules(nn.Module):
-    """Two modules have one weight."""
+    """Two modules share one weight."""
 
     def __init__(self):
         super().__init__()
@@ -158,7 +158,7 @@ class TiedModules(nn.Module):
 
 
 class Run:
-    """One model and its optimizer: torch's on one device, or ours on a rank, which has a part of the rows."""
+    """A model and its optimizer: torch's on one device, or ours on a rank, which gets some of the rows."""
 
     def __init__(self, nets, rank=None, rule="torch.optim.AdamW", apart=False, **settings):
         self.nets, self.rank, self.released = nets, rank, True
@@ -184,7 +184,7 @@ class Run:
         return x.clone().requires_grad_(grad), y
 
     def micro(self):
-        """Around every backward of a step but the last."""
+        """Returns a context for every backward of a step except the last."""
         contexts = contextlib.ExitStack()
         for opt in self.opts if self.rank is not None else ():
             contexts.enter_context(opt.accumulate())
@@ -200,7 +200,7 @@ class Run:
 
 
 def released(net):
-    """Nothing is gathered, except what DeepSpeed is to keep gathered."""
+    """Returns whether all parameters are released, except those that DeepSpeed keeps gathered."""
     return all(param.ds_persist or param.ds_status.name == "NOT_AVAILABLE" for param in net.parameters())
 
 
@@ -218,14 +218,14 @@ def scalar(run, step):
 
 
 def scalar_of_input(run, step):
-    """Reentrant checkpointing needs an input with a gradient."""
+    """Reentrant checkpointing requires an input with a gradient."""
     x, y = run.rows(step, grad=True)
     cross_entropy(run.net(x), y).backward()
     run.step()
 
 
 def through_opt(run, step):
-    """`opt.backward` of what computes the loss."""
+    """Calls `opt.backward` with a function that computes the loss."""
     x, y = run.rows(step, grad=True)
     if run.rank is None:
         cross_entropy(run.net(x), y).backward()
@@ -235,7 +235,7 @@ def through_opt(run, step):
 
 
 def tensor(run, step, grad=True):
-    """A backward of a tensor, with a gradient of its own."""
+    """Runs the backward of a tensor with an explicit gradient."""
     x, _ = run.rows(step, grad=grad)
     found = run.net(x)
     found.backward(torch.linspace(-1, 1, WIDTH).expand_as(found) / len(found))
@@ -243,7 +243,7 @@ def tensor(run, step, grad=True):
 
 
 def micro_batches(run, step, counts=(4,), grad=False):
-    """So many backwards in a step; between them nothing stays gathered that DeepSpeed would release."""
+    """Runs several backwards per step. Between them, all parameters that DeepSpeed would release must be released."""
     count = counts[step % len(counts)]
     for n in range(count):
         x, y = run.rows(10 * step + n, grad=grad)
@@ -262,7 +262,7 @@ def without_input_gradient(run, step):
 
 
 def several_models(run, step):
-    """One backward of the weighted losses of three models."""
+    """Runs one backward of the weighted losses of three models."""
     x, y = run.rows(step)
     sum(cross_entropy(net(x), y) / n for n, net in enumerate(run.nets, start=1)).backward()
     run.step()
@@ -278,7 +278,7 @@ def several_micro_batches(run, step):
 
 
 def evaluated_between(run, step):
-    """An evaluation before each backward, and one after it."""
+    """Evaluates before each backward and once after it."""
     for n in range(2):
         x, y = run.rows(10 * step + n)
         loss = cross_entropy(run.net(x), y) / 2
@@ -292,7 +292,6 @@ def evaluated_between(run, step):
 
 
 def two_forwards(run, step):
-    """Two forwards before two backwards."""
     x, y = run.rows(step)
     losses = [cross_entropy(run.net(x), y), 0.5 * run.net(x + 1).square().mean()]
     with run.micro():
@@ -302,7 +301,7 @@ def two_forwards(run, step):
 
 
 def one_head(run, step):
-    """The other head has no gradient in this step."""
+    """The other head does not have a gradient in this step."""
     x, y = run.rows(step)
     cross_entropy(run.net(x, heads=(step % 2,))[0], y).backward()
     run.step()
@@ -317,7 +316,7 @@ def a_head_for_each_micro_batch(run, step):
 
 
 def gradient_of_the_input(run, step):
-    """torch.autograd.grad of a forward of its own, as for adversarial examples."""
+    """Calls torch.autograd.grad on a separate forward, as for adversarial examples."""
     x, y = run.rows(step, grad=True)
     (direction,) = torch.autograd.grad(cross_entropy(run.net(x), y) * len(x) / ROWS, x)
     cross_entropy(run.net((x + 0.5 * direction).detach()), y).backward()
@@ -325,7 +324,7 @@ def gradient_of_the_input(run, step):
 
 
 def edited(run, step):
-    """The weights are edited between two steps, as with GatheredParameters."""
+    """Changes the weights between two steps, as with GatheredParameters."""
     scalar(run, step)
     if step == 2:
         params = list(run.net.parameters())
@@ -339,7 +338,7 @@ def edited(run, step):
 
 
 def scored(run, step):
-    """Another model, which does not train, is part of the loss, and one more forward is an evaluation."""
+    """A frozen model contributes to the loss, and an extra forward is an evaluation."""
     x, _ = run.rows(step)
     model, teacher = run.nets
     with torch.no_grad():
@@ -352,7 +351,7 @@ def scored(run, step):
 
 
 def clipped(run, step):
-    """The norm over all gradients is known before the first update."""
+    """Clipping needs the norm of all gradients before the first update."""
     x, y = run.rows(step)
     if run.rank is None:
         (5 * cross_entropy(run.net(x), y)).backward()
@@ -363,13 +362,13 @@ def clipped(run, step):
 
 
 def scaled_by_torch(run, step):
-    """A GradScaler has scaled the loss."""
+    """A GradScaler scales the loss."""
     x, y = run.rows(step)
     torch.amp.GradScaler("cpu").scale(cross_entropy(run.net(x), y)).backward()
     run.step()
 
 
-# model, loop, what else
+# Model, loop, and further arguments.
 CASES = {
     "a scalar": (TwoLayers, scalar),
     "a scalar, by the function": (TwoLayers, through_opt),
@@ -488,10 +487,10 @@ def test_backwards(two):
 
 
 def through_the_engine(rank):
-    """Its own forward and backward ask for an optimizer of DeepSpeed's."""
+    """The engine's forward and backward require an optimizer of DeepSpeed."""
     torch.manual_seed(0)
     config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
-    zero3(rank, TwoLayers)  # starts DeepSpeed
+    zero3(rank, TwoLayers)  # initializes DeepSpeed
     engine = deepspeed.initialize(model=TwoLayers(), config=config)[0]
     run = Run([engine.module], rank)
     before, (x, y) = run.weights(), run.rows(0)

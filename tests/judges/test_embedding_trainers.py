@@ -1,6 +1,6 @@
-"""Trainers of packages that train embeddings, rankers and taggers: with the mixin each is its own to the last bit.
+"""Third-party trainers of embeddings, rankers and taggers give bitwise the same results with the mixin.
 
-Their classes choose the optimizer, its groups, and how checkpoints are loaded.
+Their classes choose the optimizer and its groups, and load checkpoints.
 """
 
 import copy
@@ -31,7 +31,7 @@ SCORED = {**PAIRS, "label": [float(n % 2) for n in range(len(SENTENCES))]}
 
 
 def saved(head, folder, **options):
-    """A tiny BERT with this head, saved with its tokenizer."""
+    """Saves a tiny BERT with this head and its tokenizer."""
     torch.manual_seed(0)
     sizes = {**SIZES, "vocab_size": len(tokenizer()), "max_position_embeddings": 64, **special()}
     head(hf.BertConfig(**sizes, **options)).save_pretrained(folder)
@@ -89,7 +89,7 @@ def sparse_encoder(wrap, folder, **arguments):
 
 
 def setfit(wrap, folder, **arguments):
-    """Its trainer makes that of sentence-transformers by its name in the module."""
+    """SetFit's trainer creates the trainer of sentence-transformers, which it looks up by name in its module."""
     package = importlib.import_module("setfit")
     module, st = importlib.import_module("setfit.trainer"), sentence_transformers()
     body = st.SentenceTransformer(saved(hf.BertModel, folder / "bert"), device="cpu")
@@ -130,7 +130,7 @@ def flag_embedding(wrap, folder, **arguments):
 
 
 def gliner(wrap, folder, **arguments):
-    """Two learning rates and weight decays, in a method of its own."""
+    """GLiNER has two learning rates and weight decays, which it sets in a custom method."""
     package, configs = importlib.import_module("gliner.training"), importlib.import_module("gliner.config")
     sizes = {"hidden_size": 16, "max_width": 3, "max_len": 16, "max_types": 4, "num_rnn_layers": 0}
     config = configs.UniEncoderSpanConfig(model_name=saved(hf.BertModel, folder / "bert"), dropout=0.1, **sizes)
@@ -154,7 +154,7 @@ TRAINERS = {
 
 
 def trained(build, wrap, folder, resume=None, **options):
-    """The weights and the log of a training, and its trainer."""
+    """Returns the weights and the log of a training, and its trainer."""
     folder.mkdir(exist_ok=True)
     torch.manual_seed(0)
     built = build(wrap, folder, **options)
@@ -187,7 +187,7 @@ def test_a_trainer_that_chooses_its_optimizer_trains_as_without_the_mixin(build,
 
 @pytest.mark.parametrize("build", [bi_encoder, gliner], ids=lambda build: build.__name__)
 def test_a_trainer_that_loads_in_its_own_way_resumes_as_without_the_mixin(build, tmp_path):
-    """Their checkpoints have other names for weights than the model, or other files."""
+    """Their checkpoints name weights differently from the model, or have different files."""
     pytest.importorskip(TRAINERS[build])
     runs = []
     for name, wrap in {"plain": as_it_is, "fused": fused}.items():

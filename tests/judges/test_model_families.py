@@ -1,7 +1,7 @@
-"""transformers' trainer over one tiny model per family: fused training is its own to the last bit.
+"""Fused training of one tiny model per family gives bitwise the results of transformers' trainer.
 
-Models have random weights and the class's own dropout. The rule is `torch.optim.AdamW`, which is what
-`optim="adamw_torch"` chooses.
+Models have random weights and the class's default dropout. The rule is `torch.optim.AdamW`, which
+`optim="adamw_torch"` also selects.
 """
 
 from dataclasses import fields
@@ -16,10 +16,10 @@ from lowmem.options import FusedConfig
 from lowmem.trainer import FusedTrainer
 
 STEPS, ROWS = 3, 6
-SHARE = 1 / 3  # of the families that are judged without LOWMEM_FULL
-LENGTH, VOCABULARY, SIDE = 12, 40, 16  # tokens of a text, and pixels of an image in each direction
+SHARE = 1 / 3  # share of the families that are tested without LOWMEM_FULL
+LENGTH, VOCABULARY, SIDE = 12, 40, 16  # tokens of a text, and height and width of an image in pixels
 
-# Of every configuration, as far as it has them.
+# Applied to every configuration that has these options.
 SIZES = {
     "vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2,
     "num_attention_heads": 2, "max_position_embeddings": 32, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
@@ -52,7 +52,7 @@ TOWER = {name: size for name, size in SIZES.items() if name != "decoder_start_to
 TOWERS = {"text_config": TOWER, "vision_config": TOWER}
 
 
-# -- one row of data, drawn from a generator ---------------------------------------------------------------------------
+# -- one row of data, from a generator ---------------------------------------------------------------------------------
 
 
 def tokens(draw):
@@ -150,7 +150,7 @@ def boxes(draw):
     return {**sentence(draw), "bbox": torch.randint(30, (LENGTH, 2), generator=draw).repeat(1, 2)}
 
 
-# -- families: the class of a model, its data, and what its configuration needs besides SIZES --------------------------
+# -- families: model class, data, and configuration besides SIZES ------------------------------------------------------
 
 ENCODERS = {
     "albert": ("AlbertForSequenceClassification", sentence, {"embedding_size": 8}),
@@ -356,13 +356,13 @@ def build(name, options):
 
 
 def collate(rows):
-    """A batch, in which what all rows say is an option of the model."""
+    """Collates a batch and turns boolean columns into a single option of the model."""
     batch = hf.default_data_collator(rows)
     return {name: value.all() if value.dtype == torch.bool else value for name, value in batch.items()}
 
 
 def trained(cls, model, rows, folder, clip, **keywords):
-    """The losses of a training, and all tensors that it leaves."""
+    """Returns the losses of a training and all parameters and buffers of the model."""
     args = hf.TrainingArguments(
         output_dir=str(folder), max_steps=STEPS, per_device_train_batch_size=2, learning_rate=1e-2, logging_steps=1,
         save_strategy="no", report_to="none", disable_tqdm=True, dataloader_pin_memory=False,
@@ -376,7 +376,7 @@ def trained(cls, model, rows, folder, clip, **keywords):
 
 
 def compare(row, folder, clip, **keywords):
-    """Whether a fused training ends as the trainer's own, which has to have changed the model."""
+    """Returns whether fused training gives the same results as the plain trainer, which must change the model."""
     name, data, options = row
     rows = [data(torch.Generator().manual_seed(number)) for number in range(ROWS)]
     start = [param.detach().clone() for param in build(name, options).parameters()]
@@ -396,7 +396,7 @@ def test_families_train_as_with_the_trainer(kind, clip, tmp_path):
 
 @pytest.mark.parametrize("kind", ["encoders", "decoders", "experts and recurrences", "encoders with decoders"])
 def test_families_train_so_by_default_with_large_embeddings(kind, tmp_path):
-    """By the rule that is chosen where none is, which reads the gradients of embeddings as they are computed."""
+    """The default rule reads the gradients of embeddings as they are computed."""
     families = {name: row for name, row in KINDS[kind].items() if row[1] in (language, sentence, answer)}
     large = {
         name: (*row[:2], {**row[2], "vocab_size": 2048})

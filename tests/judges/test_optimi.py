@@ -1,4 +1,4 @@
-"""optimi's table of optimizers: an ordinary loop, its own gradient release, and ours; also with accumulation."""
+"""optimi's optimizers in a plain loop, with optimi's gradient release, and with ours, also with accumulation."""
 
 import contextlib
 import io
@@ -14,12 +14,12 @@ import lowmem
 
 optimi = pytest.importorskip("optimi", reason="torch-optimi is not installed")
 
-STEPS = 14  # Ranger looks ahead every six
-WINDOW = 4  # micro-batches of a step
+STEPS = 14  # Ranger looks ahead every six steps
+WINDOW = 4  # micro-batches per step
 DECAYED = {"weight_decay": 0.01}
 DECOUPLED = {"weight_decay": 1e-5, "decouple_lr": True, "max_lr": 2e-3}
 ADAN = {"betas": (0.98, 0.92, 0.99)}
-# class, settings
+# Class and settings.
 TABLE = {
     "Adam": ("Adam", {}),
     "Adam, L2": ("Adam", DECAYED),
@@ -50,7 +50,7 @@ TABLE = {
     "StableAdamW, decay": ("StableAdamW", DECAYED),
     "StableAdamW, decoupled": ("StableAdamW", DECOUPLED),
 }
-# whose own accumulation optimi compares with that of gradients: SGD without dampening adds up, and what has L2 decays
+# Accumulation in the states approximates accumulated gradients only without L2 decay, and in SGD with dampening.
 ACCUMULATING = ["Adam", "AdamW", "AdamW, decay", "Adan", "Lion", "RAdam", "SGD, dampening", "StableAdamW"]
 
 
@@ -76,7 +76,7 @@ def batches(count, dtype):
 
 
 def settings_of(case, **options):
-    """As optimi's tests have them, with loops over parameters."""
+    """Returns the settings of optimi's tests, with loops over parameters."""
     name, settings = TABLE[case]
     return getattr(optimi, name), {"lr": 1e-3, "foreach": False, "triton": False, **settings, **options}
 
@@ -96,14 +96,14 @@ def train(net, opt, data):
 
 
 def same(start, first, *others):
-    """Equal to the last bit, and trained; bfloat16 may leave a weight where it is."""
+    """Returns whether the weights are bitwise equal and have changed. In bfloat16 some may stay unchanged."""
     start, first, *others = (list(map(torch.clone, net.parameters())) for net in (start, first, *others))
     assert not all(map(torch.equal, start, first))
     return all(all(map(torch.equal, first, other)) for other in others)
 
 
 def released(case, dtype):
-    """Ours, an ordinary loop, and gradient release, whose step() and zero_grad() do nothing."""
+    """Compares ours, a plain loop, and gradient release, whose step() and zero_grad() do nothing."""
     cls, options = settings_of(case)
     net, plain, theirs = make_net(dtype), make_net(dtype), make_net(dtype)
     data = batches(STEPS, dtype)
@@ -115,7 +115,7 @@ def released(case, dtype):
 
 
 def resumed(case, dtype):
-    """From a file that torch.save wrote, every few steps."""
+    """Resumes every few steps from a file written by torch.save."""
     cls, options = settings_of(case)
     net, plain = make_net(dtype), make_net(dtype)
     data = batches(STEPS, dtype)
@@ -136,7 +136,7 @@ def resumed(case, dtype):
 
 
 def accumulated(case, dtype):
-    """Sums of gradients in their own dtype, as in an ordinary loop."""
+    """Sums gradients in their own dtype, as in a plain loop."""
     cls, options = settings_of(case)
     net, plain = make_net(dtype), make_net(dtype)
     data = batches(3 * WINDOW, dtype)
@@ -155,7 +155,7 @@ def accumulated(case, dtype):
 
 
 def accumulated_in_the_states(case, dtype):
-    """optimi adds each micro-batch to the moments; its tests ask that this ends within 0.01 for 96.5 % of weights."""
+    """optimi adds each micro-batch to the moments. Its tests require 96.5 % of the weights to agree within 0.01."""
     cls, options = settings_of(case)
     net, theirs = make_net(dtype), make_net(dtype)
     opt = lowmem.FusedOptimizer(net.named_parameters(), rule=cls, policy="deferred", **options)
@@ -173,7 +173,7 @@ def accumulated_in_the_states(case, dtype):
 
 
 def looped_over_lists(case):
-    """foreach=True, which optimi deprecates."""
+    """Uses foreach=True, which optimi deprecates."""
     cls, options = settings_of(case, foreach=True)
     net, plain = make_net(torch.float32), make_net(torch.float32)
     data = batches(STEPS, torch.float32)
@@ -182,7 +182,7 @@ def looped_over_lists(case):
 
 
 def groups_by_decay():
-    """`param_groups_weight_decay` leaves norms and biases out."""
+    """`param_groups_weight_decay` excludes norms and biases."""
     net, plain = make_net(torch.float32), make_net(torch.float32)
     data = batches(STEPS, torch.float32)
     _, options = settings_of("AdamW")
@@ -196,7 +196,7 @@ def groups_by_decay():
 
 
 def low_precision():
-    """Parameters in two dtypes, as `to_low_precision` casts them."""
+    """`to_low_precision` casts the parameters to two dtypes."""
 
     def cast():
         return optimi.to_low_precision(make_net(torch.float32), fp32_modules=nn.LayerNorm)

@@ -1,4 +1,4 @@
-"""PyTorch's scenarios of optimizers that step in backward, those of torch.distributed.optim and of its tutorial."""
+"""Cases from PyTorch's tests of torch.distributed.optim and its tutorial on optimizer steps in backward."""
 
 import copy
 import itertools
@@ -26,7 +26,7 @@ def layers(shared=False):
 
 
 class Vision(nn.Module):
-    """The tutorial has a vision transformer; this is a small one."""
+    """A small substitute for the tutorial's vision transformer."""
 
     def __init__(self):
         super().__init__()
@@ -60,13 +60,13 @@ def weights(net):
 
 
 def same(*models):
-    """Equal to the last bit, and no longer the weights of the first model, which was not trained."""
+    """Returns whether the other models are bitwise equal and differ from the first model, which was not trained."""
     start, first, *others = map(weights, models)
     return not any(map(torch.equal, start, first)) and all(all(map(torch.equal, first, other)) for other in others)
 
 
 def train(net, optimizers=(), schedulers=(), batches=None):
-    """Ordinary training; without optimizers, backward alone. No gradient is left."""
+    """Trains without leaving gradients. Without optimizers, only backward is called."""
     for x in inputs(net) if batches is None else batches:
         with untouched_if_refused(net):
             loss_of(net, x).backward()
@@ -83,7 +83,7 @@ def fused(params, cls, **options):
 
 
 def weights_and_biases(shared, optimizers):
-    """Two optimizers, or one with two groups."""
+    """Uses two optimizers, or one optimizer with two groups."""
     net, plain, theirs = (layers(shared) for _ in range(3))
     kinds = {"weight": {"lr": 0.1, "momentum": 0.9}, "bias": {"lr": 0.05}}
 
@@ -104,7 +104,7 @@ def weights_and_biases(shared, optimizers):
 
 
 def not_hooked():
-    """torch registers the optimizers, and no hooks: backward moves nothing."""
+    """torch registers the optimizers but no hooks, so backward changes no weights."""
     net, theirs = layers(), layers()
     _apply_optimizer_in_backward(torch.optim.SGD, theirs.parameters(), {"lr": 0.03}, register_hook=False)
     x = inputs(net)[0]
@@ -128,7 +128,7 @@ def two_optimizers_of_the_same_parameters():
 
 
 def optimizers_are_found_again():
-    """As many as parameters, by name, and the states of each."""
+    """torch finds one optimizer per parameter. Ours has the same states by parameter name."""
     net, theirs = layers(), layers()
     _apply_optimizer_in_backward(torch.optim.Adam, theirs.parameters(), {"lr": 0.01})
     opt = fused(net.named_parameters(), torch.optim.Adam, lr=0.01)
@@ -143,7 +143,7 @@ def optimizers_are_found_again():
 
 
 def documentation():
-    """One parameter with SGD, the others with Adam."""
+    """Uses SGD for one parameter and Adam for the others."""
     net, plain, theirs = vision(), vision(), vision()
     kinds = [(torch.optim.SGD, {"lr": 0.02}), (torch.optim.Adam, {"lr": 0.04})]
 
@@ -164,7 +164,7 @@ def documentation():
 
 
 def tutorial(cls, options):
-    """A dict of optimizers, and a hook on every parameter that steps and drops the gradient."""
+    """Uses a dict of optimizers, and a hook on every parameter that steps and drops the gradient."""
     net, plain, theirs = vision(), vision(), vision()
     optimizers = {param: cls([param], **options) for param in theirs.parameters()}
 
@@ -182,7 +182,7 @@ def tutorial(cls, options):
 
 
 def one_gradient_at_a_time():
-    """What the tutorial measures: when the gradient of a parameter arrives, those before it are freed."""
+    """As measured in the tutorial, earlier gradients are freed when a parameter's gradient arrives."""
 
     def most_elements(make):
         net, gradients, counts = vision(), [], []
@@ -203,7 +203,7 @@ def one_gradient_at_a_time():
 
 
 def schedules(resumed):
-    """Each of torch's optimizers has a scheduler, ours has one. Resumed half-way by torch's checkpoint functions."""
+    """Each of torch's optimizers has a scheduler. Ours has one, and may be resumed by torch's checkpoint functions."""
     net, plain, theirs = vision(), vision(), vision()
 
     def factor(step):
@@ -230,7 +230,7 @@ def schedules(resumed):
 
 
 def every_backward_is_a_step():
-    """Without step(), two losses of one forward are two steps, also for torch's."""
+    """Without step(), two losses of one forward are two steps. torch does the same."""
     net, theirs = vision(), vision()
     _apply_optimizer_in_backward(torch.optim.SGD, theirs.parameters(), {"lr": 0.1})
     opt = fused(net.named_parameters(), torch.optim.SGD, lr=0.1)
@@ -242,7 +242,7 @@ def every_backward_is_a_step():
 
 
 def a_gradient_that_is_absent():
-    """A layer that some batches skip keeps its count of steps."""
+    """The step count of a layer does not increase in batches that skip the layer."""
     net, plain, theirs = (layers() for _ in range(3))
     _apply_optimizer_in_backward(torch.optim.Adam, theirs.parameters(), {"lr": 0.01})
     ordinary = torch.optim.Adam(plain.parameters(), lr=0.01)

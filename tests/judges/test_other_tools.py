@@ -1,6 +1,6 @@
-"""axolotl and LLaMA-Factory train with fused updates as docs/how-to/convert.md says, started by their commands.
+"""axolotl and LLaMA-Factory train with fused updates, set up and started as in docs/how-to/convert.md.
 
-Each needs a separate environment, with lowmem and pytest installed into it.
+Each needs a separate environment in which lowmem and pytest are installed.
 """
 
 import importlib.util
@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "how-to" / "convert.md").read_text()
 TEXTS = re.findall(r"[A-Z][^\n|`]{20,80}", PAGE)[:24]
 
-# With clipping, micro-batches, weight decay and a schedule.
+# With clipping, accumulation, weight decay and a schedule.
 COMMON = {"gradient_accumulation_steps": 2, "max_steps": 4, "save_steps": 2, "logging_steps": 1, "max_grad_norm": 1.0,
           "weight_decay": 0.1, "warmup_steps": 1, "learning_rate": 1e-3, "seed": 1}  # fmt: skip
 
@@ -53,7 +53,7 @@ def llamafactory(folder):
 
 AXOLOTL = ["-m", "axolotl.cli.main", "train", "--launcher", "python"]
 
-TOOLS = {  # configuration; the file in the page; settings that select it; the commands without and with lowmem
+TOOLS = {  # Configuration, file on the page, settings that select it, and commands without and with lowmem.
     "axolotl": (axolotl, "fused_axolotl.py", {"trainer_cls": "fused_axolotl.FusedAxolotlTrainer"}, AXOLOTL, AXOLOTL),
     "llamafactory": (
         llamafactory, "fused_factory.py", {}, ["-m", "llamafactory.cli", "train"], ["fused_factory.py", "train"],
@@ -62,7 +62,7 @@ TOOLS = {  # configuration; the file in the page; settings that select it; the c
 
 
 def run(folder, command, config, **settings):
-    """Runs a command with a configuration, and returns the weights in its output folder."""
+    """Runs a command with a configuration and returns the weights in its output folder."""
     output = Path(settings["output_dir"])
     path = folder / f"{output.name}.yaml"
     path.write_text(yaml.safe_dump({**config, **settings}))
@@ -87,7 +87,7 @@ def test_weights_are_those_without_lowmem_and_a_run_resumes(tool, tmp_path):
     config = configure(tmp_path)
     plain = run(tmp_path, plain_command, config, output_dir=str(tmp_path / "plain"))
     fused = run(tmp_path, command, config, **choice, output_dir=str(tmp_path / "fused"))
-    assert (tmp_path / "fused" / "checkpoint-4" / "optimizer.safetensors").exists()  # a checkpoint of lowmem
+    assert (tmp_path / "fused" / "checkpoint-4" / "optimizer.safetensors").exists()  # from a lowmem checkpoint
     first = tmp_path / "resumed" / "checkpoint-2"
     shutil.copytree(tmp_path / "fused" / "checkpoint-2", first)
     resumed = run(tmp_path, command, config, **choice, output_dir=str(first.parent), resume_from_checkpoint=str(first))

@@ -1,4 +1,4 @@
-"""Tests of torchao for training int8 weights (test/prototype/test_quantized_training.py), of the weights here."""
+"""torchao's tests of int8 training (test/prototype/test_quantized_training.py), applied to lowmem's weights."""
 
 import copy
 
@@ -11,11 +11,11 @@ import lowmem
 from lowmem.tiles.storage import WEIGHT_FORMATS, Integer, Uniform
 
 FORMATS = pytest.mark.parametrize("weight_format", WEIGHT_FORMATS)
-SIZE = 64  # theirs is 32, but smaller weights stay as they are here
+SIZE = 64  # torchao uses 32, but lowmem does not quantize such small weights
 
 
 def linears(weight_format, bias=True):
-    """A layer and the same one in codes, both with the values of the codes."""
+    """Returns a linear layer and its quantized copy. Both have the dequantized values."""
     plain = nn.Linear(SIZE, SIZE, bias=bias)
     held = lowmem.quantize_(copy.deepcopy(plain), weight_format)
     plain.weight.data = held.weight.dequantize()
@@ -30,7 +30,7 @@ def test_stochastic_rounding(weight_format):
     format = Integer(WEIGHT_FORMATS[weight_format])
     parts = format.encode(samples, Uniform(lambda count: torch.randint(1 << count, samples.shape, dtype=torch.int32)))
     mean = format.decode(tuple(part.to(each.dtype) for part, each in zip(parts, format.parts, strict=True))).mean(0)
-    # They allow 1e-4, half a standard error of the mean of so many int8 numbers here: unit / 2 / 316. Four of them:
+    # torchao allows 1e-4. Half a standard error of this mean of int8 numbers is scale / 2 / 316. Allow four of them.
     error = 4 * parts[-1].max().item() / 2 / len(samples) ** 0.5
     torch.testing.assert_close(mean, value, atol=error, rtol=0)
 
@@ -54,7 +54,7 @@ def test_forward_and_backward(weight_format, leading, bias):
 
 @FORMATS
 def test_training(weight_format):
-    """Losses stay within 0.3 % of those of float32 over five updates of AdamW."""
+    """Losses stay within 0.3 % of float32 over five AdamW updates."""
     torch.manual_seed(0)
     plain, held = linears(weight_format)
     theirs = torch.optim.AdamW(plain.parameters(), lr=1e-3)

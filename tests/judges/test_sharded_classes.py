@@ -1,7 +1,7 @@
-"""Optimizer classes of other packages on two ranks that share the parameters: as on one device, or refused.
+"""Third-party optimizer classes on two ranks that share the parameters train as on one device, or raise.
 
-Both ranks have the same batch, so that the average of their gradients is exact. What is left is that an element may be
-computed by vector code on one side and by scalar code on the other.
+Both ranks have the same batch, so that averaging their gradients is exact. The remaining difference is that an element
+may be computed by vector instructions on one side and by scalar instructions on the other.
 """
 
 import functools
@@ -17,8 +17,8 @@ from test_classes import classes, configurations
 import lowmem
 from lowmem import placements
 
-# How many classes of each package are known to be equal, under ZeRO-3 and under FSDP2. Without LOWMEM_FULL a
-# tenth is trained, each under one of them, in turn.
+# Number of equal classes per package under ZeRO-3 and FSDP2. Without LOWMEM_FULL, one class in ten is trained,
+# alternating between the two.
 EQUAL = {
     "pytorch_optimizer.optimizer": 52,
     "schedulefree": 6,
@@ -51,7 +51,7 @@ def train(net, cls):
 
 
 def refuse_early(cls):
-    """Raises what an optimizer of sharded parameters would, on one device and without training."""
+    """Raises the errors of an optimizer of sharded parameters on one device and without training."""
     rule, usual = lowmem.rules.resolve(cls), next(settings for _, settings in configurations(cls))
     group = {**rule.defaults, **usual, "params": list(Small().parameters())}
     rule.check(group)
@@ -64,12 +64,12 @@ def same(cls, kind, rank):
 
 
 def candidates(package):
-    """Classes that do not want to know which of their parameters are matrices."""
+    """Returns classes that do not need to know which of their parameters are matrices."""
     return [cls for cls in classes(package) if "use_muon" not in (inspect.getdoc(cls) or "")]
 
 
 def judged_early(package):
-    """The verdict on each class of a package before it is trained."""
+    """Returns the verdict on each class of a package before training."""
     with torch.compiler.set_stance("force_eager"):
         return {cls: judge(lambda cls=cls: refuse_early(cls) is None) for cls in candidates(package)}
 

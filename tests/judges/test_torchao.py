@@ -1,4 +1,4 @@
-"""torchao's scenarios: stochastic rounding, and optimizers with states of few bits."""
+"""Cases from torchao's tests of stochastic rounding and low-bit optimizer states."""
 
 import contextlib
 import copy
@@ -26,7 +26,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 
 @pytest.fixture(autouse=True)
 def nothing_is_compiled():
-    """torchao would compile its step for every shape and dtype."""
+    """Disables compilation, since torchao would compile its step for every shape and dtype."""
     with torch.compiler.set_stance("force_eager"):
         yield
 
@@ -46,7 +46,7 @@ def weights(net):
 
 
 def same(net, plain):
-    """Equal to the last bit, and trained."""
+    """Returns whether the weights are bitwise equal and have changed."""
     start = weights(make_net(next(plain.parameters()).dtype))
     return not any(map(torch.equal, start, weights(plain))) and all(map(torch.equal, weights(net), weights(plain)))
 
@@ -70,7 +70,7 @@ def fused(net, name, **options):
 
 
 def unbiased(rounding):
-    """The mean of many copies that are stored in 16 bits is the float32 number, as torchao's test asks."""
+    """Checks that the mean of many copies stored in 16 bits equals the float32 number, as in torchao's test."""
     source = torch.Generator().manual_seed(0)
     values = (torch.rand(32, generator=source) * 100).bfloat16()
     grad = torch.rand(32, generator=source).bfloat16()
@@ -82,7 +82,7 @@ def unbiased(rounding):
 
 
 def drifts(rounding):
-    """Constant updates, each a hundredth of the distance of two weights of 16 bits, add up as in float32."""
+    """Checks that constant updates, each 1/100 of the spacing of 16-bit weights, add up as in float32."""
     param = nn.Parameter(torch.linspace(1.0, 2.0, 4096).bfloat16())
     start = param.detach().float()
     opt = lowmem.FusedOptimizer([("w", param)], rule="lomo", lr=2**-7 / 100, rounding=rounding)
@@ -92,7 +92,7 @@ def drifts(rounding):
 
 
 def follows_autocast(make):
-    """A model in bfloat16 has the losses of a float32 model under autocast, with steps of 1e-5."""
+    """Checks that a bfloat16 model has the losses of a float32 model under autocast, with steps of 1e-5."""
     torch.manual_seed(2024)
     wide = nn.Sequential(nn.Linear(32, 1024), nn.ReLU(), nn.Linear(1024, 128))
     narrow = nn.Sequential(nn.Linear(32, 1024), nn.ReLU(), nn.Linear(1024, 128)).bfloat16()
@@ -116,7 +116,7 @@ def follows_autocast(make):
 
 
 def follows_float32(rounding, state_storage="float32"):
-    """Steps of 2e-5 from weights of 16 bits change the loss as they change that of a float32 copy."""
+    """Checks that steps of 2e-5 from 16-bit weights change the loss as they do for a float32 copy."""
     torch.manual_seed(2024)
     narrow = nn.Sequential(nn.Linear(32, 1024), nn.ReLU(), nn.Linear(1024, 128)).bfloat16()
     wide = copy.deepcopy(narrow).float()
@@ -164,11 +164,11 @@ def test_rounding():
     report("torchao's stochastic rounding", verdicts, at_least=len(verdicts))
 
 
-# -- states of few bits ------------------------------------------------------------------------------------------------
+# -- low-bit states ----------------------------------------------------------------------------------------------------
 
 
 def smoke(name, dtype, **options):
-    """Three steps; saved with torch.save after the first, and resumed from the file."""
+    """Trains three steps, and resumes from a file written by torch.save after the first step."""
     first, *others = batches(3, dtype)
     net, plain = make_net(dtype), make_net(dtype)
     opt = fused(net, name, **options)
@@ -186,7 +186,7 @@ def smoke(name, dtype, **options):
 
 
 def converges(name, dtype):
-    """The loss of one batch falls, as far as in an ordinary loop."""
+    """Checks that the loss of one batch falls as far as in a plain loop."""
     data = batches(1, dtype) * 12
     net, plain = make_net(dtype), make_net(dtype)
 
@@ -200,7 +200,7 @@ def converges(name, dtype):
 
 
 def is_held_in_few_bits(name):
-    """States take as many bytes as torchao's, in classes of the same name."""
+    """States must take as many bytes as in torchao and have the same class names."""
     net, plain = make_net(), make_net()
     opt, ordinary = fused(net, name), getattr(optim, name)(plain.parameters())
     train(net, opt, batches(1, torch.float32))
@@ -217,7 +217,7 @@ def is_held_in_few_bits(name):
 
 
 def default_dtype(name):
-    """One step; torchao counts steps in the default dtype, where 0.999 is 1 and divides by zero in either loop."""
+    """torchao counts steps in the default dtype. In bfloat16, 0.999 is 1, so both loops divide by zero."""
     torch.set_default_dtype(torch.bfloat16)
     try:
         net, plain = make_net(torch.bfloat16), make_net(torch.bfloat16)
@@ -230,9 +230,9 @@ def default_dtype(name):
 
 
 def groups(name, schedule=None, tensors=False):
-    """Two groups with learning rates of their own, as numbers or tensors, which a schedule may edit.
+    """Trains two groups with different learning rates, as numbers or tensors, which a schedule may change.
 
-    torchao makes float32 tensors of numbers, so that a schedule that multiplies the last learning rate loses digits.
+    torchao converts numbers to float32 tensors, so a schedule that multiplies the last learning rate loses precision.
     """
     net, plain = make_net(), make_net()
 
@@ -261,7 +261,7 @@ def geometric(opt):
 
 
 def rounded_by_torchao(name):
-    """It draws random numbers, the same ones as an ordinary loop over the parameters in the order of backward."""
+    """torchao draws the same random numbers as a plain loop over the parameters in backward order."""
     net, plain = make_net(torch.bfloat16), make_net(torch.bfloat16)
     order = []
     handles = [param.register_post_accumulate_grad_hook(order.append) for param in plain.parameters()]
@@ -278,7 +278,7 @@ def rounded_by_torchao(name):
 
 
 def accumulated(name):
-    """Gradients of two batches for each step."""
+    """Sums the gradients of two batches for each step."""
     net, plain = make_net(), make_net()
     opt, ordinary = fused(net, name), getattr(optim, name)(plain.parameters())
     data = batches(6, torch.float32)
@@ -321,7 +321,7 @@ def test_low_bit_optimizers():
     report("torchao's low-bit optimizers", verdicts, at_least=len(verdicts) - 1)
 
 
-# -- the states of few bits of this package ----------------------------------------------------------------------------
+# -- low-bit states of this package ------------------------------------------------------------------------------------
 
 
 def own(net, state_storage, rounding="auto", lr=1e-3):
@@ -329,7 +329,7 @@ def own(net, state_storage, rounding="auto", lr=1e-3):
 
 
 def own_smoke(dtype, *storages):
-    """As `smoke`: what is resumed from a file goes on with the same bits, the random ones included."""
+    """Like `smoke`. A run resumed from a file continues bitwise, including its random numbers."""
     first, *others = batches(3, dtype)
     net, again = make_net(dtype), make_net(dtype)
     opt = train_own(net, own(net, *storages), [first])
@@ -354,7 +354,7 @@ def train_own(net, opt, data):
 
 
 def own_converges(dtype, *storages):
-    """The loss of one batch falls as with float32 states."""
+    """Checks that the loss of one batch falls as with float32 states."""
     data = batches(1, dtype) * 12
     losses = []
     for states in (storages, ("float32", *storages[1:])):
@@ -366,7 +366,7 @@ def own_converges(dtype, *storages):
 
 
 def own_default_dtype(state_storage):
-    """It makes no difference to the weights."""
+    """The default dtype must not change the weights."""
     nets, data = [make_net(torch.bfloat16) for _ in range(2)], batches(2, torch.bfloat16)
     for net, dtype in zip(nets, (torch.float32, torch.bfloat16), strict=True):
         torch.set_default_dtype(dtype)
@@ -378,7 +378,7 @@ def own_default_dtype(state_storage):
 
 
 def own_groups(state_storage):
-    """The first step of Adam moves every weight that has a gradient by the learning rate of its group."""
+    """Adam's first step changes every weight that has a gradient by the learning rate of its group."""
     net = make_net()
     groups = [{"params": list(net[n].parameters()), "lr": lr} for n, lr in ((0, 1e-4), (2, 1e-5))]
     opt = lowmem.FusedOptimizer(groups, rule="adamw", weight_decay=0.0, state_storage=state_storage)
@@ -395,8 +395,8 @@ def encoded(held, value, bits=1 << 15):
 
 
 def nearest_code(signed):
-    """The code is the nearest one of the table of all, as torchao's test asks of its own: measured where codes of this
-    package have equal distances, companded or as roots."""
+    """The code must be the nearest in the table, as in torchao's test. Distances are measured in the companded or root
+    scale, in which lowmem's codes are equally spaced."""
     value = torch.rand(32, 1024) if not signed else torch.rand(32, 1024) * 2 - 1
     value[:, ::32] = 1.0
     held = Moment(signed, draws=False)
@@ -410,8 +410,8 @@ def nearest_code(signed):
 
 
 def unbiased_codes(signed):
-    """The mean of 100,000 groups that are stored at random is that of float32, within 5 standard errors of half a step
-    at the largest, which is 2 / 127 of it."""
+    """The mean of 100,000 stochastically rounded groups must equal the float32 value within 5 standard errors of half
+    the largest step, which is 2 / 127 of the largest value."""
     source = torch.Generator().manual_seed(0)
     value = torch.rand(32, generator=source) * 100
     bits = torch.randint(1 << 16, (100_000, 32), generator=source)
@@ -421,7 +421,7 @@ def unbiased_codes(signed):
 
 
 def slices(state_storage):
-    """A part of the stored tensors holds that part of the values."""
+    """A slice of the stored tensors decodes to the same slice of the values."""
     held = lowmem.storage.of_state(state_storage)
     parts = encoded(held, torch.randn(256, 256))
     return torch.equal(
@@ -436,7 +436,7 @@ def slices(state_storage):
 
 
 def test_states_of_this_package():
-    """Rows of 32 do not divide into groups of 64: those are refused, by the name of the parameter."""
+    """Rows of 32 cannot be divided into groups of 64. The error names the parameter."""
     cases = {"codes of means": (nearest_code, True), "codes of squares": (nearest_code, False)}
     cases |= {"means at random": (unbiased_codes, True), "squares at random": (unbiased_codes, False)}
     pairs = [(torch.float32, "auto"), (torch.bfloat16, "stochastic"), (torch.bfloat16, "compensated8")]
@@ -455,17 +455,17 @@ def test_states_of_this_package():
 
 
 def follow(states, rounding):
-    """Whether losses are those of a float32 model: under autocast, and of one that starts from the same weights.
+    """Returns whether losses equal a float32 model's: under autocast, and when starting from the same weights.
 
-    Under autocast float32 weights are rounded too, from where they were drawn. With a residual they start in the middle
-    between two steps, and hardly any of them is rounded otherwise in 5 steps of 1e-5: that is not asked.
+    Autocast also rounds float32 weights, starting from their initial values. With a residual, weights start halfway
+    between two steps, and 5 steps of 1e-5 round hardly any of them differently. So that comparison is skipped.
     """
     autocast = follows_autocast(lambda net: own(net, states, rounding, 1e-5)) if rounding != "compensated8" else None
     return {autocast, follows_float32(rounding, states)} - {None}
 
 
 def test_rounding_with_states_of_this_package():
-    """As with float32 states: only a rounding of the weight to the nearest value shows."""
+    """As with float32 states, only rounding the weights to nearest changes the results."""
     expected = {"stochastic": {True}, "compensated8": {True}, "nearest": {False}}
     cases = {
         f"{states}, {rounding}": (states, rounding) for states in ("8bit", "8bit_nearest") for rounding in expected

@@ -1,7 +1,7 @@
-"""What users do with transformers' trainer and models of their own, with that trainer and with the fused one.
+"""User code and custom models with transformers' trainer and with the fused trainer.
 
-The scenarios are those of transformers' own tests of its trainer that matter most. Each is a function of a class of
-trainers, and returns what both have to agree on to the last bit.
+The cases are the most important ones of transformers' trainer tests. Each is a function of a trainer class. Its results
+must be bitwise equal for both classes.
 """
 
 import random
@@ -24,7 +24,7 @@ ROWS = 24
 
 
 class Line(nn.Module):
-    """Two numbers and no configuration; a tuple is returned, as transformers' models did once."""
+    """Two scalars without a configuration. Returns a tuple, as models of transformers once did."""
 
     def __init__(self, outputs=1):
         super().__init__()
@@ -36,7 +36,7 @@ class Line(nn.Module):
 
 
 class Catalogue(nn.Module):
-    """Two embeddings, neither of which is that of the inputs, a buffer, dropout, and a dictionary that is returned."""
+    """Two embeddings that are not input embeddings, a buffer and dropout. Returns a dictionary."""
 
     def __init__(self):
         super().__init__()
@@ -50,7 +50,7 @@ class Catalogue(nn.Module):
 
 
 class Diary(nn.Module):
-    """A class that loads itself in its own way, because one of its buffers grows."""
+    """A class with a custom loading method, because one of its buffers grows."""
 
     def __init__(self):
         super().__init__()
@@ -100,7 +100,7 @@ def trainer_of(trainer, folder, model, rows, evaluated=None, keywords=None, **op
 
 
 def outcome(trainer):
-    """All tensors of a trainer's model, and what it has logged but times and norms."""
+    """Returns all tensors of a trainer's model, and its log without times and norms."""
     exact = ("loss", "learning_rate", "epoch", "step", "train_loss")
     logs = [
         {name: value for name, value in entry.items() if name in exact or name in ("eval_loss", "eval_near")}
@@ -157,7 +157,7 @@ def another_line_of_data(trainer, folder):
 
 
 def evaluation_and_prediction(trainer, folder):
-    """Before training and after, of one output and of two, with sets of data by name, and rows of several lengths."""
+    """Evaluates and predicts before and after training, for one and two outputs, named datasets, and uneven rows."""
     uneven = [{"x": np.full(n // 4 + 1, n, np.float32), "labels": np.ones(n // 4 + 1, np.float32)} for n in range(8)]
     sets = {"one": points(7, seed=1), "other": points(9, seed=2)}
     found = []
@@ -188,7 +188,7 @@ def smoothed_labels(trainer, folder):
 
 
 def a_training_that_is_resumed(trainer, folder):
-    """In the first epoch and in the second, with a buffer, and with a parameter that is frozen."""
+    """Resumes in the first and in the second epoch, with a buffer and a frozen parameter."""
     found = []
     for frozen in (False, True):
         straight = None
@@ -216,7 +216,7 @@ def a_class_that_loads_itself(trainer, folder):
 
 
 def weights_that_were_split_by_hand(trainer, folder):
-    """The checksum of the file that is gone has to go too; transformers' checkpoints have none."""
+    """The removed file's checksum has to be removed, too. Checkpoints of transformers have no checksums."""
     straight = trained(trainer, folder, catalogue(), purchases(), save_strategy="steps", save_steps=2)
     saved = folder / "checkpoint-2"
     names = {}
@@ -354,7 +354,7 @@ REFUSALS = {
 
 
 def same(one, other):
-    """Whether two results are equal to the last bit; a NaN is that of the other."""
+    """Returns whether two results are bitwise equal. NaN equals NaN."""
     if isinstance(one, torch.Tensor | np.ndarray):
         return np.array_equal(np.asarray(one), np.asarray(other), equal_nan=True)
     if isinstance(one, dict):

@@ -1,4 +1,4 @@
-"""The data of a run: loaded as TRL does, inspected before training, shown by `inspect`."""
+"""Data of a run are loaded as in TRL, inspected before training, and shown by `inspect`."""
 
 import pytest
 from support import runs
@@ -15,7 +15,7 @@ LATE = {"messages": runs.user("why " * 40) + runs.assistant("so")}
 
 @pytest.fixture
 def arguments(tmp_path):
-    """A function: the arguments of a command with these rows, or with the usual file."""
+    """Returns a function that parses a command's arguments with these rows, or with the default file."""
 
     def of(rows=None, command="sft", **changes):
         if rows is not None:
@@ -28,7 +28,7 @@ def arguments(tmp_path):
 
 @pytest.fixture
 def summary(arguments):
-    """A function: the summary of the data before training."""
+    """Returns a function that summarizes the data before training."""
 
     def of(rows=None, command="sft", **changes):
         parsed = arguments(rows, command, **changes)
@@ -90,14 +90,14 @@ def test_a_stream_is_trained_on(tmp_path):
     assert ended.status == 0 and len(runs.logged(tmp_path / "run")) == 3
 
 
-# --- The look before training -----------------------------------------------------------------------------------------
+# --- Inspection before training ---------------------------------------------------------------------------------------
 
 
 def test_rows_tokens_and_trained_tokens_are_counted(summary):
     everything = summary()
     rows, tokens, trained = everything.split(", ")
     count = int(tokens.split()[0])
-    assert rows == "16 rows" and trained == f"loss on {count - 16} (91%)"  # of a row's first token there is none
+    assert rows == "16 rows" and trained == f"loss on {count - 16} (91%)"  # the first token is not predicted
     answers = summary(assistant_only_loss=True)
     assert answers.startswith(f"16 rows, {count} tokens, loss on ") and "100%" not in answers
     assert summary(packing=True, max_length=32).startswith("16 rows packed into ")
@@ -268,7 +268,7 @@ def test_inspect_marks_trained_tokens(tmp_path, monkeypatch):
 
 def test_inspect_of_packed_rows_and_of_preferences(tmp_path):
     shown = inspected(tmp_path, "sft", "--samples", 1, packing=True, max_length=32)
-    assert shown.count("<|begin|>⟦") >= 2  # nothing comes before the first token of a sequence
+    assert shown.count("<|begin|>⟦") >= 2  # the first token of a sequence is not predicted
     shown = inspected(tmp_path, "dpo", "--samples", 1)
     assert "prompt_ids: <|begin|><|user|>who<|assistant|>" in shown
     assert "⟦chosen_ids: the old cat sat<|end|>\n⟧" in shown and "rejected_ids: the new dog hid too" in shown

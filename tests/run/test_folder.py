@@ -1,4 +1,4 @@
-"""A run folder is used by one run at a time, can be moved, and is never mistaken for another folder."""
+"""A run folder can be used by one run at a time, can be moved, and is never confused with another folder."""
 
 import pytest
 from support.runs import in_use
@@ -17,7 +17,7 @@ def test_a_folder_is_used_by_one_process_at_a_time(tmp_path):
         for resume in ("last", None):
             with pytest.raises(ConfigError, match="is in use by another run"):
                 use(tmp_path, resume)
-    use(tmp_path)  # a killed process holds nothing
+    use(tmp_path)  # a killed process does not hold the lock
     assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
 
 
@@ -63,7 +63,7 @@ def test_a_failed_run_removes_its_files_if_it_had_not_started_training(tmp_path)
             _ = 1 / 0
         return {path.name for path in folder.iterdir()}
 
-    assert fail(begin=False) == fail(begin=False) == {"traceback.txt"}  # which is no run
+    assert fail(begin=False) == fail(begin=False) == {"traceback.txt"}  # a run has other files
     assert fail(begin=True) == {"traceback.txt", "metrics.jsonl", "runs", "config.yaml"}
 
 
@@ -76,7 +76,7 @@ def test_a_failed_run_keeps_existing_files(tmp_path):
 
 
 def test_the_lock_of_a_killed_run_is_ignored(tmp_path):
-    for name in ("metrics.jsonl", ".rank-0", "runs"):  # of a run that was killed in its first step
+    for name in ("metrics.jsonl", ".rank-0", "runs"):  # left by a run that was killed in its first step
         (tmp_path / name).touch()
     (tmp_path / ".lock").write_text("process 1 on elsewhere")
     use(tmp_path)

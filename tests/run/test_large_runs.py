@@ -1,4 +1,4 @@
-"""Runs of a model that is large enough for compiled updates, against the same run resumed, and by tiles.
+"""Runs of a model that is large enough for compiled updates, compared with resumed runs and with tiles.
 
 The models of other tests are too small for `compile: auto`.
 """
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(not has_compiler("cpu"), reason="no C++ compiler
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """A folder with a model of 38M parameters, and chats of many lengths."""
+    """Creates a folder with a model of 38M parameters and chats of various lengths."""
     folder = tmp_path_factory.mktemp("large")
     make_model(folder / "model", train_tokenizer(SENTENCES, 300), **SIZES)
     chats = [{"messages": user("who") + assistant(" ".join(SENTENCES[: 1 + n % 7]))} for n in range(16)]
@@ -36,7 +36,7 @@ def model(tmp_path_factory):
 
 
 def test_compiled_resumed_and_by_tiles(model, tmp_path):
-    """Resuming gives the same bits. Tiles are summed in another order."""
+    """Resuming is bitwise exact. Tiles are summed in another order."""
     data = [{"path": "json", "data_files": str(model / "chats.jsonl")}]
     path = write(
         tmp_path, model_name_or_path=str(model / "model"), datasets=data, max_steps=STEPS, save_strategy="steps",

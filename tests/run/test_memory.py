@@ -1,4 +1,4 @@
-"""The memory of a step: fake tensors give the same as real ones, and PyTorch's MemTracker agrees. Bytes of states."""
+"""Fake tensors, real tensors and PyTorch's MemTracker agree on the memory of a step. Also tests bytes of states."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ SETTINGS = {
 
 
 def step_arguments(rule, *, dtype=torch.bfloat16, recomputed=False, micro_batches=1, **options):
-    """The arguments of `step_memory` for a small Llama, created under the active mode."""
+    """Returns arguments of `step_memory` for a small Llama, created under the active mode."""
     config = LlamaConfig(
         vocab_size=VOCABULARY, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
         use_cache=False, attn_implementation="eager",
@@ -45,18 +45,18 @@ def step_arguments(rule, *, dtype=torch.bfloat16, recomputed=False, micro_batche
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_fake_tensors_give_the_memory_of_real_ones(name):
-    """The peak and its items."""
+    """Compares the peak and the bytes of each kind at the peak."""
     real = step_memory(*step_arguments(**SETTINGS[name]))
     with FakeTensorMode():
         fake = step_memory(*step_arguments(**SETTINGS[name]))
-    assert fake.peak == pytest.approx(real.peak, rel=0.01)  # scalars are allocated in other ways
+    assert fake.peak == pytest.approx(real.peak, rel=0.01)  # scalars are allocated differently
     for kind in (WEIGHTS, STATES, GRADIENTS):
         assert fake.items[kind] == pytest.approx(real.items[kind], abs=64)
     assert fake.items[ACTIVATIONS] == pytest.approx(real.items[ACTIVATIONS], rel=0.01, abs=64)
 
 
 def test_mem_tracker_counts_the_same():
-    """In a second step, which begins with the optimizer's states."""
+    """Measures the second step, so that the optimizer's states exist from the start."""
     step = step_memory(*step_arguments(**SETTINGS["adalomo"]))
     model, optimizer, (loss,), _ = step_arguments(**SETTINGS["adalomo"])
     opt, tracker = optimizer(), MemTracker()

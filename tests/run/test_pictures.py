@@ -1,4 +1,4 @@
-"""The picture of a run, from invented records."""
+"""The plot of a run, drawn from made-up records."""
 
 import math
 
@@ -11,7 +11,7 @@ PNG = b"\x89PNG\r\n\x1a\n"
 
 @pytest.fixture
 def records():
-    """Forty logged steps, two evaluations and a loss that was not finite."""
+    """Returns forty logged steps, two evaluations and a non-finite loss."""
     lines = []
     for step in range(1, 41):
         loss = None if step == 9 else 5 / step

@@ -1,4 +1,4 @@
-"""Plans of runs: their figures, whether a run fits, what would make it fit, and what cannot be planned."""
+"""Plans of runs: reported memory, whether a run fits, options that reduce the memory, and unsupported runs."""
 
 import copy
 import functools
@@ -26,7 +26,7 @@ PARAMETERS = 2 * 4096 * 64 + 2 * (4 * 64 * 64 + 3 * 64 * 128 + 2 * 64) + 64
 
 @pytest.fixture
 def write(tmp_path):
-    """A function: the path of a YAML file for `plan`."""
+    """Returns a function that writes a YAML file for `plan` and returns its path."""
 
     def of(command="sft", vocab_size=4096, **changes):
         LlamaConfig(**SIZES, vocab_size=vocab_size).save_pretrained(tmp_path / "model")
@@ -63,14 +63,14 @@ REAL = [
     ("sft", None, 1, None),
     ("sft", EIGHT_BITS, 2, 5.125),
     ("sft", IN_TEN_BITS, 2, 1.25 + 2 / 64),
-    ("sft", {"rule": "torch.optim.NAdam"}, 2, None),  # which divides by one less a number of its state
+    ("sft", {"rule": "torch.optim.NAdam"}, 2, None),  # divides by one minus a number in its state
     ("dpo", None, 2, None),
 ]
 
 
 @pytest.mark.parametrize(("case", "computed"), in_turn(REAL, ["auto", False]))
 def test_a_plan_is_the_memory_of_a_real_step(write, case, computed, tmp_path):
-    """With the model, the attention and the batch of a run on the CPU."""
+    """The plan must use the same model, attention and batch as a run on the CPU."""
     command, fused, rows, each = case
     path = write(
         command,
@@ -105,21 +105,21 @@ def test_a_plan_is_the_memory_of_a_real_step(write, case, computed, tmp_path):
 @pytest.mark.parametrize(
     ("kind", "rows", "changes"),
     [
-        ("gemma2", 2, {}),  # which transformers computes without sdpa, like the next one
-        ("gpt_oss", 2, {}),  # with experts as products of groups, in float32
-        *([("deepseek_v3", 2, {})] if FULL else []),  # whose values have another head size than its keys
-        ("mistral", 1, {"sliding_window": 32}),  # shorter than a row
+        ("gemma2", 2, {}),  # transformers computes this one and the next without sdpa
+        ("gpt_oss", 2, {}),  # experts are computed as grouped products in float32
+        *([("deepseek_v3", 2, {})] if FULL else []),  # values and keys have different head sizes
+        ("mistral", 1, {"sliding_window": 32}),  # the window is shorter than a row
     ],
 )
 def test_a_plan_computes_attention_and_experts_as_the_run(kind, rows, changes, tmp_path):
-    """Which loads the model by its name."""
+    """The run loads the model by name and so chooses the implementations itself."""
     AutoModelForCausalLM.from_config(families.config(kind, **changes)).save_pretrained(tmp_path)
     words = "--max_length 128 --bf16 false --max_grad_norm 0 --gradient_checkpointing false --fused.compile false"
     words += f" --model_name_or_path {tmp_path} --output_dir {tmp_path}/run --per_device_train_batch_size {rows}"
     gpu, cpu = (parse("sft", words.split(), device=device) for device in ("gpu", "cpu"))
     on_gpu, expected = plan.plan(gpu).step.peak, plan.plan(cpu).step.peak
     if kind in ("gemma2", "mistral"):
-        assert on_gpu == pytest.approx(expected, abs=8)  # a number may stay on the host
+        assert on_gpu == pytest.approx(expected, abs=8)  # a scalar may stay on the host
     else:
         assert on_gpu < 1.01 * expected
     trainer = build.trainer(cpu, fake._rows("sft", 128), None, processing_class=fake._tokenizer())
@@ -130,21 +130,21 @@ def test_a_plan_computes_attention_and_experts_as_the_run(kind, rows, changes, t
 
 
 def test_options_of_layers_change_the_memory(write):
-    """A tiled MLP, and inputs of the two checkpointed layers on the host."""
+    """The options are a tiled MLP, and offloading of the inputs of the two checkpointed layers."""
     long = {"max_length": 1024, "per_device_train_batch_size": 1, "vocab_size": 128}
-    path = write(**long, fused={"rule": "adalomo", "rounding": "nearest"})  # next to no temporaries
+    path = write(**long, fused={"rule": "adalomo", "rounding": "nearest"})  # needs almost no temporaries
     plain = planned(path)
     tiled = planned(path, "--layers.mlp_tile", "64")
     assert tiled.items["temporaries"] < plain.items["temporaries"]
     one_input = 2 * 1024 * 64
     on_host = planned(path, "--activation_checkpointing_kwargs", '{"offload": true}')
     assert plain.peak - on_host.peak >= one_input
-    assert plain.host_peak <= 192  # the numbers of the rule, and what becomes of the step
+    assert plain.host_peak <= 192  # scalars of the rule and of the step's result
     assert on_host.host_peak == pytest.approx(2 * one_input, abs=192)
 
 
 def test_the_verdict_compares_the_peak_with_the_budget(write, tmp_path, monkeypatch):
-    """Exit status 0 or 1, and the same figures in the file."""
+    """The exit status is 0 or 1, and the JSON file contains the same numbers."""
     file, path = tmp_path / "plan.json", write()
     ended = runs.lowmem("plan", "sft", "--config", path, "--memory", "2GiB", "--json", file)
     assert (ended.status, ended.err) == (0, "") and "fits in 2.00 GiB" in ended.out
@@ -212,7 +212,7 @@ def test_suggestions_to_save_memory_are_valid_configurations(write, fused, advis
     words = ["--config", write(dtype="float32", learning_rate=3e-5, fused=fused)]
     found = [each.words for each in reductions.reductions(parse("sft", words, device="gpu"))]
     assert ("--dtype bfloat16" in found) == advised
-    small = "--fused.placement streamed"  # the layers of this model are too small for it
+    small = "--fused.placement streamed"  # this model's layers are too small for it
     for way in (way for way in found if way.startswith(("--dtype", "--fused")) and not way.startswith(small)):
         program._warn_of_lost_updates.cache_clear()
         changed = parse("sft", [*words, *way.split()], device="gpu")
@@ -259,7 +259,7 @@ def test_suggestions_respect_the_other_arguments(write, changes, absent, present
     ][: None if FULL else 2],
 )
 def test_shipped_configurations_are_planned(config, model, tmp_path):
-    """With two layers and 4096 tokens of their models, and the memory that the others would add."""
+    """Plans two layers and 4096 tokens of each model, and adds the memory of the others."""
     path = runs.CONFIGS[0].parent
     shipped = AutoConfig.from_pretrained(path / "models" / model)
     layers, shipped.num_hidden_layers = shipped.num_hidden_layers, 2
@@ -272,14 +272,14 @@ def test_shipped_configurations_are_planned(config, model, tmp_path):
         small = AutoModelForCausalLM.from_config(shipped)
     of_a_layer = sum(p.numel() for p in small.model.layers[0].parameters())
     assert step.items["weights"] == 2 * sum(p.numel() for p in small.parameters())
-    rounding = 4 if "80gb" in config else 2  # bytes per weight and its residual
+    rounding = 4 if "80gb" in config else 2  # bytes per weight with its residual
     missing = (layers - 2) * of_a_layer + 2 * (tokens - 4096) * shipped.hidden_size
     gib = (step.peak + rounding * missing) / 2**30
     assert (0.6 if "24gb" in config else 0.5) < gib / int(config.rpartition("_")[2].removesuffix("gb")) < 1
 
 
 def test_the_shipped_configuration_of_streamed_weights_is_planned(tmp_path):
-    """With three layers and 4096 tokens of its model, and the memory that the others would add."""
+    """Plans three layers and 4096 tokens of the model, and adds the memory of the others."""
     path = runs.CONFIGS[0].parent
     shipped = AutoConfig.from_pretrained(path / "models" / "llama-3.1-70b")
     layers, shipped.num_hidden_layers = shipped.num_hidden_layers, 3
@@ -292,13 +292,13 @@ def test_the_shipped_configuration_of_streamed_weights_is_planned(tmp_path):
     assert step.host_weights == 3 * of_a_layer
     missing = (layers - 3) * 4096 + 2 * (tokens - 4096)  # saved inputs of layers, and vocabulary matrices
     gib = (step.peak + 2 * missing * shipped.hidden_size) / 2**30
-    assert gib == pytest.approx(14.5, abs=0.3)  # with the reserve, 16 GiB as in README and in the file
+    assert gib == pytest.approx(14.5, abs=0.3)  # plus the reserve: 16 GiB, as in the README and the file
     assert layers * of_a_layer / 2**30 == 127.5
 
 
 @pytest.mark.parametrize("device", ["gpu", "cpu"] if FULL else ["gpu"])
 def test_ranks_share_the_weights(write, device):
-    """Replicated: all of them. FSDP2 and ZeRO-3: a share, with the states; offloaded, they are on the host."""
+    """Replicated ranks have all weights. With FSDP2 and ZeRO-3 each rank has a shard of the weights and states."""
     whole, ways = planned(write(), device=device), {}
     for name, words in {
         "replicated": [], "fsdp2": ["--fsdp"], "zero3": ["--deepspeed", "configs/zero3.json"],
@@ -307,7 +307,7 @@ def test_ranks_share_the_weights(write, device):
     assert ways["replicated"].items["weights"] == whole.items["weights"] == 2 * PARAMETERS
     for name in ("fsdp2", "zero3"):
         assert ways[name].items["weights"] == pytest.approx(2 * PARAMETERS / 4, rel=0.01)
-    for step in ways.values():  # no copy of a layer stays
+    for step in ways.values():  # gathered layers are freed
         assert step.peak < whole.peak + 4 * 2 * 4096 * 64
     again = planned(write(), "--fsdp", device=device, ranks=2)
     assert again.items["weights"] == pytest.approx(2 * PARAMETERS / 2, rel=0.01)
@@ -324,7 +324,7 @@ def test_offloaded_weights_are_on_the_host_or_on_the_disk(write, where, tmp_path
     assert result.step.items["weights"] == 0 and shard == pytest.approx(PARAMETERS, rel=0.01)
     assert result.phases["step"].host >= (buffers if where == "nvme" else shard)
     saved = result.phases["save"].disk - (2 * shard if where == "nvme" else 0)
-    assert saved == pytest.approx(2 * 2 * PARAMETERS, rel=0.1)  # the old checkpoint and the new one; few states
+    assert saved == pytest.approx(2 * 2 * PARAMETERS, rel=0.1)  # the old and the new checkpoint; states are small
 
 
 BROADCAST = ["--fsdp", "--fsdp_config", '{"cpu_ram_efficient_loading": true}']
@@ -333,10 +333,10 @@ BROADCAST = ["--fsdp", "--fsdp_config", '{"cpu_ram_efficient_loading": true}']
 @pytest.mark.parametrize(
     ("files", "fused", "words", "ranks", "on_host"),
     [
-        ("float32", None, ["--fsdp"], 2, 2),  # converted before they are sharded
+        ("float32", None, ["--fsdp"], 2, 2),  # converted before sharding
         ("float32", None, BROADCAST, 2, 2),
         (None, {"rule": "adalomo", "weight_format": "int12"}, ["--fsdp"], 2, 1.5 + 2 / 64),
-        ("float32", None, [], 1, 2 * 4096 * 64 / PARAMETERS),  # one weight on its way to the GPU
+        ("float32", None, [], 1, 2 * 4096 * 64 / PARAMETERS),  # one weight is being copied to the GPU
         ("float32", {"rule": "adalomo", "weight_format": "int12"}, [], 1, 2),
         ("float32", None, ["--deepspeed", "configs/zero3.json"], 2, 0),
     ][: None if FULL else 5],
@@ -374,12 +374,12 @@ def test_quantized_weights_are_saved_with_the_states_and_as_a_model(write):
 
 
 LAYERS, WIDE = 5, {"hidden_size": 144, "intermediate_size": 288, "num_hidden_layers": 5, "num_attention_heads": 4}
-LAYER = 2 * (4 * 144 * 144 + 3 * 144 * 288)  # bytes of the matrices of a layer
+LAYER = 2 * (4 * 144 * 144 + 3 * 144 * 288)  # bytes of a layer's matrices
 
 
 @pytest.fixture
 def streamed(write, tmp_path):
-    """A function: the plan of a model whose layers are large enough to be streamed."""
+    """Returns a function that plans a model whose layers are large enough to be streamed."""
 
     def of(command="sft", *words, device="gpu", ranks=1, **fused):
         path = write(command, learning_rate=1e-3 if fused["rule"] == "adalomo" else 2e-5)
@@ -394,7 +394,7 @@ STREAMS = {"placement": "streamed"}
 
 
 def test_layers_that_are_streamed_are_on_the_host_or_in_files(streamed, tmp_path):
-    """Two are on the device at a time. Files create no other peaks, and a plan creates no files."""
+    """Two layers are on the device at a time. A plan with weights in files has the same peaks and creates no files."""
     local = streamed("sft", "--save_strategy", "steps", rule="adamw")
     ours = streamed("sft", "--save_strategy", "steps", rule="adamw", **STREAMS)
     layers, states = LAYERS * LAYER, 2 * LAYERS * LAYER
@@ -415,20 +415,20 @@ def test_layers_that_are_streamed_are_on_the_host_or_in_files(streamed, tmp_path
 
 
 def test_copies_of_a_step(streamed):
-    """Each layer is read twice, except for two that are there, and written once. States are read once and written."""
+    """A layer is read twice unless it is still on the device. Its states are read once. Both are written once."""
     alone = streamed(rule="adamw", **STREAMS)
     assert alone.step.copied[:2] == ((2 * (LAYERS - 2) + 2 * LAYERS) * LAYER, 3 * LAYERS * LAYER)
     many = streamed("sft", "--gradient_accumulation_steps=3000", rule="adalomo", **STREAMS)
-    fetched, written, again = many.step.copied  # of three micro-batches; then all layers are fetched for their updates
+    fetched, written, again = many.step.copied  # for three micro-batches, then all layers for their updates
     assert (fetched, written, again) == (3 * again + LAYERS * LAYER, LAYERS * LAYER, 2 * (LAYERS - 2) * LAYER)
     in_gb = f"{(fetched + 2997 * again) / 1e9:.2f} GB to the device and 0.00 GB back in a step"
     assert many.summary["copies"].startswith(in_gb)
     assert "hidden if a forward pass has 3,846 tokens for each 100 TFLOP/s" in alone.summary["copies"]
-    assert "copies" not in streamed(rule="adalomo", device="cpu", **STREAMS).summary  # it computes with the home
+    assert "copies" not in streamed(rule="adalomo", device="cpu", **STREAMS).summary  # a CPU needs no copies
 
 
 def test_a_reference_model_is_streamed(streamed):
-    """It is read once in a step. Two of its layers are on the device, too, of which the next step needs one."""
+    """A step reads it once. Two of its layers are on the device, one of which the next step needs."""
     local, ours = streamed("dpo", rule="adalomo"), streamed("dpo", rule="adalomo", **STREAMS)
     assert ours.step.peak == local.step.peak - 2 * (LAYERS - 2) * LAYER
     assert ours.step.items["weights"] == local.step.items["weights"] - 2 * (LAYERS - 2) * LAYER

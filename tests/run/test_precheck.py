@@ -1,4 +1,4 @@
-"""A run that does not fit ends before its data and its weights are loaded."""
+"""A run that does not fit in memory raises before its data and weights are loaded."""
 
 from types import SimpleNamespace
 
@@ -14,16 +14,16 @@ SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "n
 
 @pytest.fixture
 def config(tmp_path, monkeypatch):
-    """The YAML file of a run whose model has no weights yet, on a machine with 1.001 GiB of memory."""
+    """Writes the YAML file of a run whose model has no weight files, on a machine with 1.001 GiB of memory."""
     LlamaConfig(**SIZES, vocab_size=4096).save_pretrained(tmp_path / "model")
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=2**30 + 2**20))
     return runs.write(tmp_path, "sft", model_name_or_path=str(tmp_path / "model"), max_length=32)
 
 
 def test_a_run_that_does_not_fit_is_refused(config, tmp_path, monkeypatch):
-    """The message shows arguments with which the run fits. No files are left behind."""
+    """The message suggests arguments with which the run fits. No files are left behind."""
     monkeypatch.setattr(data, "load", lambda recipe: pytest.fail("the data was loaded"))
-    few = ["--dtype", "bfloat16", "--gradient_checkpointing", "true", "--per_device_train_batch_size", "1"]  # to plan
+    few = ["--dtype", "bfloat16", "--gradient_checkpointing", "true", "--per_device_train_batch_size", "1"]
     ended = runs.lowmem("sft", "--config", config, *few, "--layers.computed_gradients", "false")
     assert ended.status == 2
     assert "error: the run does not fit: it needs 1." in ended.err and "Use --force to train anyway" in ended.err
@@ -31,7 +31,7 @@ def test_a_run_that_does_not_fit_is_refused(config, tmp_path, monkeypatch):
 
 
 def test_a_run_is_forced(config, monkeypatch):
-    """The run starts, and fails when it loads the model, whose files do not exist."""
+    """The run starts, and then fails because the model's weight files do not exist."""
     monkeypatch.setattr(precheck, "require_fit", lambda recipe: pytest.fail("the run was planned"))
     ended = runs.lowmem("sft", "--config", config, "--force")
     assert ended.status == 2 and "loading the model" in ended.out and "does not fit" not in ended.err
@@ -59,7 +59,7 @@ GROUPS = {
 
 @pytest.mark.parametrize("case", GROUPS)
 def test_the_limit_of_a_control_group_counts(case, tmp_path, monkeypatch):
-    """SLURM limits the group of a job, above the group of this process."""
+    """SLURM sets the limit on the group of a job, a parent of this process's group."""
     groups, folder, names, stat = GROUPS[case]
     (tmp_path / "groups").write_text(groups)
     (tmp_path / folder / "step").mkdir(parents=True)
@@ -75,7 +75,7 @@ def test_the_limit_of_a_control_group_counts(case, tmp_path, monkeypatch):
 @pytest.mark.usefixtures("planned_here")
 @pytest.mark.parametrize("weights", [0, 2**20])
 def test_a_small_model_and_a_command_without_a_plan_are_trained(config, tmp_path, monkeypatch, weights):
-    """If the model has no small weight files, lowmem tries to plan the run and prints why it cannot."""
+    """Without weight files, lowmem tries to plan the run and prints why it cannot."""
     if weights:
         (tmp_path / "model" / "model.safetensors").write_bytes(bytes(weights))
     ended = runs.lowmem("sft", "--config", config, "--torch_compile", "true")

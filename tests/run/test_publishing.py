@@ -1,4 +1,4 @@
-"""Files that are uploaded to the Hub. The Hub is replaced by a function that records the files of each upload."""
+"""Uploads to the Hub. A function that records the files of each upload replaces the Hub."""
 
 from types import SimpleNamespace
 
@@ -15,7 +15,7 @@ MODEL = {"model.safetensors", "config.json", "generation_config.json", "tokenize
 
 @pytest.fixture
 def uploads(monkeypatch):
-    """The contents of the uploaded files by name, for each commit message."""
+    """Returns the contents of uploaded files by name, for each commit message."""
     found = {}
 
     def upload_folder(self, *, repo_id, folder_path, commit_message, **options):

@@ -23,7 +23,7 @@ PARTS = ("script", "training", "model", "mixture", "fused", "layers")
 
 @pytest.fixture
 def parsed(tmp_path):
-    """A function: the arguments of a command, with a YAML file of these lines if there are any."""
+    """Returns a function that parses a command's arguments, optionally with these lines as a YAML file."""
 
     def of(text="", *words, command="sft", **options):
         config = []
@@ -37,7 +37,7 @@ def parsed(tmp_path):
 
 @pytest.fixture
 def error_message(parsed):
-    """A function: the message with which arguments are refused."""
+    """Returns a function that parses invalid arguments and returns the error message."""
 
     def of(*words, **options):
         with pytest.raises(ConfigError) as error:
@@ -53,7 +53,7 @@ def same(one, other, parts=PARTS):
 
 # --- Values -----------------------------------------------------------------------------------------------------------
 
-# A line of YAML, the same on the command line (or None), and the value of which part.
+# A YAML line, the equivalent command line (or None), and the value with its location.
 VALUES = [
     ("learning_rate: 1e-3", ["--learning_rate", "1e-3"], "training", 1e-3),
     ("seed: 1_000", ["--seed", "1_000"], "training", 1000),
@@ -77,7 +77,7 @@ VALUES = [
 
 @pytest.mark.parametrize(("text", "words", "part", "value"), VALUES, ids=[text for text, *_ in VALUES])
 def test_a_value_means_in_yaml_what_it_means_on_the_command_line(text, words, part, value, parsed):
-    """And in the file that a run writes."""
+    """The file that a run writes must also preserve it."""
     arguments = parsed(text)
     written = arguments.to_yaml()
     again = parsed(written)
@@ -116,7 +116,7 @@ def test_hyperparameters_of_the_rule_are_arguments(rule, parsed, error_message):
 
 # --- Mistakes ---------------------------------------------------------------------------------------------------------
 
-# Lines of YAML, and their error message: the line, and the correction.
+# YAML lines and their error message, which names the line and the correction.
 MISTAKES = {
     "learning_rte: 1": "c.yaml, line 1: unknown key 'learning_rte'. Did you mean 'learning_rate'?",
     "seed: 1\nseed: 2": "c.yaml, line 2: the key 'seed' is repeated",
@@ -187,7 +187,7 @@ def test_numbers_out_of_range_raise_with_their_place(name, error_message, parsed
         assert (message := error_message("", f"--{name}={str(value).removeprefix('.')}")).startswith(f"--{name}=")
         assert "is out of range; allowed: a" in message
     error_message(f"{name}: {NONSENSE[name][0]}", "--packing", "true")
-    parsed(f"{name}: {NONSENSE[name][0]}", f"--{name}", "0.5" if name == "lora_dropout" else "1")  # which is before it
+    parsed(f"{name}: {NONSENSE[name][0]}", f"--{name}", "0.5" if name == "lora_dropout" else "1")  # comes before it
 
 
 def test_replacements_of_former_arguments_exist(parsed):
@@ -211,7 +211,7 @@ def test_environment_variables_of_a_file_are_set_and_not_written(parsed, monkeyp
 
 @pytest.mark.parametrize("command", cli.COMMANDS)
 def test_help_lists_every_argument(command, capsys):
-    """TRL's arguments, each option of the two sections, and the hyperparameters of the rule."""
+    """Lists TRL's arguments, the options of both sections, and the rule's hyperparameters."""
     with pytest.raises(SystemExit) as end:
         parse(command, ["--help", "--fused.rule", "adalomo"])
     text = capsys.readouterr().out
@@ -246,7 +246,7 @@ def test_batches_are_copied_from_pinned_memory_without_waiting(words, gpu, non_b
 
 
 def test_arguments_for_a_missing_device_raise(parsed):
-    """A GPU takes `bf16`, and a step with half precision."""
+    """`bf16` and half-precision steps need a GPU."""
     assert not parsed("bf16: true", device="gpu").training.bf16
     assert parsed("bf16: true", device="cpu").training.bf16
     assert parsed("fp16: true", device="gpu").training.use_cpu
@@ -257,7 +257,7 @@ def test_arguments_for_a_missing_device_raise(parsed):
 
 @pytest.mark.parametrize("path", runs.CONFIGS, ids=lambda path: path.stem)
 def test_every_shipped_configuration_is_parsed(path, monkeypatch):
-    """By the command in its first lines."""
+    """Each file is parsed with the command in its first lines."""
     monkeypatch.chdir(path.parents[1])
     (command,) = re.findall(rf"(?m)^# (?:.* )?lowmem (\w+) --config configs/{path.name}$", path.read_text())
     arguments = parse(command, ["--config", str(path)], device="gpu")

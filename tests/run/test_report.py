@@ -1,4 +1,4 @@
-"""The log of a run, written by real trainers of a tiny model. Its pictures: test_pictures.py."""
+"""The log of a run, written by trainers of a tiny model. test_pictures.py tests the plots."""
 
 import errno
 import json
@@ -16,7 +16,7 @@ from lowmem.files import write_file, writing
 from lowmem.run import report
 from lowmem.run.report import RunReport
 
-LENGTHS = (5, 8)  # of the samples, in turn; a batch of two has 13 tokens and 3 of padding
+LENGTHS = (5, 8)  # samples take turns; a batch of two has 13 tokens and 3 padding tokens
 
 
 class Rows(torch.utils.data.Dataset):
@@ -40,7 +40,7 @@ pytestmark = pytest.mark.usefixtures("sketched_pictures")
 
 @pytest.fixture
 def trainer(run_dir, tiny_llama):
-    """A factory of trainers that log every step; six steps are one epoch."""
+    """Returns a factory of trainers that log every step. Six steps form an epoch."""
 
     def make(**arguments):
         run_dir.mkdir(exist_ok=True)
@@ -81,7 +81,7 @@ def test_each_logging_step_prints_one_line(trainer, run_dir, capsys):
     assert "  train loss " in lines[-1]
     logged = metrics(run_dir)
     trained.evaluate()
-    assert metrics(run_dir) == logged  # the report has ended
+    assert metrics(run_dir) == logged  # the report has been closed
 
 
 def test_a_line_has_every_metric_but_those_of_parameters():
@@ -92,7 +92,7 @@ def test_a_line_has_every_metric_but_those_of_parameters():
 
 
 def test_trackers_receive_the_metrics_of_metrics_jsonl(trainer, run_dir):
-    """Also metrics that are logged alone. The tracker callbacks of transformers read `logs`."""
+    """This includes metrics that are logged alone. The tracker callbacks of transformers read `logs`."""
     seen = []
 
     class Tracker(TrainerCallback):
@@ -108,7 +108,7 @@ def test_trackers_receive_the_metrics_of_metrics_jsonl(trainer, run_dir):
 
 @pytest.mark.parametrize(("strategy", "steps"), [("steps", [3, 5]), ("no", [])])
 def test_the_last_step_is_logged_for_the_mean_of_the_run(trainer, run_dir, strategy, steps):
-    """The mean over the ranks: what is left at the end, transformers adds from rank 0 alone."""
+    """transformers adds steps left over at the end from rank 0 alone. They must be averaged over the ranks."""
     train(trainer(max_steps=5, logging_strategy=strategy, logging_steps=3), run_dir)
     *logged, end = metrics(run_dir)
     assert [line["step"] for line in logged] == steps
@@ -140,7 +140,7 @@ def test_the_peak_excludes_memory_allocated_before(run_dir, tiny_llama):
     run_dir.mkdir()
     size = 1 << 30
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    torch.full((size // 4,), 1.0, device=device)  # freed at once
+    torch.full((size // 4,), 1.0, device=device)  # freed immediately
     arguments = {"max_steps": 1, "logging_steps": 1, "save_strategy": "no", "report_to": "none"}
     before = report._peak(torch.device(device))
     assert before >= size
@@ -170,7 +170,7 @@ def test_a_resumed_run_continues_counting_and_repeats_no_step(trainer, run_dir):
         train(trained, run_dir)
     assert [line["step"] for line in metrics(run_dir)] == [1, 2, 3]
     with (run_dir / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 4, "lo')  # the process died while it wrote
+        file.write('{"step": 4, "lo')  # the process died while writing
 
     train(trainer(max_steps=5, save_strategy="steps", save_steps=2), run_dir, resume=str(run_dir / "checkpoint-2"))
     steps = [line for line in metrics(run_dir) if "loss" in line]
@@ -184,7 +184,7 @@ def test_a_run_that_fails_still_leaves_its_pictures(error, trainer, run_dir, cap
     trained.add_callback(Fail(2, error))
     with pytest.raises(type(error)):
         train(trained, run_dir)
-    assert capsys.readouterr().err.endswith("\n")  # what is printed next is not beside the bar
+    assert capsys.readouterr().err.endswith("\n")  # later output is not printed next to the bar
     assert (run_dir / "loss.png").exists() and len(metrics(run_dir)) == 2
 
 
@@ -211,7 +211,7 @@ def test_a_failed_write_keeps_only_the_old_file(tmp_path, monkeypatch):
         write_file(path, b"new")
     assert [(file.name, file.read_bytes()) for file in tmp_path.iterdir()] == [("kept.txt", b"old")]
     with pytest.raises(LowmemError, match=r"cannot be written: permission denied\.$"), writing(tmp_path):
-        raise PermissionError(errno.EACCES, "Permission denied")  # only the message of a full disk says to free space
+        raise PermissionError(errno.EACCES, "Permission denied")  # only for a full disk, suggest freeing space
 
 
 def test_the_time_left_does_not_count_compilation():

@@ -1,4 +1,4 @@
-"""Where runs stop, what they save then, and from where they continue."""
+"""Interrupted runs: the step at which they stop, the files that they save, and the step from which they continue."""
 
 import os
 import shlex
@@ -17,7 +17,7 @@ from lowmem.trainer import FusedTrainerMixin
 
 pytestmark = pytest.mark.usefixtures("sketched_pictures")
 
-EPOCHS = {"max_steps": 6, "per_device_train_batch_size": 3, "test_split_size": 0.25, "logging_steps": 1}  # of 4 steps
+EPOCHS = {"max_steps": 6, "per_device_train_batch_size": 3, "test_split_size": 0.25, "logging_steps": 1}  # 4 steps each
 STRATEGIES = {
     "steps": {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 1},
     "epoch": {"save_strategy": "epoch", "eval_strategy": "epoch"},
@@ -34,7 +34,7 @@ def run(folder, *words, **changes):
 
 
 def stopping(monkeypatch, moment, step, number=signal.SIGTERM):
-    """Sends a signal to the next run at a moment of a step. Returns a list of the evaluations that end after it."""
+    """Sends a signal to the next run at a point in a step. Returns a list of the evaluations that end after it."""
     original, evaluations = build.trainer, []
 
     class Stop(TrainerCallback):
@@ -63,7 +63,7 @@ def stopping(monkeypatch, moment, step, number=signal.SIGTERM):
 
 @pytest.fixture(scope="module")
 def complete(tmp_path_factory):
-    """A function: the weights of the run with a strategy that was not stopped."""
+    """Returns a function that computes the weights of an uninterrupted run with a strategy."""
 
     @cache
     def of(strategy):
@@ -78,9 +78,9 @@ def complete(tmp_path_factory):
 def test_a_stop_saves_at_once_and_evaluates_no_more(strategy, moment, step, complete, tmp_path, run_dir, monkeypatch):
     settings, complete_weights = STRATEGIES[strategy], complete(strategy)  # before a signal is sent
     evaluations = stopping(monkeypatch, moment, step)
-    stopped = run(tmp_path, "--resume_from_checkpoint", "auto", **settings)  # which starts it
+    stopped = run(tmp_path, "--resume_from_checkpoint", "auto", **settings)  # the signal starts it
     assert stopped.status == 128 + signal.SIGTERM, stopped.out
-    at = step + (moment == "on_evaluate")  # an evaluation had ended: after the next step
+    at = step + (moment == "on_evaluate")  # an evaluation had ended, so the run stops after the next step
     assert f"stopped at step {at}; continue with: " in stopped.out
     assert not evaluations
     assert checkpoint.find_last(run_dir) == (run_dir / f"checkpoint-{at}", [])
@@ -90,7 +90,7 @@ def test_a_stop_saves_at_once_and_evaluates_no_more(strategy, moment, step, comp
 
 
 def test_ctrl_c_stops_a_run_that_saves_models_only(tmp_path, run_dir, monkeypatch):
-    """The command that it prints starts another run with the model."""
+    """The printed command starts another run with the model."""
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     stopping(monkeypatch, "on_step_end", 2, signal.SIGINT)
     stopped = run(tmp_path, save_strategy="steps", save_only_model=True)
@@ -111,7 +111,7 @@ def test_a_stop_trains_the_steps_that_share_completions(tmp_path, run_dir, monke
 
 
 def test_the_last_checkpoint_belongs_to_the_run_that_was_resumed(tmp_path, run_dir, monkeypatch):
-    """A run goes back to an earlier checkpoint, and is stopped there: what it has left behind is not continued."""
+    """After resuming from an earlier checkpoint and stopping again, later checkpoints of the first run are ignored."""
     save = {"save_strategy": "steps", "save_steps": 1, "max_steps": 5}
     assert run(tmp_path, **save).status == 0
     stopping(monkeypatch, "on_step_end", 3)

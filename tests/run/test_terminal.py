@@ -12,7 +12,7 @@ from lowmem.run import terminal
 
 @pytest.fixture
 def seconds(monkeypatch):
-    """The minimum time between two lines of a bar."""
+    """Sets the minimum time between two lines of a bar."""
     monkeypatch.setattr(terminal.err, "width", 200)
     with terminal.progress_in_lines(0.3):
         yield 0.3
@@ -30,7 +30,7 @@ def test_a_long_stage_prints_lines_with_its_rows(seconds, capsys):
 
 @pytest.mark.parametrize("library", [of_the_hub, logging.tqdm])
 def test_bars_of_downloads_and_of_weights(library, seconds, capsys):
-    """Includes a bar that is refreshed at every update, and a bar that is shown depending on its file."""
+    """Some bars refresh at every update, and others are shown depending on their output file."""
     with library(total=4000, desc="model.safetensors", unit="B", unit_scale=True, disable=None) as bar:
         for _ in range(40):
             time.sleep(0.02)

@@ -1,4 +1,4 @@
-"""The studies of quality run end to end at a small size."""
+"""The quality studies run completely at a small size."""
 
 import json
 from concurrent.futures import ThreadPoolExecutor
@@ -16,14 +16,14 @@ from studies import chat, formats, grid, llamas, packages, search, tables, tasks
 
 @pytest.fixture(autouse=True)
 def folder(monkeypatch, tmp_path):
-    """Models in a folder of the test, and runs in its process."""
+    """Stores models in a folder of the test, and starts runs in this process."""
     monkeypatch.setattr(training, "WORK", tmp_path)
     monkeypatch.setattr(command, "ProcessPoolExecutor", lambda processes, context: ThreadPoolExecutor(processes))
 
 
 @pytest.fixture
 def small(monkeypatch):
-    """The task `docstrings` in seconds: a tiny Llama, and a few rows of tokens for text."""
+    """Shrinks the task `docstrings` to seconds: a tiny Llama, and a few rows of tokens."""
     monkeypatch.setattr(llamas, "SIZES", {"1M": (1, 128, 2, 1e-3)})
     rows = torch.arange(8 * 4).view(8, 4)
     text = {"old": rows, "new": rows.flip(0)}, {"old": rows[:2], "new": rows[2:4]}
@@ -53,7 +53,6 @@ def test_runs_are_done_recorded_and_repeated(small, tmp_path, capsys):
 
 
 def test_chats_are_trained(monkeypatch):
-    """By a tiny model."""
     for cached in (chat.chats, chat.prose):
         cached.cache_clear()
     tokenizer = train_tokenizer((each.text for each in chat.questions()[:50]), 400)
@@ -66,7 +65,7 @@ def test_chats_are_trained(monkeypatch):
 
 
 def test_code_is_searched(monkeypatch):
-    """Training makes a random encoder find the functions that it is trained on."""
+    """Training makes a random encoder find the functions in its training data."""
     config = BertConfig(vocab_size=50, hidden_size=64, num_hidden_layers=1, num_attention_heads=1, intermediate_size=64)
     model = BertModel(config)
     ids = torch.randint(1, 50, (2, 8, 6), generator=torch.Generator().manual_seed(0))

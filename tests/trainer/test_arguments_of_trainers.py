@@ -1,4 +1,4 @@
-"""Arguments of a trainer: the run of the trainer without the mixin, or an error before the first step."""
+"""Arguments of a trainer have the same effect as without the mixin, or raise before the first step."""
 
 import math
 import os
@@ -22,13 +22,13 @@ CAUSAL = "causal language model"
 
 @pytest.fixture(autouse=True)
 def environment():
-    """transformers tells Accelerate of torch_compile in variables that stay set."""
+    """Restores environment variables. transformers sets some to pass torch_compile to Accelerate."""
     with patch.dict(os.environ):
         yield
 
 
 class Stream(IterableDataset):
-    """Twelve rows, without a length."""
+    """Twelve rows without a length."""
 
     def __iter__(self):
         for sentence in SENTENCES:
@@ -93,7 +93,7 @@ def test_a_run_equals_the_plain_trainer_bit_for_bit(row, keywords, options, tmp_
 
 
 class Overflow(LlamaForCausalLM):
-    """Its loss is NaN for the third batch."""
+    """The loss is NaN for the third batch."""
 
     batches = 0
 
@@ -106,7 +106,7 @@ class Overflow(LlamaForCausalLM):
 
 @pytest.mark.parametrize("filtered", [True, False])
 def test_a_non_finite_loss_is_logged_as_by_the_plain_trainer(filtered, tmp_path):
-    """The weights stay finite. Without the mixin they do not."""
+    """The weights stay finite, unlike without the mixin."""
     options = {"logging_nan_inf_filter": filtered, "remove_unused_columns": False, "max_grad_norm": 0.0}
     runs = both(lambda mixin: build(CAUSAL, tmp_path, mixin, {"model": builders.llama(Overflow)}, **options))
     assert [all(param.isfinite().all() for param in run.model.parameters()) for run in runs] == [False, True]
@@ -155,7 +155,7 @@ def test_a_sharded_model_is_not_compiled(tmp_path):
 
 
 def test_resuming_from_weights_only_raises(tmp_path):
-    """Hugging Face would go on with empty optimizer states and the schedule from its start."""
+    """Hugging Face would continue with empty optimizer states and restart the schedule."""
     build(CAUSAL, tmp_path, True, save_strategy="steps", save_steps=3, save_only_model=True).train()
     with pytest.raises(
         CheckpointError, match=r"checkpoint-3 does not contain optimizer\.safetensors\. It contains only weights"

@@ -1,4 +1,4 @@
-"""A checkpoint is on the disk before it gets its name, is equal for equal runs, and continues as if not interrupted."""
+"""Checkpoints are on the disk before they are renamed, equal for equal runs, and resume without any difference."""
 
 import errno
 import math
@@ -49,7 +49,7 @@ def test_everything_is_flushed_before_the_checkpoint_has_its_name(make, tmp_path
 
 
 def test_weights_are_saved_one_at_a_time(make, tmp_path, monkeypatch):
-    """safetensors would copy all of them from a GPU first."""
+    """safetensors would first copy all of them from a GPU."""
     monkeypatch.setattr("transformers.modeling_utils.safe_save_file", full_disk)
     trainer = make(**SAVES, max_steps=1)
     trainer.train()
@@ -85,7 +85,7 @@ def read_only(*_, **__):
 
 @pytest.mark.parametrize("place", ["flush_tree", "write_safetensors", "shutil.rmtree", "Path.rename"])
 def test_a_save_that_fails_keeps_the_checkpoint_before(make, place, tmp_path, monkeypatch):
-    """Anywhere; also in a run that was resumed from an earlier checkpoint."""
+    """The save may fail anywhere, and also in a run that was resumed from an earlier checkpoint."""
     make(**SAVES, max_steps=3).train()
     trainer = make(**SAVES, max_steps=3)
     original = (tmp_path / "run" / "checkpoint-3" / "optimizer.safetensors").read_bytes()
@@ -107,15 +107,15 @@ def test_a_save_that_fails_keeps_the_checkpoint_before(make, place, tmp_path, mo
     with pytest.raises(CheckpointError, match=r"checkpoint-3 could not be written: .*(No space left|Read-only)"):
         trainer.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-1"))
     monkeypatch.undo()
-    superseded = "superseded-checkpoint-3"  # when step 2 was saved
+    superseded = "superseded-checkpoint-3"  # as of the save after step 2
     assert names(tmp_path / "run") == ["checkpoint-1", "checkpoint-2", superseded]
     assert (tmp_path / "run" / superseded / "optimizer.safetensors").read_bytes() == original
-    assert checkpoint.find_last(tmp_path / "run") == (tmp_path / "run" / "checkpoint-2", [])  # of the resumed run
+    assert checkpoint.find_last(tmp_path / "run") == (tmp_path / "run" / "checkpoint-2", [])  # from the resumed run
 
 
 @pytest.mark.parametrize("when", ["between two saves", "while saving"])
 def test_a_run_folder_deleted_during_training(make, when, tmp_path, monkeypatch):
-    """The next checkpoint is written anew, or one message says what is missing."""
+    """The next checkpoint is written in full, or one message names the missing files."""
     trainer = make(**SAVES, max_steps=2)
 
     class Delete(TrainerCallback):
@@ -134,7 +134,7 @@ def test_a_run_folder_deleted_during_training(make, when, tmp_path, monkeypatch)
 
 
 def test_errors_unrelated_to_files_are_not_changed(make, tmp_path, monkeypatch):
-    """Such as one of another rank, for which free space on the disk does nothing."""
+    """For an error of another rank, for example, free space on the disk would not help."""
 
     def fail(*_, **__):
         raise DistBackendError("NCCL error")
@@ -146,7 +146,7 @@ def test_errors_unrelated_to_files_are_not_changed(make, tmp_path, monkeypatch):
 
 
 def test_a_file_that_torch_cannot_write(make, monkeypatch):
-    """`torch.save` raises RuntimeError, as for a full disk."""
+    """`torch.save` raises RuntimeError if it cannot write, for example because the disk is full."""
     monkeypatch.setattr(checkpoint, "SCHEDULER_FILE", "/missing/scheduler.pt")
     with pytest.raises(CheckpointError, match=r"checkpoint-1 could not be written: .* Free some space"):
         make(**SAVES).train()
@@ -158,7 +158,7 @@ class Killed(BaseException):
 
 @pytest.mark.parametrize("at", range(1, 5))
 def test_a_run_killed_while_replacing_a_checkpoint_loses_none(make, at, tmp_path, monkeypatch):
-    """Before each of the calls that change the names of directories, or remove them."""
+    """The process is killed before each call that renames or removes directories."""
     make(**SAVES, max_steps=2).train()
     run = tmp_path / "run"
     shutil.copytree(run / "checkpoint-2", run / ".saving" / "checkpoint-2")
@@ -167,7 +167,7 @@ def test_a_run_killed_while_replacing_a_checkpoint_loses_none(make, at, tmp_path
     def counted(function):
         def call(*args, **options):
             calls.append(function)
-            if len(calls) >= at:  # whatever would clean up does not happen either
+            if len(calls) >= at:  # cleanup code does not run either
                 raise Killed
             return function(*args, **options)
 
@@ -186,9 +186,9 @@ def test_a_run_killed_while_replacing_a_checkpoint_loses_none(make, at, tmp_path
 
 @pytest.mark.parametrize("absolute", ["the run directory", "the checkpoint"])
 def test_the_best_checkpoint_is_kept_for_any_spelling_of_its_path(make, absolute, tmp_path, monkeypatch):
-    """One of `output_dir` and the checkpoint that is resumed from is relative."""
+    """Either `output_dir` or the checkpoint that is resumed from is a relative path."""
     settings = {**SAVES, "eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True, "max_steps": 3}
-    settings |= {"metric_for_best_model": "loss", "greater_is_better": True}  # the first is the best
+    settings |= {"metric_for_best_model": "loss", "greater_is_better": True}  # the first checkpoint is the best
     monkeypatch.chdir(tmp_path)
     make(**settings).train()
     run, checkpoint_1 = tmp_path / "run", tmp_path / "run" / "checkpoint-1"
@@ -200,7 +200,7 @@ def test_the_best_checkpoint_is_kept_for_any_spelling_of_its_path(make, absolute
 
 
 def test_equal_runs_have_equal_files(make, tmp_path):
-    """Except for the arguments, which have the path of the run, and what was logged, which has times."""
+    """The arguments differ because they contain the run's path, and the log differs because it contains times."""
     fused = FusedConfig(rounding="compensated", rule="adamw")
     for run in ("one", "two"):
         make(**SAVES, max_steps=2, run=run, fused=fused).train()
@@ -214,7 +214,7 @@ def test_equal_runs_have_equal_files(make, tmp_path):
 
 LOGGED = ("step", "loss", "grad_norm", "clip_coef", "loss_scale")
 ACCUMULATED = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4}
-RESUMED = {  # options of the optimizer, arguments of the trainer, the steps after which the run is resumed
+RESUMED = {  # Optimizer options, trainer arguments, and the steps after which the run is resumed.
     "each step": ({}, {}, range(1, 8) if FULL else (1, 5)),
     "scaled": (
         {"loss_scale": DynamicScale(init_scale=64.0, growth_interval=2)}, {"max_grad_norm": 0.7, **ACCUMULATED}, [3],
@@ -229,7 +229,7 @@ def logged(trainer):
 
 @pytest.mark.parametrize(("options", "arguments", "steps"), RESUMED.values(), ids=RESUMED)
 def test_a_resumed_run_equals_the_uninterrupted_one(make, tiny_llama, options, arguments, steps, tmp_path):
-    """With weights that are rounded at random, with dropout, and over the end of an epoch of five steps."""
+    """The run rounds weights stochastically, uses dropout, and continues past an epoch of five steps."""
     settings = {**SAVES, "max_steps": 7, "per_device_train_batch_size": 8, "lr_scheduler_type": "cosine", **arguments}
 
     def trainer_of(**changes):
@@ -245,13 +245,13 @@ def test_a_resumed_run_equals_the_uninterrupted_one(make, tiny_llama, options, a
         assert logged(resumed) == logged(whole)
         for one, other in zip(resumed.model.parameters(), whole.model.parameters(), strict=True):
             assert all(map(torch.equal, tensors_of(one), tensors_of(other)))
-        if hasattr(resumed, "_initial_global_step"):  # transformers 5.6 divides it by the number of all steps
+        if hasattr(resumed, "_initial_global_step"):  # transformers 5.6 divides it by the total number of steps
             mean = sum(losses(whole)[step:]) / max(7 - step, 0.001)
-            assert output.training_loss == pytest.approx(mean)  # of the steps since it was resumed
+            assert output.training_loss == pytest.approx(mean)  # of the steps after resuming
 
 
 def test_a_model_with_an_infinity_in_its_configuration_is_resumed(make, tiny_llama, tmp_path):
-    """transformers writes it to config.json as `{"__float__": "Infinity"}`."""
+    """transformers writes infinity to config.json as `{"__float__": "Infinity"}`."""
     for resume in (None, str(tmp_path / "run" / "checkpoint-1")):
         make(model=tiny_llama(limit=math.inf), max_steps=2, **SAVES).train(resume_from_checkpoint=resume)
     assert "Infinity" in (tmp_path / "run" / "checkpoint-1" / "config.json").read_text()

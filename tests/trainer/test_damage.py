@@ -1,4 +1,4 @@
-"""A checkpoint with any damage is named and passed over for the one before, and nothing in it is executed."""
+"""A damaged checkpoint is reported and skipped in favor of the previous one, and nothing in it is executed."""
 
 import json
 import logging
@@ -21,7 +21,7 @@ NEWEST = "checkpoint-3"
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """A run directory with three checkpoints."""
+    """Returns a run directory with three checkpoints."""
     folder = tmp_path_factory.mktemp("damage") / "run"
     build("SFT", folder, True, save_strategy="steps", save_steps=1).train()
     return folder
@@ -42,7 +42,7 @@ def cut(path):
 
 def flip(path):
     content = bytearray(path.read_bytes())
-    # the middle; of checksums, the line of the model
+    # damages the middle, or in checksums the model's line
     place = content.find(b"model.safetensors") if path.name == "checksums.txt" else len(content) // 2
     content[place] ^= 1
     path.write_bytes(content)
@@ -84,7 +84,7 @@ def test_a_flipped_bit_in_any_file_is_found(run):
 
 
 def test_a_model_is_checked_without_the_file_of_the_optimizer(run, monkeypatch):
-    """It is as large as the weights, or twice as large, and answering a prompt does not need it."""
+    """The optimizer's file is as large as the weights or larger, and generation does not need it."""
     read = []
     monkeypatch.setattr(checksums, "checksum", lambda path: read.append(path.name))
     (run / NEWEST / "checksums.txt").write_text(f"{'0' * 32}  optimizer.safetensors\n")
@@ -110,7 +110,7 @@ def test_every_rank_raises_the_error_of_rank_0(two, run):
 
 
 def looked_for(rank, requested, folder):
-    """The checkpoint or the error, the files that were read to find it, and what was warned of."""
+    """Returns the checkpoint or the error, the files that were read, and the warnings."""
     read, compute, logged = [], checksums.checksum, []
     checksums.checksum = lambda path: read.append(path) or compute(path)
     handler = logging.Handler()
@@ -148,7 +148,7 @@ def test_removing_a_checksum_line_accepts_a_changed_file(run):
 
 
 def test_checksums_have_the_format_of_xxh128sum(tmp_path):
-    """`printf '' | xxh128sum` prints this."""
+    """`printf '' | xxh128sum` prints this line."""
     (tmp_path / "adapter").mkdir()
     (tmp_path / "adapter" / "a").write_bytes(b"")
     (tmp_path / "Z").write_bytes(b"text")
@@ -202,7 +202,7 @@ PICKLED = ["rng_state.pth", "scheduler.pt", "scaler.pt", "training_args.bin", "o
 
 @pytest.mark.parametrize(("name", "write"), in_turn(PICKLED, [pickle.dump, torch.save]))
 def test_nothing_is_unpickled(run, name, write, tmp_path, monkeypatch):
-    """Not even a file that the checksums do not list."""
+    """This includes a file that the checksums do not list."""
     monkeypatch.chdir(tmp_path)
     forget(run / NEWEST, name)
     with (run / NEWEST / name).open("wb") as file:

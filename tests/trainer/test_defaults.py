@@ -1,4 +1,4 @@
-"""A trainer without options trains as it would without the mixin, and raises where it can't."""
+"""A trainer without options trains as without the mixin, or raises if it cannot."""
 
 import inspect
 import logging
@@ -94,16 +94,16 @@ def test_the_default_comes_from_the_arguments_class(tiny_llama, tmp_path):
     ("fused", "rate", "lr"),
     [
         (FusedConfig(rule="adalomo", lr=1e-3), DEFAULT, 1e-3),
-        (FusedConfig(rule="adalomo", lr=DEFAULT), DEFAULT, DEFAULT),  # insisted on
+        (FusedConfig(rule="adalomo", lr=DEFAULT), DEFAULT, DEFAULT),  # explicitly requested
         (FusedConfig(rule="adalomo"), 2e-3, 2e-3),
-        (FusedConfig(rule="torch.optim.SGD"), DEFAULT, DEFAULT),  # no rate is usual
+        (FusedConfig(rule="torch.optim.SGD"), DEFAULT, DEFAULT),  # no usual rate is known
         (FusedConfig(rule="torch.optim.SGD", lr=0.1), DEFAULT, 0.1),
         (None, DEFAULT, DEFAULT),
     ],
 )
 def test_the_learning_rate_comes_from_where_it_was_set(make, fused, rate, lr):
     trainer = make(fused=fused, learning_rate=rate, lr_scheduler_type="constant", max_steps=2)
-    assert trainer.args.learning_rate == lr  # what is logged, and what model cards say
+    assert trainer.args.learning_rate == lr  # the values in logs and model cards
     trainer.train()
     assert {group["lr"] for group in trainer.optimizer.param_groups} == {lr}
     assert {entry["learning_rate"] for entry in trainer.state.log_history if "loss" in entry} == {lr}
@@ -136,7 +136,7 @@ def test_each_trial_of_a_hyperparameter_search_is_a_separate_run(make, tiny_llam
         plain.model_init = search.model_init
         search.train(trial=SimpleNamespace(params={"learning_rate": rate}, number=number))
         assert all(map(torch.equal, search.model.parameters(), trained_weights(plain)))
-        # as transformers 5.23 (integration_utils.py, run_hp_search_optuna) does after each trial
+        # what transformers 5.23 (integration_utils.py, run_hp_search_optuna) does after each trial
         search.model_wrapped, search.model = release_memory(search.model_wrapped, search.model)
         search.accelerator.clear()
 
@@ -168,7 +168,7 @@ def test_the_mixin_comes_first():
 
 
 def test_arguments_by_position(tiny_llama, samples, tmp_path):
-    """A tuple of rows is not taken for `optimizers`, also if a class in between passes its arguments on."""
+    """A tuple of rows must not be taken for `optimizers`, even if a class in between forwards its arguments."""
 
     class Passes(Trainer):
         def __init__(self, *args, **kwargs):

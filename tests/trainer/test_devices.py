@@ -1,4 +1,4 @@
-"""The devices that trainers load models onto: one, and in the format in which the weights are trained."""
+"""Trainers load models onto one device, in the format in which the weights are trained."""
 
 from weakref import ref
 
@@ -23,7 +23,7 @@ SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """The folder of a model two thirds of whose weights can be quantized."""
+    """Creates a folder with a model, two thirds of whose weights can be quantized."""
     folder = tmp_path_factory.mktemp("model")
     torch.manual_seed(0)
     config = hf.LlamaConfig(**SIZES, vocab_size=len(builders.tokenizer()), **builders.special())
@@ -33,7 +33,7 @@ def folder(tmp_path_factory):
 
 
 def offloaded(folder, way, tmp_path):
-    """A model that Accelerate moves to its device part by part."""
+    """A model that Accelerate moves to its device one part at a time."""
     if way == "cpu_offload":
         return accelerate.cpu_offload(hf.AutoModelForCausalLM.from_pretrained(folder))
     places = {"model": "cpu", "lm_head": "disk"}
@@ -64,7 +64,7 @@ def test_a_model_offloaded_by_trl_arguments_raises(row, folder, tmp_path):
 @ONE_DEVICE
 @pytest.mark.parametrize("row", ["SFT", "DPO"])
 def test_weights_are_quantized_before_they_get_to_the_gpu(row, folder, tmp_path, monkeypatch):
-    """One after the other, so that neither the GPU nor the host holds all of them in two formats."""
+    """Weights are quantized one at a time, so neither the GPU nor the host stores all of them in two formats."""
     on_host = []
 
     def quantized(weight, of=QuantizedWeight.of, **options):
@@ -92,7 +92,7 @@ def test_weights_are_quantized_before_they_get_to_the_gpu(row, folder, tmp_path,
 @ONE_DEVICE
 @pytest.mark.parametrize("row", ["SFT", "DPO"])
 def test_weights_in_another_dtype_are_converted_on_the_gpu(row, folder, tmp_path, monkeypatch):
-    """The host never holds all of them in the new dtype."""
+    """The host never stores all of them in the new dtype."""
     loaded = []
 
     def move(trainer, model, device):

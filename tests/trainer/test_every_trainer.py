@@ -1,4 +1,4 @@
-"""Every trainer of transformers and TRL with the mixin: the losses and weights of the trainer without it."""
+"""Every trainer of transformers and TRL with the mixin gives the losses and weights of the trainer without it."""
 
 from functools import cache
 from tempfile import TemporaryDirectory
@@ -15,10 +15,10 @@ from support.trainers import assert_same_run, both, losses
 
 from lowmem.options import LayersConfig
 
-# Rows that differ from others in what transformers and TRL do alone; only with LOWMEM_FULL.
+# Rows that differ from others only inside transformers and TRL. They run only with LOWMEM_FULL.
 LIKE_OTHERS = {"DPO, several losses", "KTO, precomputed", "GRPO, several iterations", "RLOO, several iterations"}
 ROWS = [row for row in builders.ROWS if FULL or row not in LIKE_OTHERS]
-# Each row in one of these ways, in turn; with LOWMEM_FULL in all of them.
+# Rows take turns with these configurations. With LOWMEM_FULL, each row runs with all of them.
 WAYS = {
     "two_pass": {"max_grad_norm": 0.1},
     "deferred": {"max_grad_norm": 0.1, "gradient_accumulation_steps": 2},
@@ -37,7 +37,7 @@ CASES = [
 def test_training_equals_the_plain_trainer_bit_for_bit(row, policy, tmp_path):
     start = weights(builders.build(row, tmp_path, True).model)
     ordinary, fused = both(lambda mixin: builders.build(row, tmp_path, mixin, **WAYS[policy]))
-    replays = "reentrant" not in fused.optimizer.policy_reason  # the default of activation checkpointing, before 5.0
+    replays = "reentrant" not in fused.optimizer.policy_reason  # the default of activation checkpointing before 5.0
     assert fused.optimizer.policy == (policy if replays or policy != "two_pass" else "deferred")
     assert not same(start, fused.model.parameters())
     for trainer in (ordinary, fused):
@@ -47,7 +47,7 @@ def test_training_equals_the_plain_trainer_bit_for_bit(row, policy, tmp_path):
 
 @pytest.mark.parametrize(("row", "policy"), in_turn(["SFT, dft loss", "GRPO"], ["immediate", "deferred"]))
 def test_training_with_computed_logits_equals_the_plain_trainer(row, policy, tmp_path):
-    """The head's sums have another order: losses to 1e-5, weights less exactly, as AdamW divides by small numbers."""
+    """The head sums in another order. Weights get a larger tolerance because AdamW divides by small numbers."""
 
     def make(mixin):
         keywords = {"layers": LayersConfig()} if mixin else {}
@@ -68,7 +68,7 @@ def test_no_trainer_is_left_out():
     assert {transformers.Trainer, transformers.Seq2SeqTrainer} <= built
 
 
-# -- what TRL's commands pass: the path of a model, adapters, streams, evaluation sets ---------------------------------
+# -- arguments of TRL's commands: a model's path, adapters, streams, evaluation sets -----------------------------------
 
 COMMANDS = ("SFT", "DPO", "KTO", "Reward", "GRPO", "RLOO")
 WAYS_OF_COMMANDS = ("a path", "adapters", "a stream", "several evaluation sets")
@@ -76,7 +76,7 @@ WAYS_OF_COMMANDS = ("a path", "adapters", "a stream", "several evaluation sets")
 
 @cache
 def saved(row):
-    """The folder of a model that suits the trainer."""
+    """Returns the folder of a model that suits the trainer."""
     folder = TemporaryDirectory()
     classifier = {"head": transformers.LlamaForSequenceClassification, "num_labels": 1} if row == "Reward" else {}
     builders.llama(**classifier).save_pretrained(folder.name)
@@ -84,7 +84,7 @@ def saved(row):
 
 
 def arguments_for(row, way):
-    """Keywords of the constructor."""
+    """Returns keyword arguments of the constructor."""
     builders.require(row)
     keywords = {"model": saved(row).name}
     if row in ("DPO", "KTO"):

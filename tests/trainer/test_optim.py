@@ -1,4 +1,4 @@
-"""`optim`, `optim_args` and Adam's arguments: the optimizer that they name in Hugging Face's trainer, or an error."""
+"""`optim`, `optim_args` and Adam's arguments select the same optimizer as in Hugging Face's trainer, or raise."""
 
 import pytest
 from support.nets import same
@@ -14,7 +14,7 @@ MOMENTUM = {"optim": "sgd", "optim_args": "momentum=0.9, nesterov=true"}
 
 @pytest.fixture
 def read_optim_args(request, tmp_path):
-    """Skips arguments that the installed transformers does not read."""
+    """Skips arguments that the installed version of transformers does not read."""
     arguments = request.getfixturevalue("arguments")
     if "optim_args" in arguments and arguments.get("optim") in ("sgd", "adagrad", "rmsprop"):
         args = TrainingArguments(str(tmp_path), optim=arguments["optim"], optim_args=arguments["optim_args"])
@@ -22,7 +22,7 @@ def read_optim_args(request, tmp_path):
             pytest.skip("this transformers ignores optim_args of optimizers of torch")
 
 
-# arguments of both trainers; `fused`; the rule
+# Arguments of both trainers, `fused`, and the rule.
 HONOURED = {
     "adamw_torch": ({"optim": "adamw_torch"}, None, "adamw"),
     "adamw_torch with betas": ({"optim": "adamw_torch", **ADAM}, None, "adamw"),
@@ -81,7 +81,7 @@ def test_options_the_rule_does_not_support_raise(make, fused, arguments, message
 
 
 def test_arguments_changed_before_training_take_effect(make):
-    """As by a hyperparameter search."""
+    """A hyperparameter search changes arguments in this way."""
 
     def changed(mixin):
         trainer = make(None if mixin else Trainer, optim="adamw_torch", max_steps=3)

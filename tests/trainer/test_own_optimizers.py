@@ -1,6 +1,4 @@
-"""Trainers whose classes choose the optimizer, have a custom training loop, or load checkpoints themselves: with the
-mixin and without it.
-"""
+"""Trainers that choose the optimizer, override the training loop or load checkpoints, with and without the mixin."""
 
 import logging
 
@@ -21,7 +19,7 @@ def weights(trainer):
 
 
 def ends_alike(make, cls, other=None, **options):
-    """Compares training with a class and with `other`, by default the same class with the mixin."""
+    """Compares training with `cls` and with `other`, by default `cls` with the mixin."""
     plain = make(cls, **options)
     plain.train()
     ours = make(other or fused(cls), **options)
@@ -155,7 +153,7 @@ def test_suggestions_of_error_messages_work(make):
 
 
 class OwnLoop(Trainer):
-    """Like TRL's PPO: creates its optimizer in `__init__`, has a `train` without arguments, and never clips."""
+    """Like TRL's PPO, creates its optimizer in `__init__`, overrides `train` without arguments, and never clips."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -206,13 +204,13 @@ def test_a_class_with_custom_checkpoint_loading(make):
     straight = make(fused(Loads), **options)
     straight.train()
     resumed = make(fused(Loads), **options)
-    resumed.train(resume_from_checkpoint=True)  # the last one: nothing is left to train
+    resumed.train(resume_from_checkpoint=True)  # resuming from the last checkpoint leaves nothing to train
     assert loaded == [f"{resumed.args.output_dir}/checkpoint-4"]
     assert all(map(torch.equal, weights(straight), weights(resumed)))
 
 
 class CachesGradients(FusedTrainer):
-    """Like the `Cached...Loss` classes of sentence-transformers: a hook runs the backward of the graph."""
+    """Like the `Cached...Loss` classes of sentence-transformers, runs the backward of the graph in a hook."""
 
     def compute_loss(self, model, inputs, **kwargs):
         inner = super().compute_loss(model, inputs, **kwargs)

@@ -1,4 +1,4 @@
-"""Packed rows: each sample is trained as if it were alone, or packing is refused."""
+"""Packed samples train as if each were alone, or the trainer raises."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ MODELS = {
     },
 }  # fmt: skip
 SAMPLES = [torch.arange(7, 7 + length).mul(5 + length).remainder(97).tolist() for length in (9, 4, 6, 5)]
-PACKED = {"packing": True, "max_length": 24}  # one row of all samples
+PACKED = {"packing": True, "max_length": 24}  # one row with all samples
 PADDING_FREE = {"padding_free": True, "max_length": None, "per_device_train_batch_size": 4}
 PADDED = {"per_device_train_batch_size": 4, "max_length": 24}
 
@@ -37,7 +37,7 @@ def small(kind="llama", attention="sdpa"):
     torch.manual_seed(0)
     config = AutoConfig.for_model(kind, **SIZES, **MODELS[kind])
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
-    for param in model.parameters():  # sharp attention, so that what leaks is large
+    for param in model.parameters():  # sharp attention makes leaks large
         torch.nn.init.normal_(param, std=0.3)
     return model
 
@@ -63,7 +63,7 @@ ROWS = [("llama", "sdpa", PACKED), ("mistral", "eager", PACKED), ("llama", "sdpa
 
 @pytest.mark.parametrize(("kind", "attention", "arguments"), ROWS)
 def test_packed_samples_train_as_padded_ones(kind, attention, arguments, make):
-    """All samples in one row, or in a batch of one row each. The order of sums differs."""
+    """All samples are in one row, or in a batch of one row each. Sums are computed in another order."""
     runs = []
     for options in (arguments, PADDED):
         trainer = make(small(kind, attention), **options)
@@ -76,7 +76,7 @@ def test_packed_samples_train_as_padded_ones(kind, attention, arguments, make):
         torch.testing.assert_close(packed, padded, rtol=1e-4, atol=1e-6)
 
 
-# --- What is refused ----------------------------------------------------------------------------------------------
+# --- Unsupported packing ------------------------------------------------------------------------------------------
 
 
 def without_mask(module, query, key, value, attention_mask, **options):
@@ -102,7 +102,7 @@ def test_packing_without_sample_boundaries_raises_before_the_first_update(kind, 
 
 
 def test_wrapped_rows_are_one_sample_each_by_design(make):
-    """TRL cuts a stream of all samples into rows, and nothing says where in a row a sample begins."""
+    """TRL cuts a stream of all samples into rows, which do not record where samples begin."""
     trainer = make(small("afmoe"), packing=True, packing_strategy="wrapped", max_length=12)
     assert {len(row["input_ids"]) for row in trainer.train_dataset} == {12}
     assert "position_ids" not in trainer.data_collator([trainer.train_dataset[0]])

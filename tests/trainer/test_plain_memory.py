@@ -1,6 +1,6 @@
-"""A trainer with the mixin, by default, takes at most the memory of the trainer without it, in each phase of a run.
+"""With default options, a trainer with the mixin needs no more memory in any phase than the trainer without it.
 
-The model is large enough that weights, gradients and optimizer states are most of the memory.
+The model is large enough that weights, gradients and optimizer states take most of the memory.
 """
 
 import weakref
@@ -16,11 +16,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 SIZES = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4}
 PHASES = {"evaluate": "evaluation", "_save_checkpoint": "saving"}
-SLACK = 1 << 16  # bytes of counters, norms and other small tensors
+SLACK = 1 << 16  # counters, norms and other small tensors
 
 
 class Peaks(TorchDispatchMode):
-    """The most bytes of tensors in each phase, among the tensors that operations return and those of `count`."""
+    """Measures peak bytes per phase, over tensors returned by operations and those passed to `count`."""
 
     def __init__(self):
         super().__init__()
@@ -40,7 +40,7 @@ class Peaks(TorchDispatchMode):
                 weakref.finalize(storage, self._change, -storage.nbytes()).atexit = False
 
     def during(self, phase, call):
-        """The same function, which runs as a phase of its own."""
+        """Wraps a function so that it runs as a separate phase."""
 
         def run(*args, **keywords):
             before, self.phase = self.phase, phase
@@ -64,13 +64,13 @@ def model(row):
 
 
 def peaks(row, mixin, folder):
-    """Two steps with the defaults of the trainer, each with an evaluation and a checkpoint."""
+    """Runs two steps with the trainer's defaults, each with an evaluation and a checkpoint, and returns the peaks."""
     builders.require(row)
     cls, config, options, keywords = builders.ROWS[row]()
     keywords |= {"model": model(row), "eval_dataset": keywords["train_dataset"].select(range(4))}
     if "ref_model" in keywords:
         keywords["ref_model"] = model(row)
-    elif row in ("GRPO", "RLOO"):  # the reference model is loaded from here
+    elif row in ("GRPO", "RLOO"):  # the trainer loads the reference model from here
         keywords["model"].save_pretrained(folder / "model")
         keywords["model"].config._name_or_path = str(folder / "model")
     often = {
@@ -91,7 +91,7 @@ def peaks(row, mixin, folder):
 @pytest.mark.cpu_only("offloaded gradients are counted too")
 @pytest.mark.parametrize("row", ["GRPO", *(["SFT", "DPO", "KTO", "Reward", "RLOO"] if FULL else [])])
 def test_defaults_take_at_most_the_memory_of_the_plain_trainer(row, tmp_path, monkeypatch):
-    builders.tokenizer()  # is trained on short sentences
+    builders.tokenizer()  # trains the tokenizer on short sentences
     monkeypatch.setattr(builders, "SENTENCES", [" ".join([sentence] * 5) for sentence in builders.SENTENCES])
     plain, fused = (peaks(row, mixin, tmp_path / str(mixin)) for mixin in (False, True))
     assert fused.keys() == plain.keys() == {"training", *PHASES.values()}

@@ -1,4 +1,4 @@
-"""`train` and `evaluate` return the same as without the mixin, also for a run that has ended."""
+"""`train` and `evaluate` return the same results as without the mixin, even for a completed run."""
 
 import pytest
 from support.nets import same, weights
@@ -24,7 +24,7 @@ def test_metrics_of_trl_are_returned(tmp_path):
 
 
 def test_metrics_of_the_step_are_logged(make):
-    """A subclass that logs in `compute_loss` or in a callback sees what is added to its dict."""
+    """A subclass that logs in `compute_loss` or in a callback must see the metrics that are added to its dict."""
     trainer = make(fused=lowmem.FusedConfig(loss_scale=8.0))
     trainer.train()
     logs = {"loss": 1.0}
@@ -34,7 +34,7 @@ def test_metrics_of_the_step_are_logged(make):
 
 @pytest.mark.parametrize(("steps", "again"), [(3, 3), (10, 10), (3, 2)], ids=["in an epoch", "its end", "fewer"])
 def test_resuming_a_finished_run_trains_no_step(make, steps, again, caplog):
-    """Ten steps are an epoch. The weights are loaded from the checkpoint."""
+    """Ten steps form an epoch. The weights are loaded from the checkpoint."""
     run = make(save_strategy="steps", save_steps=steps, max_steps=steps)
     run.train()
     trained = weights(run.model)

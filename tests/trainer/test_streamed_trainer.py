@@ -1,4 +1,4 @@
-"""Trainers whose model is streamed past its device: losses and bits of the same trainer without streaming."""
+"""Trainers with streamed weights give bitwise the losses and weights of the same trainer without streaming."""
 
 import hashlib
 from itertools import product
@@ -32,13 +32,13 @@ LOGGED = ("loss", "eval_loss", "grad_norm", "changed_share", "clip_coef", "rewar
 
 @pytest.fixture(autouse=True)
 def every_step_is_measured(monkeypatch):
-    """Runs that are resumed measure their first step."""
+    """Makes resumed runs measure their first step."""
     monkeypatch.setattr(changes, "EVERY", 1)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A model with layers that are large enough to be streamed."""
+    """Returns the folder of a model with layers that are large enough to be streamed."""
     folder = tmp_path_factory.mktemp("model")
     make_model(folder, builders.tokenizer(), **SIZES)
     return folder
@@ -46,7 +46,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def sft(folder, tmp_path):
-    """A factory of fused trainers of a table of trainers, whose model is loaded by its path."""
+    """Returns a factory of fused SFT trainers that load their model by path."""
 
     def factory(fused=(), row="SFT", run="run", keywords=(), dtype="float32", **arguments):
         reference = {"ref_model": None} if row in ("DPO", "KTO") else {}
@@ -84,7 +84,7 @@ def assert_same(local, streamed):
 
 
 def both(make, fused=(), train=lambda trainer: trainer.train(), **arguments):
-    """Trains with the model on the device and streamed. Returns the streamed trainer."""
+    """Trains with the model on the device and then streamed. Returns the streamed trainer."""
     trainers = []
     for run, placement in (("local", {}), ("streamed", STREAMED)):
         trainers.append(make({**dict(fused), **placement}, run=run, **arguments))
@@ -113,7 +113,7 @@ def test_same_bits_as_without_streaming(sft, case):
     product(["SFT", "DPO", "KTO", "GRPO"], [False, True]) if FULL else [("SFT", True), ("DPO", False), ("GRPO", False)],
 )
 def test_trainers_of_trl(sft, row, lora):
-    """A reference model is streamed, too. GRPO generates text between steps."""
+    """Reference models are streamed, too. GRPO generates text between steps."""
     adapters = {"peft_config": peft.LoraConfig(r=64, target_modules=["q_proj", "up_proj"], task_type="CAUSAL_LM")}
     beta = {"beta": 0.1} if row == "GRPO" else {}
     trainer = both(sft, {"rule": "adamw"}, row=row, keywords=adapters if lora else {}, learning_rate=1e-3, **beta)
@@ -150,7 +150,7 @@ def test_evaluated_saved_and_resumed(sft, tmp_path):
     arguments["keywords"] |= rows
     streamed = both(sft, fused, **arguments)
     expected = metrics(streamed)
-    for placement, run in (({}, "streamed"), (STREAMED, "local")):  # each resumes from the other's checkpoint
+    for placement, run in (({}, "streamed"), (STREAMED, "local")):  # each trainer resumes from the other's checkpoint
         resumed = sft({**fused, **placement}, run="resumed", **arguments)
         resumed.train(resume_from_checkpoint=str(tmp_path / run / "checkpoint-2"))
         assert metrics(resumed) == expected
@@ -188,7 +188,7 @@ WRONG = {
 
 @pytest.mark.parametrize("case", WRONG)
 def test_arguments_that_are_not_supported(sft, case, monkeypatch):
-    for variable in ("ACCELERATE_USE_FSDP", "ACCELERATE_DYNAMO_BACKEND"):  # arguments set them for the whole process
+    for variable in ("ACCELERATE_USE_FSDP", "ACCELERATE_DYNAMO_BACKEND"):  # arguments set them in the process
         monkeypatch.setenv(variable, "no")
     options, arguments, error, message = WRONG[case]
     with pytest.raises(error, match=message):
@@ -229,7 +229,7 @@ def test_command(folder, tmp_path):
         f"fused: {{rule: adalomo, placement: streamed, home: {tmp_path / 'home'}}}",
     ]  # fmt: skip
     config.write_text("\n".join(lines))
-    assets()  # the cache of data sets
+    assets()  # the dataset cache
     ended = command(tmp_path, "sft", "--config", str(config))
     assert (ended.status, ended.err) == (0, "")
     assert "placement  streamed: 4 layers of up to 1.4 MiB" in ended.out

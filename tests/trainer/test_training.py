@@ -1,4 +1,4 @@
-"""Trainers of Hugging Face and TRL: the same training, arguments honoured or refused, resumed bit for bit."""
+"""Hugging Face and TRL trainers train as without the mixin, respect or reject arguments, and resume bitwise."""
 
 import itertools
 import math
@@ -38,7 +38,7 @@ def test_metrics_are_logged(make):
 
 
 def test_a_non_finite_gradient_skips_the_step_and_the_schedule(make):
-    """As with GradScaler: the trainer counts the step, the optimizer and the schedule do not."""
+    """As with GradScaler, the trainer counts the step, but the optimizer and the schedule do not."""
     trainer = make(
         fused=lowmem.FusedConfig(rule="adamw", loss_scale="dynamic"),
         lr_scheduler_type="linear",
@@ -89,7 +89,7 @@ def test_gradients_are_freed_and_the_optimizer_is_not_wrapped(make):
         ({"rule": "adalomo"}, 0.3, {"weight_decay": 0.3}, {"weight_decay": 0.0}),
         ({"rule": "lans"}, 0.3, {"wd": 0.3}, {"wd": 0.0}),
         ({"rule": "adafactor"}, 0.3, {"weight_decay_rate": 0.3}, {"weight_decay_rate": None}),
-        (  # the exponent alone decays too, by a power of the learning rate
+        (  # the exponent alone also decays weights, by a power of the learning rate
             {"rule": "adafactor", "hyper": {"weight_decay_rate_lr_exponent": 2.0}},
             0.0,
             {"weight_decay_rate": None, "weight_decay_rate_lr_exponent": 2.0},
@@ -112,7 +112,7 @@ EXPECTED = {  # rule, lr and weight decay of some parameters
     "lm_head.weight": ("lans", rules.resolve("lans").defaults["lr"], {"wd": rules.resolve("lans").defaults["wd"]}),
     "model.layers.0.mlp.up_proj.weight": ("adalomo", 0.5, {"weight_decay": 0.3}),
     "model.layers.1.self_attn.q_proj.weight": ("adamw", 0.25, {"weight_decay": 0.125}),
-    "model.layers.1.input_layernorm.weight": ("adamw", 0.25, {"weight_decay": 0.125}),  # its group says so
+    "model.layers.1.input_layernorm.weight": ("adamw", 0.25, {"weight_decay": 0.125}),  # set by its group
     "model.norm.weight": ("adalomo", 1e-2, {"weight_decay": 0.0}),
 }
 
@@ -202,7 +202,7 @@ def test_training_twice_continues_with_the_same_optimizer(make):
 
 
 def spoiling(trainer, spoilt):
-    """The trainer, whose loss is NaN in the steps for which `spoilt` is true."""
+    """Makes the trainer's loss NaN in steps for which `spoilt` returns true."""
     compute = trainer.compute_loss
 
     def compute_loss(*args, **kwargs):
@@ -227,7 +227,7 @@ def test_nan_stops_the_run_and_keeps_good_checkpoints(make, tmp_path, caplog):
     with pytest.raises(StepError, match=r"the last 3 steps had non-finite gradients.*the loss is not finite"):
         trainer.train()
     assert trainer.state.global_step == 6
-    assert steps_saved(tmp_path / "run") == [2, 3, 4, 5, 6]  # 2 and 3 are from before
+    assert steps_saved(tmp_path / "run") == [2, 3, 4, 5, 6]  # 2 and 3 are older than the first failure
     assert not (tmp_path / "run" / ".saving").exists()
     assert "older checkpoints were not removed when step 4 was saved, because the last 1 step(s)" in caplog.text
     good = make(fused=fused, run="run", **SAVING)
@@ -244,14 +244,14 @@ def test_one_nan_skips_a_step_and_old_checkpoints_are_removed(make, tmp_path):
 
 
 def test_checkpoints_of_weights_only_are_kept_too(make, tmp_path):
-    """Without the optimizer's state nothing else asks how the last step ended."""
+    """Without the optimizer's state, only this check looks at the result of the last step."""
     options = {**SAVING, "save_only_model": True, "max_steps": 5}
     spoiling(make(**options), lambda step: step >= 4).train()
     assert steps_saved(tmp_path / "run") == [2, 3, 4, 5]
 
 
 def with_a_loss_beside(trainer):
-    """The trainer, whose `compute_loss` also runs the backward of a second loss on the same graph."""
+    """Makes the trainer's `compute_loss` also run the backward of a second loss on the same graph."""
     compute = trainer.compute_loss
 
     def compute_loss(model, inputs, return_outputs=False, **kwargs):

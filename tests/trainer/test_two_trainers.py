@@ -1,4 +1,4 @@
-"""Two trainers that train one model in turn, as in a notebook, give the weights of trainers without the mixin."""
+"""Two trainers that train one model in turn, as in a notebook, give the same weights as without the mixin."""
 
 import gc
 import weakref

@@ -61,7 +61,7 @@ def test_a_quantized_model_is_not_quantized_again(trainer, tiny_llama):
 
 
 def test_a_quantized_policy_trains_as_its_matrices_do(tmp_path, monkeypatch):
-    """With the head of TRL, which writes products into a buffer."""
+    """TRL's head writes matrix products into a buffer, which quantized weights must support."""
     monkeypatch.setattr(trainers, "SIZES", trainers.SIZES | SIZES | {"num_attention_heads": 4})
     runs = []
     for quantized in (True, False):
