@@ -22,8 +22,8 @@ os.environ.setdefault(
 os.environ.setdefault("TORCHINDUCTOR_FX_GRAPH_CACHE", "1")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # do not start processes that import torch only to compile
 
-# Ways to run the tests (scripts/test.sh): on a GPU (--gpu), on a number of simulated GPUs (--simgpu), with compiled
-# updates of any size (--compiled, see support/compiled.py), and with one in EVERY of the engine's tests (--stack).
+# Options of scripts/test.sh: run on a GPU (--gpu) or on a number of simulated GPUs (--simgpu), with compiled
+# updates of any size (--compiled, see support/compiled.py), or with one in EVERY of the engine's tests (--stack).
 # Kernels for a GPU run in Triton's interpreter (TRITON_INTERPRET=1, see support/interpreted.py).
 SIMGPUS = int(os.environ.get("LOWMEM_SIMGPU", "0"))
 ON_GPU = bool(SIMGPUS) or os.environ.get("LOWMEM_GPU") == "1"
@@ -90,8 +90,8 @@ def default_device(path):
 
 @pytest.fixture(autouse=True)
 def gpu(request, monkeypatch):
-    """If the tests run on a GPU, compares tensors up to rounding; on a simulated one, requires that there are no races
-    and no reads of uninitialized memory.
+    """On a GPU, compares tensors up to rounding. On a simulated GPU, requires that there are no races and no reads of
+    uninitialized memory.
     """
     with default_device(request.path):
         if not SIMGPUS:

@@ -113,7 +113,7 @@ def test_rejected_calls_change_no_weight(options, settings, message):
 
 
 def test_the_loss_scale_of_fp16():
-    """Accelerate does not scale the loss for an optimizer that is not prepared, so the optimizer does."""
+    """The loop calls the backward of the unprepared optimizer, which scales the loss instead of Accelerate."""
     loop = Loop(fused(loss_scale=8.0), scaler=torch.amp.GradScaler("cpu", enabled=False))
     for batch in loop.loader:
         with loop.accelerator.accumulate(loop.model):

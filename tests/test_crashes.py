@@ -67,7 +67,7 @@ def results(run):
 
 
 def kill_at(moment, run, processes, seconds, chance):
-    """Waits for the moment and kills all processes. Returns whether the run was still incomplete."""
+    """Waits for the moment and kills all processes. Returns False if they have ended before."""
     skipped, begun, end = 0 if "final" in moment else chance.randint(0, 6), set(), time.monotonic() + seconds
     while any(process.is_alive() for process in processes):
         if moment in MOMENTS:

@@ -1,7 +1,7 @@
-"""README and docs: code blocks run, commands and YAML files parse, tables have the options that there are.
+"""README and docs: code blocks run, commands and YAML files parse, and tables list all options.
 
-A comment before a block says what is not here: `<!-- needs: GPU -->`. Such a block is parsed and not run. `<!-- setup:
-... -->` is Python that is run before a block, and blocks after `<!-- examples -->` include files of examples/.
+Comments before a block control its test. After `<!-- needs: GPU -->`, a block is parsed but not run. The Python code in
+`<!-- setup: ... -->` is run before the block. Blocks after `<!-- examples -->` include files of examples/.
 """
 
 import ast

@@ -48,7 +48,6 @@ def test_imports_come_from_above(path):
 
 
 def test_no_import_cycles_inside_a_folder():
-    """Files in a folder may import one another, but not in a cycle."""
     waiting = {name: {other for other in imports(path) if other in NAMES} - {name} for name, path in NAMES.items()}
     while waiting:
         ready = [name for name, needed in waiting.items() if not needed & waiting.keys()]

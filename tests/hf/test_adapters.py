@@ -85,7 +85,7 @@ def test_adapters_train_as_in_the_ordinary_trainer_and_resume_to_the_last_bit(co
 
 @pytest.mark.cpu_only("its loss falls with the random numbers of a CPU")
 def test_the_best_checkpoint_is_loaded_at_the_end(make, tmp_path):
-    """The metric first falls, so that the best checkpoint is not the last one."""
+    """With greater_is_better=True and a falling loss, the best checkpoint is not the last one."""
     trainer = make(
         "modules to save", load_best_model_at_end=True, greater_is_better=True, save_total_limit=1,
         eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=1, learning_rate=0.3, max_steps=3,

@@ -239,7 +239,7 @@ def test_resuming_with_different_rows_raises(run, changes, message, tmp_path):
 
 
 def test_ignore_data_skip_is_respected(make, tmp_path):
-    """Checkpoints of the resumed run must record its second step rather than its fourth."""
+    """Checkpoints of the resumed run must record two trained steps of the data rather than four."""
     make(**SAVES, max_steps=2).train()
     chosen = make(**SAVES, max_steps=4, seed=1, ignore_data_skip=True)
     chosen.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))

@@ -83,8 +83,6 @@ class Adapter(nn.Module):
 
 
 class TwoOutputs(nn.Module):
-    """A block that returns two tensors."""
-
     def __init__(self):
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH).requires_grad_(False)

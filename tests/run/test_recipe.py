@@ -53,7 +53,7 @@ def same(one, other, parts=PARTS):
 
 # --- Values -----------------------------------------------------------------------------------------------------------
 
-# A YAML line, the equivalent command line (or None), and the value with its location.
+# A YAML line, the equivalent arguments (or None), the part of the recipe that gets the value, and the value.
 VALUES = [
     ("learning_rate: 1e-3", ["--learning_rate", "1e-3"], "training", 1e-3),
     ("seed: 1_000", ["--seed", "1_000"], "training", 1000),

@@ -80,7 +80,7 @@ EQUAL = {  # a row, keywords of the constructor, arguments
 if hasattr(LlamaForCausalLM, "activation_checkpointing_enable"):  # transformers 5.23
     in_turn = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"every_n_layers": 2}}
     EQUAL["layers in turn"] = (CAUSAL, {}, in_turn)
-if FULL:  # compiles for seconds
+if FULL:  # compilation takes seconds
     EQUAL["torch_compile"] = (CAUSAL, {}, {"torch_compile_backend": "aot_eager", "max_grad_norm": 0.0})
 
 

@@ -115,7 +115,7 @@ def test_a_save_that_fails_keeps_the_checkpoint_before(make, place, tmp_path, mo
 
 @pytest.mark.parametrize("when", ["between two saves", "while saving"])
 def test_a_run_folder_deleted_during_training(make, when, tmp_path, monkeypatch):
-    """The next checkpoint is written in full, or one message names the missing files."""
+    """If a save is under way, one error names the checkpoint. Otherwise the next checkpoint is complete."""
     trainer = make(**SAVES, max_steps=2)
 
     class Delete(TrainerCallback):
