@@ -75,7 +75,7 @@ KINDS = MODELS if FULL else {name: MODELS[name] for name in ("Llama", "Gemma2", 
 @pytest.mark.parametrize(("kind", "checkpointing", "tokens"), pairwise(KINDS, [False, True], [1, 7, 16, 31]))
 def test_loss_and_gradients_equal_whole_mlps(kind, checkpointing, tokens, token_batches):
     model = build(*MODELS[kind][:2], checkpointing)
-    (batch,) = token_batches(1)  # of 32 tokens
+    (batch,) = token_batches(1)  # 32 tokens
     loss, grads = step(model, batch)
     tile_mlps(model, tokens)
     tiled_loss, tiled = step(model, batch)

@@ -178,7 +178,6 @@ def test_a_parameter_reached_without_a_gradient_is_not_reduced(two, steps):
 
 
 def zeros_for_no_gradient(rank):
-    """Every rank raises the error."""
     with pytest.raises(StepError, match="Return zeros instead of None"):
         train_without_some(rank, [[(0, 1, None)] * 2, [(0, 1, 5), (0, 1, None)]])
 

@@ -74,7 +74,7 @@ def test_maxima_over_ranks(two):
     assert two.run(largest) == [[2.0, 0.0]] * 2
 
 
-STACK = 1  # of norms
+STACK = 1  # norms are updated as one stack
 BATCHES = (MATRICES + 1) // 2  # two halves are as large as a matrix: the same number with several sizes
 
 

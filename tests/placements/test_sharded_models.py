@@ -51,8 +51,8 @@ SOME = [("replicated", "tiled"), ("fsdp2", "tiled, part frozen"), ("zero3", "til
 @pytest.mark.parametrize(
     ("kind", "case"),
     [
-        *in_turn(list(KINDS)[:2], CASES),  # of ZeRO-3
-        *in_turn(list(KINDS)[2:], CASES),  # of FSDP2
+        *in_turn(list(KINDS)[:2], CASES),  # ZeRO-3
+        *in_turn(list(KINDS)[2:], CASES),  # FSDP2
         *(product(["replicated", *KINDS], TILED) if FULL else SOME),
     ],
 )

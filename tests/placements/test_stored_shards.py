@@ -162,7 +162,6 @@ def test_weights_and_states_have_the_bits_of_one_device(two, place, case):
 
 
 def edited(rank, place, rounding):
-    """Edits a weight between two steps."""
     net, opt = placed(rank, place, {"rule": "adamw", "lr": 1e-2, "rounding": rounding})
     for n in range(3):
         steps(net, opt, [n])

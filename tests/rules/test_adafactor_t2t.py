@@ -15,7 +15,7 @@ GOLDEN = Path(__file__).parent.parent / "golden"
 
 
 def make_optimizer(start, **options):
-    """Returns a parameter and an optimizer whose first update is the sign of the gradient times the rate."""
+    """Returns a parameter and an optimizer whose first normalized update is the sign of the gradient."""
     param = torch.nn.Parameter(start.clone())
     return param, lowmem.FusedOptimizer([("w", param)], rule="adafactor_t2t", **options)
 

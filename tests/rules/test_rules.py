@@ -1,4 +1,4 @@
-"""What every rule guarantees, invalid hyperparameters, and the table of rules."""
+"""Guarantees of every rule, invalid hyperparameters, and the table of rules."""
 
 import math
 import re

@@ -18,7 +18,6 @@ from lowmem.rules.rule import TABLE
 
 
 def norm_of(grads):
-    """Returns the global norm, computed in float64."""
     return np.linalg.norm(np.concatenate([grad.double().cpu().numpy().ravel() for grad in grads]))
 
 

@@ -124,7 +124,7 @@ def test_a_parameter_unfrozen_later_that_was_not_passed(caplog):
 
 @pytest.mark.parametrize("options", [{}, {"clip_norm": 1.0}], ids=["", "clipped"])
 def test_a_parameter_unfrozen_later_that_another_optimizer_has(options, caplog):
-    """As in a GAN; the other optimizer need not have been stepped since."""
+    """A GAN does this. The other optimizer need not have been stepped since."""
     net, opt = unfrozen_later(**options)
     other = lomo(net[0])
     with other.paused():

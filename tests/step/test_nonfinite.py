@@ -33,7 +33,6 @@ def make(net, policy="deferred", **options):
 
 
 def train(net, opt, steps, spoilt=lambda step: True):
-    """Runs steps, some of them with a NaN loss."""
     for step in steps:
         opt.backward(net(batch(step)) * (math.nan if spoilt(step) else 1.0))
 
@@ -72,7 +71,7 @@ def test_a_non_finite_step_changes_no_state_and_is_not_counted(policy, rule, cap
     before, saved = weights(net), copy.deepcopy(opt.named_state_dict()["state"])
     train(net, opt, [1, 2])
     whole = policy != "immediate"
-    if (policy, rule) == ("immediate", "torch.optim.AdamW"):  # which cannot be undone, and counts as a step
+    if (policy, rule) == ("immediate", "torch.optim.AdamW"):  # these updates cannot be undone
         assert all(weight.isnan().all() for weight in weights(net))
         assert (opt.last_step.skipped_params, len(opt.last_step.nonfinite)) == (0, 4)
         opt.named_state_dict()

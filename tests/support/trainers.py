@@ -244,7 +244,6 @@ def both(make):
 
 
 def losses(trainer):
-    """Returns the losses that a trainer has logged."""
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 

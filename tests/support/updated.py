@@ -107,7 +107,6 @@ class Parameter:
         return self.by_rule.scalars(self.hyper, step)
 
     def expect(self, grad, step, reading):
-        """Updates the reference."""
         held = {
             name: StoredTensor(s, tuple(self.expected[name, n] for n, _ in enumerate(s.parts)))
             for name, s in self.storages.items()
@@ -166,7 +165,6 @@ def one(reading, n):
 
 
 def run(batch, of, grads, step, reading):
-    """Updates the parameters of a batch."""
     numbers = [number for each in of for number in each.numbers(step).values()]
     keys = torch.tensor([each.key(step) for each in of], dtype=torch.int32)
     return batch.run(grads, torch.tensor(numbers, dtype=torch.float64), keys, reading)

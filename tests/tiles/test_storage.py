@@ -35,7 +35,7 @@ each = partial(pytest.mark.parametrize, "storage", ids=repr)
 
 NUMBERS = 1 << 23  # possible random numbers of an element
 MIDDLE, LAST = NUMBERS // 2, NUMBERS - 1
-LENGTH = 128  # of a row: divisible by every group size
+LENGTH = 128  # row length, which every group size divides
 
 
 def store(storage, value, number=MIDDLE, stored=None):

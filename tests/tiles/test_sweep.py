@@ -54,7 +54,6 @@ def update(rule, shape, *, dtype=torch.bfloat16, rounding_name="nearest", steps=
 
 
 def key(number):
-    """Returns the key of a parameter's random bits."""
     return torch.tensor(number, dtype=torch.int32)
 
 
