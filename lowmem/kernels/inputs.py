@@ -58,7 +58,7 @@ class Columns:
 
 
 class KernelScalars:
-    """KernelScalars that kernels read: inputs of the update, and results of the code between passes, each in a slot.
+    """The scalars that kernels read: inputs of the update, and results of the code between passes, each in a slot.
 
     Attributes:
         slots: node → the number of its slot.

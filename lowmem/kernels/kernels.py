@@ -99,7 +99,7 @@ class Kernels:
 class Launch(NamedTuple):
     """A launch of a kernel."""
 
-    name: str  # of the kernel
+    name: str  # name of the kernel
     grid: int  # number of programs
     args: tuple[Tensor, ...]  # the first arguments
     constants: tuple[Any, ...] = ()  # the last arguments
@@ -151,7 +151,7 @@ class Batch:
                     if ranks is not None:
                         self.steps.append(Reduction(tables.totals[n, largest], largest))
         on_gpu = self.device.type == "cuda"
-        self._pointers = list[int]()  # to gradients, in the last run
+        self._pointers = list[int]()  # addresses of the gradients in the last run
         self._on_host = self._on_device = torch.empty(len(members), dtype=torch.int64, pin_memory=on_gpu)
         self._as_array = self._on_host.numpy()
         self._copied = torch.cuda.Event() if on_gpu else None

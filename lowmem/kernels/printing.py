@@ -53,7 +53,7 @@ class Value(NamedTuple):
     """The code of a value: a variable or a literal."""
 
     code: str
-    shape: tuple[int, ...] = ()  # in the kernel
+    shape: tuple[int, ...] = ()  # shape in the kernel
     dtype: torch.dtype | None = None  # None for a literal
 
 

@@ -30,7 +30,7 @@ class TableRow(NamedTuple):
 class Member(NamedTuple):
     """One parameter."""
 
-    layout: Layout  # of the shard
+    layout: Layout  # layout of the shard
     tensors: Mapping[tuple[str, int], Tensor]  # the weight ("param") and full-size states, by name and part number
     small: Mapping[tuple[str, str], Tensor]  # the other states, by kind and name
     group: int = 0  # offset of the group's numbers
@@ -104,7 +104,7 @@ class Tables:
         self._slice_of = [row_of_slice[each.member, each.slice] for each in self._rectangles]
         down, across = source.tile.strip
         self._strips = [(-(-each.rows // down), -(-each.cols // across)) for each in self._rectangles]
-        self._counts = [down * across for down, across in self._strips]  # of programs, for each rectangle
+        self._counts = [down * across for down, across in self._strips]  # number of programs for each rectangle
         self.programs = [row for row, count in enumerate(self._counts) for _ in range(count)]
         self._first = [0, *itertools.accumulate(self._counts)]
         rows, cols = ([shapes[n][side] for n, _ in self._slices] for side in (1, 2))

@@ -32,7 +32,7 @@ class Changes:
         self._records = records
         self._sampled: set[ParamRecord] = set()
         self._counts: list[Tensor] = []  # per update: numbers of changed and of counted elements
-        self._share = torch.full((), torch.nan, device=device)  # of the last measured step
+        self._share = torch.full((), torch.nan, device=device)  # share in the last measured step
         self._step, self.is_due = 1, True
 
     def watch(self, records: Sequence[ParamRecord], weight: StoredTensor, grad: Tensor) -> Callable[[], None] | None:

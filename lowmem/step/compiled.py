@@ -50,12 +50,12 @@ _TRACED: WeakKeyDictionary[Any, dict[tuple[ParamSpec, Kind] | Kind, "Code | None
 class BoundUpdate(NamedTuple):
     """The compiled update of one parameter, with the arguments that do not change from step to step."""
 
-    key: Any  # see `update_key`
-    form: Any  # of its reading
+    key: Any  # result of `update_key`
+    form: Any  # form of its reading
     update: Update
-    places: Sequence[Place]  # of its tiles
+    places: Sequence[Place]  # positions of its tiles
     args: Arguments  # views of its states
-    alive: Sequence[ReferenceType[Tensor]]  # to the states. When one is freed or replaced, all views are freed
+    alive: Sequence[ReferenceType[Tensor]]  # the states. When one is freed or replaced, all views are freed
 
 
 class Compilation:
@@ -78,7 +78,7 @@ class Compilation:
         self._parameters, self._requested = parameters, parameters.config.compile
         self._step, self._decided = 0, False
         self._unsettled: dict[tuple[Program, Any], Update | None] = {}  # code on which ranks have not yet agreed
-        self._error: str | None = None  # of this rank, since ranks last agreed
+        self._error: str | None = None  # compiler error on this rank since ranks last agreed
         self._bound: dict[ParamRecord, BoundUpdate] = {}
         self._warns = self._requested is True  # whether to warn about updates that are not compiled
 
@@ -94,7 +94,7 @@ class Compilation:
             ConfigError: `compile=True`, but some rank has no working compiler. Raised on every rank.
         """
         records, requested = self._parameters.records.values(), self._requested
-        size = sum(r.span.numel for r in records if r.param.requires_grad)  # full parameters: all ranks decide alike
+        size = sum(r.span.numel for r in records if r.param.requires_grad)  # full sizes, so all ranks decide alike
         wanted = requested is True or (requested == "auto" and size >= COMPILE_FROM)
         devices = {record.param.device.type for record in records} if wanted else set()
         missing = next(filter(None, (missing_compiler(device, tries=requested is True) for device in devices)), None)
@@ -339,7 +339,7 @@ def compiled_update(program: Program, kind: Kind, variant: Any) -> Update | None
             codes[spec, kind] = code
         update, compilers = code.update_for(*variant)
     except Exception as error:  # from the rule or PyTorch's tracer, such as for a branch on a tensor's value
-        if None not in codes.values():  # once per rule
+        if None not in codes.values():  # warn once per rule
             reason = f"{type(error).__name__}: {error}".partition("\n")[0]
             shape = list(program.span.shape)
             logger.warning("updates of rule %s are not compiled: %s (parameters such as %s)", rule.name, reason, shape)

@@ -44,9 +44,9 @@ class StepCycle:
         self.loop_steps = False
         self.torn: str | None = None
         self._running: int | None = None  # the graph task of a plain backward that is open, or _EXPLICIT
-        self._fired: set[str] = set()  # in this step
-        self._fired_now: set[str] = set()  # in this backward
-        self._steps = 0  # since the last `stepped`
+        self._fired: set[str] = set()  # parameters with a gradient in this step
+        self._fired_now: set[str] = set()  # parameters with a gradient in this backward
+        self._steps = 0  # number of steps since the last `stepped`
 
     @property
     def idle(self) -> bool:

@@ -23,10 +23,10 @@ from lowmem.tiles.transfers import to_device
 class StepValues:
     """The values of a step on a device."""
 
-    numbers: Tensor  # of all groups, float64
-    names: Mapping[AddedGroup, tuple[str, ...]]  # of each group's numbers
+    numbers: Tensor  # numbers of all groups, float64
+    names: Mapping[AddedGroup, tuple[str, ...]]  # names of each group's numbers
     offsets: Mapping[AddedGroup, int]  # index of each group's first number
-    keys: Tensor  # of the parameters' random bits, int32
+    keys: Tensor  # keys of the parameters' random bits, int32
     key_indices: Mapping[ParamRecord, int]  # index of the key of each parameter whose storages use random bits
     reading: Reading  # how gradients are read if there is no decision before the updates
 

@@ -45,7 +45,7 @@ Flushes = dict[tuple[Any, tuple[ParamRecord, ...]], tuple[Sequence[BoundUpdate],
 
 
 class KernelUpdates:
-    """Runs updates by kernels. What a flush needs is decided once, and again when something has changed.
+    """Runs updates by kernels. Later steps reuse the batches of a flush until something changes.
 
     Args:
         shard, cycle, inputs, compilation, changes: of the optimizer.
@@ -56,8 +56,8 @@ class KernelUpdates:
     ) -> None:
         self._shard, self._cycle, self._inputs = shard, cycle, inputs
         self._compilation, self._changes = compilation, changes
-        self._flushes: Flushes = {}  # of this step
-        self._earlier: Flushes = {}  # of the last step
+        self._flushes: Flushes = {}  # flushes of this step
+        self._earlier: Flushes = {}  # flushes of the last step
 
     def begin(self) -> None:
         """Begins a step."""

@@ -49,7 +49,7 @@ class TensorSpec(NamedTuple):
 class Result(NamedTuple):
     """The result of an update."""
 
-    square_sums: Tensor  # of the unscaled, unclipped gradients, float64 [members]
+    square_sums: Tensor  # squared norms of the unscaled, unclipped gradients, float64 [members]
     sizes: Tensor | None  # see `UpdateRule.update`
 
     @classmethod

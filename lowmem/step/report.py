@@ -125,7 +125,7 @@ class Report:
     def __init__(self, parameters: Parameters, updates: Updates) -> None:
         self._parameters = parameters
         self._cycle, self._clipping, self._changes = updates.cycle, updates.clipping, updates.changes
-        self._limit = parameters.config.max_nonfinite_steps  # in a row
+        self._limit = parameters.config.max_nonfinite_steps  # maximum consecutive steps
         self.last: LastStep | None = None
         self.nonfinite_gradients = torch.zeros((), dtype=torch.int64, device=parameters.device)
         self.nonfinite_steps = torch.zeros_like(self.nonfinite_gradients)

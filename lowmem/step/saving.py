@@ -176,7 +176,7 @@ def load(loop: StepLoop, saved: Mapping[str, Any], *, numbered: bool) -> None:
         raise CheckpointError(f"the saved optimizer cannot be loaded: {error}") from error
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise CheckpointError(f"the saved optimizer is damaged: {type(error).__name__}: {error}") from error
-    loop.cycle.tear("its state was only partly loaded")  # until everything is loaded
+    loop.cycle.tear("its state was only partly loaded")  # undone when everything is loaded
     for added, saved_group in zip(parameters.groups, saved["param_groups"], strict=True):
         added.live.update({key: value for key, value in saved_group.items() if key != "params"})
         added.settings["state_storage"] = added.live["state_storage"]

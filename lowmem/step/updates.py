@@ -99,7 +99,7 @@ class Updates:
         self._stacks: dict[tuple[Program, torch.dtype], Queue] = defaultdict(Queue)  # wait for a full stack
         self._per_stack: dict[Program, int] = {}  # number of its parameters per stack
         self._free: dict[torch.device, int] = {}  # elements for which memory is free on a device in this step
-        self._steps = 0  # in this process
+        self._steps = 0  # number of steps in this process
 
     @property
     def compiled(self) -> bool:

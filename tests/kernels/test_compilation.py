@@ -55,7 +55,7 @@ def compiled(function, constants, warps, arch):
 
 
 def spilled(ptx, arch, folder):
-    """Bytes of registers that ptxas stores in memory."""
+    """Returns the bytes of registers that ptxas spills to memory."""
     import triton
 
     tool, file = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas", folder / "kernel.ptx"

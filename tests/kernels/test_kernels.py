@@ -1,4 +1,4 @@
-"""Kernels in Triton's interpreter have the bits of the eager sweep. They run if TRITON_INTERPRET=1."""
+"""Kernels in Triton's interpreter match the eager sweep bit for bit. These tests need TRITON_INTERPRET=1."""
 
 import itertools
 import threading
@@ -19,17 +19,17 @@ pytestmark = pytest.mark.skipif(not INTERPRETED, reason="runs in tests/test_part
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 
-# Matrices of several programs, with rests of tiles in both directions; experts, a convolution, vectors.
+# Matrices that take several programs, with partial tiles in both dimensions; experts, a convolution, vectors.
 SHAPES = [(35, 70), (33, 1), (1, 80), (3, 18, 30), (2, 3, 5, 5), (1100,), ()]
 NO_CONVOLUTION = [shape for shape in SHAPES if len(shape) < 4]
-GROUPED = [(35, 128), (3, 9, 64), (576,)]  # whose rows are complete groups
+GROUPED = [(35, 128), (3, 9, 64), (576,)]  # their rows consist of complete groups
 NUMBERS = Reading(inverse_scale=torch.tensor(0.37), limit=torch.tensor(0.01), clip_coef=torch.tensor(0.77))
 HEURISTIC = {"min_dim_size_to_factor": 2}
 
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
-    """The interpreter takes as long for a small tile as for a large one."""
+    """Small tiles make the matrices take several programs; the interpreter is no slower with them."""
     monkeypatch.setattr("lowmem.kernels.source.MATRIX_TILE", TileSize(8, 64, 2))
     monkeypatch.setattr("lowmem.kernels.source.LINE_TILE", TileSize(1, 256, 2))
 
@@ -42,7 +42,7 @@ def made(rule, dtype=F32, rounding="nearest", storage="float32", options=None, s
 
 
 def cases(*rows, sample=1):
-    """Runs a test with the first of these cases, or with all of them if LOWMEM_FULL=1."""
+    """Parametrizes a test with the first `sample` cases, or with all of them if LOWMEM_FULL=1."""
     rows = rows if FULL else rows[:sample]
     return pytest.mark.parametrize("case", rows, ids=lambda case: " ".join(map(str, case)).replace("torch.", ""))
 
@@ -53,7 +53,7 @@ def assert_exact(differences):
 
 
 def assert_close(differences, dtype=F32):
-    """Sums in another order may change the last bit of a float32 number, and so a rounding to 16 bits now and then."""
+    """A different summation order may change the last bit of a float32 number, and so a later rounding to 16 bits."""
     assert differences
     assert {key: off for key, (_, off) in differences.items() if off > (2e-6 if dtype == F32 else 1e-2)} == {}
 
@@ -117,7 +117,7 @@ def test_aligned_tensors_and_tensors_that_are_not():
     skewed = made("lion", BF16, "stochastic", "bfloat16", shapes=[(17, 272)], skewed=1)
     assert not skewed[0].member().is_aligned
     assert_exact(update(skewed))
-    units = made("adalomo", BF16, "int12", shapes=[(3, 1, 64), (3, 8, 64)])  # 2 and 16 bytes of units per slice
+    units = made("adalomo", BF16, "int12", shapes=[(3, 1, 64), (3, 8, 64)])  # 2 and 16 bytes of scales per slice
     assert [each.member().is_aligned for each in units] == [False, True]
 
 
@@ -168,7 +168,7 @@ def test_a_parameter_has_the_same_bits_alone_and_together(rule):
 
 @cases(("adalomo", F32), ("adamw", BF16, "stochastic", "8bit"), ("adafactor_t2t", BF16))
 def test_programs_of_a_launch_write_to_places_of_their_own(case, monkeypatch):
-    """Also in another order they give the same bits, and nothing is written beside the tensors."""
+    """The order of programs does not matter either, and nothing outside of the tensors is written."""
     from triton.runtime import interpreter
 
     from lowmem.kernels import Kernels
@@ -208,7 +208,7 @@ def test_programs_of_a_launch_write_to_places_of_their_own(case, monkeypatch):
 
 
 class Ranks:
-    """Ranks as threads, of which one runs at a time."""
+    """Simulates ranks by threads, of which one runs at a time."""
 
     def __init__(self, count):
         self.turn, self.meeting, self.given = threading.Lock(), threading.Barrier(count), []
@@ -228,7 +228,7 @@ class Ranks:
 
 
 def shard_of(full, start, stop):
-    """The parameter of a rank, which has the elements from start to stop."""
+    """Returns a rank's parameter, which has the elements from `start` to `stop`."""
     options = {"options": full.options, "name": full.name}
     shard = Parameter(full.rule, full.shape, full.dtype, full.rounding, full.storage, **options)
     shard.layout = Layout.of(full.shape, full.spec.view, start, stop)
@@ -244,7 +244,7 @@ def shard_of(full, start, stop):
     ("adalomo", F32, "nearest", "float32", {}, (20, 96)), sample=2,
 )  # fmt: skip
 def test_shards_of_ranks(case):
-    """Flat shards: the end of a row, whole rows and the start of a row; one of them is empty."""
+    """Flat shards contain the end of a row, whole rows and the start of a row. One shard is empty."""
     *case, shape = case
     (full,), ranks, failures = made(*case, shapes=[shape]), Ranks(4), []
     grad, bounds = full.gradient(1), [0, 480, 992, full.tensors["param", 0].numel(), full.tensors["param", 0].numel()]

@@ -1,4 +1,4 @@
-"""The source of kernels, and their tables."""
+"""The generated source of kernels, and the tables that they read."""
 
 import pytest
 import torch
@@ -55,7 +55,7 @@ def test_what_has_a_form_is_written(name):
 
 
 def test_a_line_of_more_columns_than_int32_counts():
-    """It is cut. The random bits of a column are those of `Rect`s of the eager sweep, which are cut there too."""
+    """The line is split, and the random bits of each column are those of the eager sweep, which splits it too."""
     size = (5 << 30) + 3
     source = Kernels(Parameter("lion", (7,), torch.bfloat16, "stochastic").traced(Reading()), line=True, aligned=False)
     param, state = (torch.empty(size, dtype=dtype, device="meta") for dtype in (torch.bfloat16, torch.float32))

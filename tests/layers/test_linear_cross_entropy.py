@@ -1,4 +1,4 @@
-"""The loss of the head and its gradients against float64, their memory, and invalid arguments."""
+"""The loss of the tiled head and its gradients compared with float64, their memory, and invalid arguments."""
 
 import itertools
 
@@ -12,12 +12,12 @@ from lowmem.layers import head_tiles
 from lowmem.layers.head import METRICS, Head, linear_cross_entropy, token_losses
 
 TOKENS, SIZE, VOCABULARY = 37, 48, 1003
-SMALL = 60_000  # bytes of memory, with which there are 19 blocks of the vocabulary
+SMALL = 60_000  # bytes, which split the vocabulary into 19 blocks
 
 
 @pytest.fixture
 def inputs():
-    """Hidden states and a weight whose logits are as large as in trained models, a bias, and labels."""
+    """Hidden states, a weight whose logits are as large as in trained models, a bias, and labels."""
     hidden = torch.randn(TOKENS, SIZE, dtype=torch.float64) * 2
     weight, bias = torch.randn(VOCABULARY, SIZE, dtype=torch.float64) * 0.3, torch.randn(VOCABULARY).double()
     labels = torch.randint(VOCABULARY, (TOKENS,))
@@ -32,7 +32,7 @@ def logits_of(hidden, weight, bias, scale, softcap, temperature):
 
 
 def reference(hidden, weight, bias, labels, logit_scale=1.0, softcap=None, temperature=1.0, label_smoothing=0.0):
-    """The mean loss from whole logits, written down as in the documentation of `Head`."""
+    """Returns the mean loss from full logits, as the documentation of `Head` defines it."""
     z = logits_of(hidden, weight, bias, logit_scale, softcap, temperature)
     target = z.gather(1, labels.clamp(min=0)[:, None])[:, 0]
     losses = z.logsumexp(-1) - (1 - label_smoothing) * target
@@ -52,7 +52,7 @@ OPTIONS = list(itertools.product((False, True), (1.0, 0.5), (None, 20.0), (1.0, 
 
 
 def assert_close_to_float64(tensors, labels, dtype, tolerance, **options):
-    """The loss and all gradients."""
+    """Compares the loss and all gradients."""
     exact, mine = leaves([tensor.to(dtype) for tensor in tensors], torch.float64), leaves(tensors, dtype)
     (hidden, weight, bias), (own_hidden, own_weight, own_bias) = ([*each, None][:3] for each in (exact, mine))
     expected = reference(hidden, weight, bias, labels, **options)
@@ -68,7 +68,7 @@ def assert_close_to_float64(tensors, labels, dtype, tolerance, **options):
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 4e-3)])
 def test_loss_and_gradients_equal_whole_logits_in_float64(dtype, tolerance, inputs):
-    """In bfloat16 the gradient of a hidden state is rounded twice, which is off by 2⁻⁹ at most each time."""
+    """In bfloat16, the gradient of a hidden state is rounded twice, by at most 2⁻⁹ each time."""
     *tensors, labels = inputs
     for has_bias, *values in OPTIONS:
         options = dict(zip(("logit_scale", "softcap", "temperature", "label_smoothing"), values, strict=True))
@@ -78,7 +78,7 @@ def test_loss_and_gradients_equal_whole_logits_in_float64(dtype, tolerance, inpu
 @pytest.mark.parametrize("softcap", [None, 20.0])
 @pytest.mark.parametrize("rows", [slice(0, 300), slice(500, 501), slice(700, None)], ids=str)
 def test_words_with_a_bias_of_minus_infinity_are_never_chosen(rows, softcap, inputs):
-    """A whole tile of them is not NaN, also if it is the first."""
+    """A tile with only such words must not produce NaN, even if it is the first one."""
     *tensors, labels = inputs
     tensors[2][rows] = -torch.inf
     allowed = torch.arange(VOCABULARY)[tensors[2] > -torch.inf]
@@ -123,7 +123,7 @@ def test_reductions_and_shapes(inputs):
     torch.testing.assert_close(linear_cross_entropy(hidden, weight, labels), total / counted)
     torch.testing.assert_close(linear_cross_entropy(hidden, weight, labels, num_items=torch.tensor(70)), total / 70)
     nothing = torch.full_like(labels, -100)
-    assert linear_cross_entropy(hidden, weight, nothing) == 0  # and not NaN
+    assert linear_cross_entropy(hidden, weight, nothing) == 0  # rather than NaN
     other = linear_cross_entropy(hidden, weight, labels.masked_fill(labels == -100, 7), ignore_index=7, reduction="sum")
     torch.testing.assert_close(other, total)
 
@@ -140,7 +140,7 @@ def test_only_trained_tensors_get_a_gradient(frozen, inputs):
 
 
 def test_autocast_sets_the_dtype_of_products_only(inputs):
-    """On a CPU they are in float32 all the same, also in a backward inside autocast."""
+    """On a CPU, products are in float32 even under autocast, and in a backward inside autocast."""
     hidden, weight, _, labels = inputs
     plain, cast = leaves((hidden, weight), torch.float32), leaves((hidden, weight), torch.float32)
     linear_cross_entropy(*plain, labels).backward()
@@ -150,7 +150,7 @@ def test_autocast_sets_the_dtype_of_products_only(inputs):
 
 
 class Largest(TorchDispatchMode):
-    """The names of operations, and the bytes of the largest tensor that one makes, which is not one of `known`."""
+    """Records the names of operations and the size of their largest output that is not one of `known`."""
 
     def __init__(self, known=()):
         super().__init__()
@@ -186,7 +186,7 @@ def test_on_a_cpu_a_block_is_cast_a_few_rows_at_a_time(monkeypatch):
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 4e-3)])
 @pytest.mark.parametrize("options", [{}, {"softcap": 20.0, "temperature": 1.3}, {"label_smoothing": 0.1}], ids=str)
 def test_stored_probabilities_give_the_same_gradients(options, dtype, tolerance, inputs):
-    """With as many logits as before, none of which is computed again in backward."""
+    """The backward must not compute any logits again."""
     hidden, weight, _, labels = inputs
     labels, scales = labels.clamp(min=0), torch.rand(TOKENS) + 0.5
     for memory, stored in ((1 << 20, True), (SMALL, False)):
@@ -204,7 +204,7 @@ def test_stored_probabilities_give_the_same_gradients(options, dtype, tolerance,
 
 @pytest.mark.parametrize("memory", [1 << 20, 4 << 20])
 def test_tiles_stay_within_their_memory_limit(memory):
-    """Each tensor of a tile is a part of it."""
+    """All tensors of a tile share the limit, so the largest one has a part of it."""
     hidden, weight = torch.randn(1500, 64, requires_grad=True), torch.randn(20_000, 64)
     with Largest((hidden, weight)) as largest:
         linear_cross_entropy(hidden, weight, torch.zeros(1500, dtype=torch.int64), memory=memory).backward()
@@ -224,7 +224,7 @@ LEARNED = torch.tensor(0.5, requires_grad=True)
         ({"logit_scale": float("nan")}, "logit_scale=nan"),
         ({"reduction": "avg"}, "reduction='avg'; allowed are"),
         ({"reduction": "none", "num_items": 7}, "num_items has no effect"),
-        *(  # which would get no gradient
+        *(  # they would get no gradient
             ({name: LEARNED}, rf"{name}=tensor\(0.5000, .*requires_grad=True\) .* allowed: a number")
             for name in ("logit_scale", "softcap", "temperature", "label_smoothing")
         ),
@@ -240,7 +240,7 @@ def test_an_option_out_of_range_raises(options, words, inputs):
 @pytest.mark.parametrize("learns", [False, True])
 @pytest.mark.parametrize("label", [-1, -VOCABULARY, VOCABULARY, -101])
 def test_a_label_outside_the_vocabulary_raises(label, learns, inputs):
-    """As PyTorch does, also where the host must not wait for the labels."""
+    """PyTorch raises too. This includes the path where the host must not wait for the labels."""
     hidden, weight, _, labels = inputs
     labels[2] = label
     with pytest.raises(IndexError, match="is out of bounds"):
@@ -250,7 +250,7 @@ def test_a_label_outside_the_vocabulary_raises(label, learns, inputs):
 
 
 def test_changing_a_weight_before_backward_raises(inputs):
-    """As for any tensor that autograd has saved."""
+    """Autograd raises for any saved tensor that was modified."""
     hidden, weight, _, labels = inputs
     weight = weight.float().requires_grad_()
     loss = linear_cross_entropy(hidden.float(), weight, labels)
@@ -261,7 +261,7 @@ def test_changing_a_weight_before_backward_raises(inputs):
 
 
 def test_nothing_is_read_back(inputs):
-    """By a copy of a value to the host a GPU would have to finish everything before."""
+    """Reading a value on the host would wait for all work on the GPU."""
     hidden, weight, _, labels = inputs
     mine = leaves((hidden, weight), torch.float32)
     with Largest() as operations:
@@ -270,7 +270,7 @@ def test_nothing_is_read_back(inputs):
 
 
 def test_second_derivatives_raise(inputs):
-    """As of a gradient penalty through a frozen head."""
+    """A gradient penalty through a frozen head needs them."""
     hidden, weight, _, labels = inputs
     hidden = hidden.float().requires_grad_()
     loss = linear_cross_entropy(hidden, weight.float(), labels)

@@ -1,6 +1,6 @@
-"""Logits that are computed where they are read: losses, metrics and models get the results that a matrix gives.
+"""Losses, metrics and models that read lazy logits get the results of a matrix of logits.
 
-The reference is the linear layer itself. Reads in tiles must not create the matrix.
+The reference is the linear layer itself. Reads by tiles must not materialize the matrix.
 """
 
 from contextlib import contextmanager, nullcontext
@@ -37,7 +37,7 @@ def log_probs_by_rows(logits, ids=IDS):
 
 
 def entropy(logits):
-    """TRL's entropy_from_logits, of which a part of the rows may be a matrix."""
+    """TRL's entropy_from_logits, which may materialize some of the rows."""
     parts = []
     for part in logits.reshape(-1, logits.shape[-1]).split(2, dim=0):
         logs = F.log_softmax(part, dim=-1)
@@ -109,7 +109,7 @@ class Same(torch.autograd.Function):
 
 
 def run(head, linear, read, dtype=torch.float32):
-    """The value that is read, and the gradients of hidden states, weight and bias."""
+    """Returns the value read, and the gradients of the hidden states, weight and bias."""
     hidden = torch.randn(BATCH, TOKENS, SIZE, generator=seeded(3)).to(dtype).requires_grad_()
     linear.zero_grad()
     value = read(head(hidden))
@@ -143,7 +143,7 @@ def test_every_read_equals_a_matrix(name, linear, matrices):
 
 @pytest.mark.parametrize("name", [*IN_TILES, *BY_MATRIX, "detached"])
 def test_weights_are_gathered_where_they_are_read(name, linear):
-    """As by ZeRO-3, which also detaches the logits of a reference model."""
+    """ZeRO-3 gathers weights, and also detaches the logits of a reference model."""
     read = {**IN_TILES, **BY_MATRIX, "detached": lambda z: loss(z.detach())}[name]
     full = {param: param.data for param in linear.parameters()}
 

@@ -1,4 +1,4 @@
-"""Tiled MLPs compute what whole ones compute, one tile at a time, and return one gradient per weight."""
+"""Tiled MLPs compute one tile of tokens at a time and give the outputs and gradients of untiled ones."""
 
 import copy
 
@@ -37,7 +37,7 @@ A_MIXTURE = r"'model\.layers\.0\.mlp' is a mixture of experts.*Omit mlp_tile"
     [
         *(pytest.param(lambda kind=kind: on_meta(kind), {}, A_MIXTURE, id=kind) for kind in ("Mixtral", "GptOss")),
         (lambda: on_meta("OPT"), {}, "OPTForCausalLM"),
-        (lambda: Net(Residual()), {}, "Net has no MLP"),  # it takes two tensors
+        (lambda: Net(Residual()), {}, "Net has no MLP"),  # its forward takes two tensors
         (lambda: Net(MLP()), {"tokens": 0}, "mlp_tile=0"),
     ],
 )
@@ -75,7 +75,7 @@ KINDS = MODELS if FULL else {name: MODELS[name] for name in ("Llama", "Gemma2", 
 @pytest.mark.parametrize(("kind", "checkpointing", "tokens"), pairwise(KINDS, [False, True], [1, 7, 16, 31]))
 def test_loss_and_gradients_equal_whole_mlps(kind, checkpointing, tokens, token_batches):
     model = build(*MODELS[kind][:2], checkpointing)
-    (batch,) = token_batches(1)  # of 32 tokens
+    (batch,) = token_batches(1)  # 32 tokens
     loss, grads = step(model, batch)
     tile_mlps(model, tokens)
     tiled_loss, tiled = step(model, batch)
@@ -91,20 +91,20 @@ def test_one_tile_is_bit_equal(token_batches):
     calls = []
     model.model.layers[0].mlp.up_proj.register_forward_hook(lambda *args: calls.append(args))
     tiled_loss, tiled = step(model, batch)
-    assert len(calls) == 1  # nothing is computed again
+    assert len(calls) == 1  # nothing is recomputed
     assert torch.equal(tiled_loss, loss)
     assert all(torch.equal(tiled[name], grad) for name, grad in grads.items())
 
 
 class Shared(MLP):
-    """In a tile of one token the gradient of a bias is a view of the gradient of the output, which others use too."""
+    """With a tile of one token, the bias gradient is a view of the output's gradient, which has other uses too."""
 
     def forward(self, x):
         return self.down(self.act(self.gate(x))) + self.up.bias.view(1, -1)
 
 
 class Part(MLP):
-    """A weight is not used, and has no gradient."""
+    """One weight is unused and gets no gradient."""
 
     def forward(self, x):
         return self.down(self.act(self.gate(x)))
@@ -142,7 +142,7 @@ def test_each_hook_fires_once_with_the_whole_gradient():
 
 
 def test_changing_a_weight_after_forward_raises():
-    """As autograd refuses it without tiles."""
+    """Autograd raises without tiles too."""
     net = Net(MLP())
     tile_mlps(net, 3)
     opt = lowmem.FusedOptimizer(net.named_parameters(), rule="lomo", lr=1e-2)
@@ -166,8 +166,8 @@ def test_a_second_derivative_raises():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_gradients_of_16_bits_are_as_accurate_as_of_whole_mlps(dtype):
-    """The gradients of 64 tiles are rounded once each and once together, of whole MLPs once. Errors grow by √2 at most
-    where there is no other error, as in the last bias. Sums in the weights' dtype are several times worse there.
+    """The gradients of 64 tiles are rounded once each and once as a sum, those of an untiled MLP once, so errors grow
+    by at most √2 if there is no other error, as in the last bias. Sums in 16 bits would be several times worse.
     """
     exact = MLP()
     for param in exact.parameters():
@@ -194,7 +194,7 @@ def test_gradients_of_16_bits_are_as_accurate_as_of_whole_mlps(dtype):
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_autocast(checkpointing, token_batches):
-    """Backward runs outside of autocast; a forward without gradients inside does not take them from the next."""
+    """The backward runs outside of autocast. Casts cached without gradients must not reach the next forward."""
     model = build("Llama", GROUPS, checkpointing)
     long, short = token_batches(2)
     short = {name: value[:, :4] for name, value in short.items()}
@@ -215,7 +215,7 @@ def test_autocast(checkpointing, token_batches):
 
 
 def test_dropout_is_drawn_per_tile():
-    """Backward recomputes with the random numbers of forward, and leaves the generator where forward left it."""
+    """The backward recomputes with the forward's random numbers and does not change the generator's state."""
     mlp = MLP(drop=0.3)
     x = torch.randn(8, 32)
     torch.manual_seed(1)

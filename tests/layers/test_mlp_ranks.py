@@ -1,4 +1,4 @@
-"""Models whose MLPs are tiled, and how they may be sharded; tests/placements/test_sharded_models.py trains them."""
+"""Models with tiled MLPs and how they may be sharded. tests/placements/test_sharded_models.py trains them."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def initialized_first(rank):
 
 
 def sharded_inside(rank):
-    """A linear layer that is sharded alone."""
+    """Shards a single linear layer."""
     model = make(mlp_tile=8)
     fully_shard(model.model.layers[0].mlp.up_proj)
     with pytest.raises(UnsupportedError, match=r"'up_proj\.weight' of a tiled MLP.*Call fully_shard on the layer"):

@@ -1,4 +1,4 @@
-"""Quantized models in training: every rule and policy, on one device."""
+"""Training of quantized models on one device, with every rule and policy."""
 
 import copy
 import itertools
@@ -41,7 +41,7 @@ RULES = {
 
 @pytest.fixture
 def llama(tiny_llama):
-    """A factory of small models whose matrices have at least 4,096 elements and rows of whole groups."""
+    """Returns a factory of small models. Matrices have at least 4,096 elements and rows of complete groups."""
 
     def make(weight_format=None, **config):
         sizes = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 128, **config}
@@ -98,7 +98,7 @@ def test_a_weight_stays_tied_to_an_attribute_of_another_module():
     assert net.loss.head is net.embedding.weight
 
 
-@pytest.mark.parametrize("tokens", [(4, 16), (2, 5)], ids=str)  # the former as many as a weight has rows and columns
+@pytest.mark.parametrize("tokens", [(4, 16), (2, 5)], ids=str)  # first: as many as a weight has rows and columns
 def test_activation_checkpointing_measures_the_gradients_of_ordinary_weights(llama, token_batches, tokens):
     norms = []
     for reentrant, model in (
@@ -143,7 +143,7 @@ def test_resumed_bit_for_bit_from_files_that_transformers_reads(llama, token_bat
         opt.backward(model(**batch).loss)
         resumed.backward(other(**batch).loss)
     assert_same(model, other)
-    shown = type(model).from_pretrained(tmp_path, dtype="auto")  # as it was after three steps, in bfloat16
+    shown = type(model).from_pretrained(tmp_path, dtype="auto")  # the model after three steps, in bfloat16
     assert {param.dtype for param in shown.parameters()} == {torch.bfloat16}
     loaded = llama(tie_word_embeddings=tied)
     weights.load_weights(loaded, tmp_path)
@@ -151,7 +151,7 @@ def test_resumed_bit_for_bit_from_files_that_transformers_reads(llama, token_bat
 
 
 class Experts(nn.Module):
-    """Two experts, as transformers has them."""
+    """Two experts in the layout of transformers."""
 
     num_experts = 2
 
@@ -170,8 +170,8 @@ class Experts(nn.Module):
     ("kind", "experts"), in_turn([("int8", 1.07), ("int10", 1.32), ("int12", 1.57)], [True, False])
 )
 def test_bytes_in_a_real_step(kind, experts, monkeypatch):
-    """Weights and states of AdaLomo per parameter; and at the peak no more than one gradient or one matrix as bfloat16
-    together with them, or of a stack of experts one gradient and the stack.
+    """Checks bytes per parameter of weights and AdaLomo's states. The peak adds no more than one bfloat16 gradient or
+    matrix, or for experts one gradient and their dequantized stack.
     """
     torch.manual_seed(0)
     (weight_format, most), block = kind, 1 << 12
@@ -270,7 +270,7 @@ def test_a_wrong_argument_raises_and_changes_nothing(llama, arguments, words):
 
 @pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
 def test_a_weight_with_hooks_raises(llama, register):
-    """They would be called no more."""
+    """The hooks would no longer be called."""
     model = llama()
     getattr(model.lm_head.weight, register)(lambda _: None)
     with pytest.raises(lowmem.LowmemError, match=r"lm_head\.weight has hooks.*after quantize_"):

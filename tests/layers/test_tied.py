@@ -1,4 +1,4 @@
-"""A tied embedding adds its gradient to the head's: the bits of two gradients, in the memory of one."""
+"""A tied embedding adds its gradient to the head's gradient, with the bits of two gradients and the memory of one."""
 
 import copy
 import pickle
@@ -20,7 +20,7 @@ VOCABULARY, SIZE, MEMORY = 1201, 32, 100_000  # an odd number of rows, in about 
 
 
 class Scaled(torch.nn.Embedding):
-    """As Gemma's."""
+    """An embedding that scales its output, as in Gemma."""
 
     def forward(self, ids):
         return super().forward(ids) * 3
@@ -57,7 +57,7 @@ def make(shares=True, dtype=torch.float32, **options):
 
 def ids_of(step, tokens=40):
     ids = torch.randint(VOCABULARY, (tokens,), generator=seeded(step))
-    ids[:5] = 7  # repeated
+    ids[:5] = 7  # repeated words
     return ids
 
 
@@ -71,7 +71,7 @@ def test_the_sum_of_both_gradients(options, dtype):
 
 
 def test_one_gradient_exists(monkeypatch):
-    """The one that the head has made; the embedding allocates nothing of its size, and autograd copies nothing."""
+    """The embedding adds to the head's gradient without allocating another one, and autograd makes no copy."""
     net, waiting, found = make(), tied.waiting, []
 
     def noted(weight):
@@ -88,7 +88,7 @@ def test_one_gradient_exists(monkeypatch):
 
 
 def test_a_gradient_of_another_backward_is_left_alone():
-    """Of a region with reentrant checkpointing, which runs a backward of its own; and after one has ended."""
+    """The other backward is inside a reentrant checkpoint, or has already ended."""
     nets = [make(shares) for shares in (True, False)]
     for net in nets:
         kept = []
@@ -104,7 +104,7 @@ def test_a_gradient_of_another_backward_is_left_alone():
 
 
 def through_another_process(module):
-    """Which has not made the class of the embedding yet."""
+    """Unpickles as in a process that has not created the embedding's class yet."""
     pickled = pickle.dumps(module)
     tied._tied.cache_clear()
     return pickle.loads(pickled)
@@ -134,7 +134,7 @@ def in_one_unit(rank, make):
 
 
 def trained(rank, kind, settings):
-    """Full weights after three steps, and how often a gradient of the head was added to."""
+    """Returns full weights after three steps, and how often the embedding added to a gradient of the head."""
     added, waiting = [], tied.waiting
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tied, "waiting", lambda weight: added.append(waiting(weight) is not None) or waiting(weight))

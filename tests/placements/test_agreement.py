@@ -1,4 +1,4 @@
-"""In a process group, ranks whose parameters or settings differ are refused, and left as they were."""
+"""Ranks of one process group whose parameters or settings differ raise an error and are left unchanged."""
 
 import itertools
 
@@ -32,7 +32,7 @@ def groups(net):
     return [{"params": list(layer.named_parameters(prefix=str(n)))} for n, layer in enumerate(net)]
 
 
-# The parameters of a rank, and the error.
+# The parameters of each rank, and the expected error.
 VALUES = "the values of the parameters differ between rank 0 and rank 1"
 NAMES = "the names, shapes or dtypes of the parameters differ"
 DIFFERENT = {
@@ -96,7 +96,7 @@ def test_replicated_broadcasts_the_weights_of_rank_0(two):
 
 
 def steps_that_notice(rank, at):
-    """Steps in which ranks notice that they have different elements at this index."""
+    """Returns the steps in which ranks notice that their elements differ at this index."""
     param = torch.nn.Parameter(torch.zeros(4096))  # a step compares every fourth element
     param.data[at] += rank
     return [step for step in range(8) if drifted(records_of(param), step)]
@@ -136,7 +136,7 @@ def settings_that_differ(rank, name, plain, sharded):
     [*itertools.product(SETTINGS, [False, True], [False]), ("seed", False, True), ("lr", False, True)],
 )
 def test_different_settings_on_ranks_raise(two, name, plain, sharded):
-    """On every rank, before the first update."""
+    """Every rank raises before the first update."""
     two.run(settings_that_differ, name, plain, sharded)
 
 
@@ -147,11 +147,11 @@ def edited_on_one_rank(rank):
         opt.backward(net(torch.ones(1, 4)).sum())
     opt.param_groups[0]["betas"] = (0.9, 0.99)
     opt.backward(net(torch.ones(1, 4)).sum())
-    opt.param_groups[0]["lr"] = 0.1 + rank  # they are compared once
+    opt.param_groups[0]["lr"] = 0.1 + rank  # settings are compared in the first step only
     opt.backward(net(torch.ones(1, 4)).sum())
     opt.remove()
     opt = lowmem.FusedOptimizer(net.named_parameters(), rule="lomo", placement="local", seed=rank, lr=0.1 + rank)
-    opt.backward(net(torch.ones(1, 4)).sum())  # trains by itself
+    opt.backward(net(torch.ones(1, 4)).sum())  # local optimizers may differ
 
 
 def a_frozen_one(rank):

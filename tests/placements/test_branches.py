@@ -1,4 +1,4 @@
-"""Ranks that take other branches of a model equal one device, and gradients do not wait for those that never come."""
+"""Ranks that take different branches of a model match one device, and gradients do not wait for missing ones."""
 
 import random
 
@@ -25,14 +25,14 @@ def layer_drop():
     return [[tuple(range(LAYERS))] * 2, *paths]
 
 
-APART = [[(0, 1), (7, 6, 5, 4, 3, 2)]] * 6  # the order has to be learned from both
+APART = [[(0, 1), (7, 6, 5, 4, 3, 2)]] * 6  # neither rank sees the whole order
 PATHS = {"alternating heads": HEADS, "layer drop": layer_drop(), "experts": EXPERT, "apart": APART}
 SHORT = [[(0, 1, 2), (2, 1, 0)], [(0, 3), (1, 2)], [(3,), (3, 0, 1, 2)], [(1, 0), (0, 1)]]
 ORDERS = {**PATHS, "short and unlike": SHORT}
 
 
 def as_one_device(rank, steps, settings, checkpointed):
-    """Each step is a path per rank, or a list of micro-batches of them."""
+    """Trains steps that are each a path per rank, or a list of micro-batches of such paths."""
     net = Layers(checkpointed=checkpointed)
     opt = lowmem.FusedOptimizer(net.named_parameters(), rule="lomo", lr=0.1, **settings)
     reference = Layers()
@@ -59,8 +59,8 @@ POLICIES = [("immediate", False), ("two_pass", False), ("deferred", False), ("im
 
 @pytest.mark.parametrize(("order", "policy", "batching"), pairwise(ORDERS, POLICIES, [False, True]), ids=str)
 def test_equal_to_one_device(two, order, policy, batching):
-    """With reentrant checkpointing too. Averages of equal shape would be mixed up silently if ranks began them as
-    their gradients come."""
+    """Ranks must start all-reduces in one order: if they started them as gradients arrive, averages of equal shape
+    would be mixed up without an error. Reentrant checkpointing is included."""
     policy, checkpointed = policy
     one, other = two.run(as_one_device, ORDERS[order], {"policy": policy, "batching": batching}, checkpointed)
     assert all(map(torch.equal, one, other))
@@ -68,7 +68,7 @@ def test_equal_to_one_device(two, order, policy, batching):
 
 @pytest.mark.parametrize("checkpointed", [False, True], ids=["", "reentrant"])
 def test_a_gradient_of_an_earlier_micro_batch_only(two, checkpointed):
-    """Its sum is averaged, though the graph of the last micro-batch does not have it on one rank or on any."""
+    """Its sum is averaged although the last micro-batch's graph lacks the parameter on one rank or on all."""
     last = [(0, 1, 7), (0, 1, 7)]
     steps = [[[(0, 1, 2, 3, 7), (0, 4, 1, 7)], last], [[(0, 1, 5, 7), (0, 1, 7)], [(0, 1, 7), (0, 6, 7)]], [last, last]]
     one, other = two.run(as_one_device, [*steps, *steps], {"policy": "deferred"}, checkpointed)
@@ -76,7 +76,7 @@ def test_a_gradient_of_an_earlier_micro_batch_only(two, checkpointed):
 
 
 def sums_in_float32(rank):
-    """Rank 0 sums two micro-batches of layer 1, rank 1 has one, and layer 2 is on rank 0 only."""
+    """Rank 0 accumulates layer 1 twice, rank 1 once, and only rank 0 has gradients for layer 2."""
     net = Layers().bfloat16()
     opt = lowmem.FusedOptimizer(net.named_parameters(), rule="lomo", lr=0.1, policy="deferred")
     before = [layer.weight.detach().clone() for layer in net.layers]
@@ -101,7 +101,7 @@ def test_sums_have_one_dtype_on_all_ranks(two):
 
 
 def peaks(rank, steps, settings):
-    """Bytes of tensors above those that stay, at most in each step, in gradients of 4 MiB."""
+    """Returns the temporary memory of each step's backward at its peak, in gradients of 4 MiB."""
     net = Layers(1024)
     for layer in net.layers:
         torch.nn.init.eye_(layer.weight)
@@ -120,13 +120,13 @@ def peaks(rank, steps, settings):
     return results
 
 
-FEW = 3.3  # two gradients, one that a thread of gloo has not let go of yet, and temporaries of a tile
+FEW = 3.3  # two gradients, one that a gloo thread has not released yet, and temporaries of a tile
 
 
 @pytest.mark.filterwarnings("ignore:Expected a tensor")
 @pytest.mark.parametrize("paths", PATHS if FULL else ["layer drop", "apart"])
 def test_gradients_do_not_wait_for_missing_ones(two, paths):
-    """One is in flight while the next one is computed, once the order is learned; eight would be all of them."""
+    """Once the order is learned, one is in flight while the next is computed. Waiting would store all eight."""
     for results in two.run(peaks, PATHS[paths][:6], {}):
         assert max(results[2:]) <= FEW
 
@@ -137,7 +137,7 @@ def test_parameters_without_a_gradient_keep_their_place_in_the_order():
 
 
 class Silent(torch.autograd.Function):
-    """Gives its weight no gradient."""
+    """Returns no gradient for its weight."""
 
     @staticmethod
     def forward(ctx, x, weight):
@@ -149,7 +149,7 @@ class Silent(torch.autograd.Function):
 
 
 class Half(Layers):
-    """The last of a path is reached by the graph and gets no gradient."""
+    """The last layer of a path is part of the graph but gets no gradient."""
 
     def forward(self, path):
         x = torch.ones(1, self.size)
@@ -173,12 +173,11 @@ def test_a_parameter_reached_without_a_gradient_is_not_reduced(two, steps):
     (one, names), (other, others) = two.run(train_without_some, steps)
     assert all(map(torch.equal, one, other))
     assert "layers.5.weight" not in names + others
-    torch.manual_seed(0)  # as in each rank
+    torch.manual_seed(0)  # the seed of every rank
     assert torch.equal(one[5], Half().layers[5].weight)
 
 
 def zeros_for_no_gradient(rank):
-    """They are noticed on every rank."""
     with pytest.raises(StepError, match="Return zeros instead of None"):
         train_without_some(rank, [[(0, 1, None)] * 2, [(0, 1, 5), (0, 1, None)]])
 

@@ -1,4 +1,4 @@
-"""The collectives of a step on two ranks, and for how many of them the backward stands still."""
+"""The number of collectives in a step on two ranks, and how many of them block the backward."""
 
 import sys
 from collections import Counter
@@ -14,7 +14,7 @@ import lowmem
 from lowmem.placements.ranks import Ranks
 
 LAYERS = 4
-MATRICES = 7 * LAYERS + 2  # of 2¹⁵ elements and more
+MATRICES = 7 * LAYERS + 2  # with 2¹⁵ elements or more
 NORMS = 2 * LAYERS + 1
 KINDS = {"zero3": zero3, "fsdp2": by_layer}
 SCATTER, GATHER = "reduce_scatter_single", "all_gather_single"
@@ -33,7 +33,7 @@ def make_llama():
 
 
 def counted(rank, kind, settings, micro_batches):
-    """How many collectives lowmem calls in a step: those that it waits for at once, and the others."""
+    """Counts lowmem's collectives in a step, separately for blocking ones and those in flight."""
     net = KINDS[kind](rank, make_llama, **OPTIONS if kind == "zero3" else {})
     opt = lowmem.FusedOptimizer(net.named_parameters(), model=net, lr=1e-3, compile=False, **settings)
     ids = torch.arange(32)[None]
@@ -59,7 +59,7 @@ def counted(rank, kind, settings, micro_batches):
         for name in ("all_reduce", SCATTER, GATHER):
             patch.setattr(dist, name, counting(getattr(dist, name), name))
         for param in net.parameters():
-            if kind == "zero3":  # the method of DeepSpeed waits for the device
+            if kind == "zero3":  # DeepSpeed's method waits for the device
                 patch.setattr(param, "all_gather", counting(param.all_gather, "gather"))
         step()
     return dict(calls)
@@ -74,8 +74,8 @@ def test_maxima_over_ranks(two):
     assert two.run(largest) == [[2.0, 0.0]] * 2
 
 
-STACK = 1  # of norms
-BATCHES = (MATRICES + 1) // 2  # two halves are as large as one of the matrices; the same number with several sizes
+STACK = 1  # norms are updated as one stack
+BATCHES = (MATRICES + 1) // 2  # two halves are as large as a matrix: the same number with several sizes
 
 
 @pytest.mark.parametrize("rule", ["adamw", "lion", "torch.optim.SGD"])

@@ -1,4 +1,4 @@
-"""States travel through torch.distributed.checkpoint by the names of the model, bit for bit."""
+"""States are saved and loaded with torch.distributed.checkpoint by the names of the model, bit for bit."""
 
 import copy
 import json
@@ -41,11 +41,11 @@ def assert_same(one, other):
         elif isinstance(value, torch.Tensor):
             assert torch.equal(value.nan_to_num(), other[key].nan_to_num()), key
         else:
-            assert json.dumps(value) == json.dumps(other[key]), key  # DCP makes lists of tuples
+            assert json.dumps(value) == json.dumps(other[key]), key  # DCP turns tuples into lists
 
 
 def through_dcp(rank, count, kind, settings, folder):
-    """Trains, saves, and goes on; another model and optimizer load, and go on to the same bits."""
+    """Trains, saves and continues; a new model and optimizer load the checkpoint and end with the same bits."""
     batches = list(map(everyones, data()))
     net = KINDS[kind](rank, make)
     opt = optimizer(net, settings)
@@ -105,13 +105,13 @@ def test_reading_the_state_of_a_new_optimizer_changes_nothing():
     assert_same(full_weights(nets[0]), before)
     assert not len(opts[0].state)
     for net, opt in zip(nets, opts, strict=True):
-        steps(net, opt, list(data())[:4])  # without step(), which a loop may leave out
+        steps(net, opt, list(data())[:4])  # step() is optional
     assert_same(full_weights(nets[0]), full_weights(nets[1]))
     assert_same(opts[0].named_state_dict(), opts[1].named_state_dict())
 
 
-FULL = {name: settings for name, settings in SETTINGS.items() if name != "lomo"}  # torch raises where there is no state
-# its states are not mistaken for the states of a plain torch.optim.AdamW, which has the same options
+FULL = {name: settings for name, settings in SETTINGS.items() if name != "lomo"}  # torch raises if there is no state
+# not to be mistaken for a plain torch.optim.AdamW, which has the same options
 FULL["a class of torch"] = {"rule": "torch.optim.AdamW", "lr": 0.1}
 
 
@@ -119,7 +119,7 @@ FULL["a class of torch"] = {"rule": "torch.optim.AdamW", "lr": 0.1}
 def test_full_states(settings):
     net, other = make(), make()
     opt, resumed = (optimizer(each, settings) for each in (net, other))
-    steps(other, resumed, list(data())[:1])  # in which a class makes its states
+    steps(other, resumed, list(data())[:1])  # the class creates its states in its first step
     steps(net, opt, list(data())[:3])
     options = StateDictOptions(full_state_dict=True)
     set_optimizer_state_dict(other, resumed, get_optimizer_state_dict(net, opt, options=options), options=options)

@@ -1,4 +1,4 @@
-"""Gradients that a loop puts into `.grad` where several ranks train one model: averaged, as in a backward."""
+"""Gradients that a loop assigns to `.grad` on several ranks are averaged as in a backward."""
 
 from contextlib import nullcontext
 
@@ -20,7 +20,7 @@ def gradient(name, shape, rank, step):
 
 
 def has_gradient(name, rank, step):
-    """Each rank leaves out others now and then."""
+    """Returns whether the parameter has a gradient, which varies by rank and step."""
     return (len(name) + rank + step) % 3 > 0
 
 
@@ -29,7 +29,7 @@ def optimizer(net, settings, **options):
 
 
 def alone(count, settings, micro_batches=1, apart=True):
-    """One device with the averages of `count` ranks, each of which leaves out others if they are `apart`."""
+    """Trains one device with the averages of `count` ranks. If `apart`, ranks lack different gradients."""
     net = make()
     opt = optimizer(net, settings, placement="local")
     for step in range(STEPS):
@@ -45,7 +45,7 @@ def alone(count, settings, micro_batches=1, apart=True):
 
 
 def on_ranks(rank, kind, settings, micro_batches=1):
-    """Sharded ranks leave out the same gradients. FSDP2 has shards of the average, as a backward leaves them."""
+    """Sharded ranks lack the same gradients. Under FSDP2, `.grad` is a shard of the average, as after a backward."""
     net, count = KINDS[kind](rank, make), dist.get_world_size()
     opt = optimizer(net, settings)
     trained = {name: param for name, param in net.named_parameters() if param.requires_grad}

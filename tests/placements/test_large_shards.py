@@ -1,4 +1,4 @@
-"""Parameters that are not stacked, whose shards wait for one another: on several ranks as on one device."""
+"""Large parameters, which are not stacked, give the same results on several ranks as on one device."""
 
 import math
 
@@ -14,7 +14,7 @@ from lowmem.step.updates import SMALL
 
 
 class Large(torch.nn.Module):
-    """Each has more than SMALL elements. On three ranks FSDP2 has no row of `wide` on the last one."""
+    """Each matrix has more than SMALL elements. With three ranks, FSDP2 leaves the last one no row of `wide`."""
 
     def __init__(self):
         super().__init__()
@@ -66,11 +66,11 @@ SETTINGS = {
 
 @pytest.mark.parametrize(("kind", "case", "spoil"), in_turn(SHARDS, SETTINGS, [math.inf, 1.0, 1e25]), ids=str)
 def test_large_parameters_as_on_one_device(ranks_of, kind, case, spoil):
-    """On one rank, a gradient is multiplied by `spoil`: not finite, or its square overflows float32."""
+    """One rank multiplies a gradient by `spoil`, which makes it infinite or its square overflow float32."""
     # a larger rate saturates tanh, whose gradient is then a difference that depends on the order of sums
     settings = {"lr": 1e-3, **SETTINGS[case]}
     assert all(param.numel() > SMALL for name, param in make_large().named_parameters() if "bias" not in name)
-    third_party = settings["rule"] == "torch.optim.AdamW"  # which takes a gradient that is not finite
+    third_party = settings["rule"] == "torch.optim.AdamW"  # it applies non-finite gradients
     spoil = math.inf if third_party and spoil > 1 else spoil
     alone, norms, skipped = train(make_large(), lambda x: x, settings, spoil)
     assert any(skipped) is (spoil > 1 and not third_party)
@@ -81,7 +81,7 @@ def test_large_parameters_as_on_one_device(ranks_of, kind, case, spoil):
 
 
 def make_block():
-    """A matrix and a norm, whose gradients FSDP2 puts into one tensor."""
+    """Returns a matrix and a norm, whose gradients FSDP2 packs into one tensor."""
     return torch.nn.Sequential(torch.nn.Linear(512, 512, bias=False), torch.nn.RMSNorm(512))
 
 
@@ -97,7 +97,7 @@ def above_what_stays(rank, kind, depth, rule):
 
     step()
     peaks = []
-    for _ in range(2):  # a thread of gloo may hold one shard more for a moment: in the least peak it does not
+    for _ in range(2):  # a gloo thread may hold one more shard for a moment, so the lowest peak counts
         with Memory(net, opt, *(getattr(param, "ds_tensor", param) for param in net.parameters())) as memory:
             step()
         peaks.append(memory.above)
@@ -108,7 +108,7 @@ def above_what_stays(rank, kind, depth, rule):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("kind", "rule"), [("fsdp2", "adamw"), *([("zero3", "adalomo")] if FULL else [])])
 def test_memory_does_not_grow_with_depth(two, kind, rule):
-    """A norm's gradient waits for the other norms, without the gradient of a matrix (a shard has 512 KiB)."""
-    # FSDP2 gathers two layers at a time; of the first few blocks nothing is freed in time
+    """Gradients of norms wait to be stacked and must not keep gradients of matrices alive (512 KiB per shard)."""
+    # FSDP2 gathers two layers at a time and frees those of the first few blocks late
     shallow, deep = (max(two.run(above_what_stays, kind, depth, rule)) for depth in (8, 12))
     assert deep <= shallow + 4 * 3 * 512 * 4 + (256 << 10)

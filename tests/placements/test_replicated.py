@@ -1,4 +1,4 @@
-"""Replicated parameters: gradients that not every rank has, overflows of an average, and errors."""
+"""Replicated parameters: gradients that some ranks do not have, overflows of an average, and errors."""
 
 from contextlib import nullcontext
 
@@ -11,7 +11,7 @@ from lowmem.errors import StepError
 
 
 def frozen_at_times(rank, settings, orders, frozen, micro_batches=1):
-    """Rank 1 has `frozen[step]` frozen; the reference has the mean over ranks of gradients that are zero there."""
+    """Rank 1 freezes the layers `frozen[step]`. The reference averages over ranks with zeros for these gradients."""
     net, reference = Layers(), Layers()
     reference.load_state_dict(net.state_dict())
     opt = lowmem.FusedOptimizer(net.named_parameters(), lr=0.1, **settings)
@@ -34,7 +34,7 @@ def frozen_at_times(rank, settings, orders, frozen, micro_batches=1):
 
 @pytest.mark.parametrize("policy", ["immediate", "two_pass", "deferred"])
 def test_a_parameter_frozen_on_one_rank_for_some_steps(two, policy):
-    """It counts as zero there, as with `find_unused_parameters`, and both ranks update it."""
+    """Its gradient counts as zero there, as in DDP with `find_unused_parameters`, and both ranks update it."""
     orders = [(0, 1, 2, 3), (0, 1, 2, 3), (3, 0, 1, 2), (0, 1, 2), (0, 1, 2, 3)]
     settings = {"rule": "adamw", "weight_decay": 0.01, "policy": policy}
     one, other = two.run(frozen_at_times, settings, orders, [(), (1,), (0, 2), (0,), ()])
@@ -53,7 +53,7 @@ def large_gradients(rank, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_averages_do_not_overflow(two, dtype):
-    """40,000 and 50,000 are float16 numbers, and so is their mean; their sum is not."""
+    """40,000, 50,000 and their mean fit into float16, but their sum does not."""
     for results in two.run(large_gradients, dtype):
         torch.testing.assert_close(results, torch.full((4,), 45000.0), rtol=2**-8, atol=0.0)
 

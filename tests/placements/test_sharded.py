@@ -1,4 +1,4 @@
-"""Ranks with different data equal one device with all of it, where parameters are replicated or sharded."""
+"""Ranks with parts of a batch match one device with the whole batch, for replicated and sharded parameters."""
 
 import functools
 import pickle
@@ -27,13 +27,13 @@ import lowmem
 from lowmem import placements
 from lowmem.errors import UnsupportedError
 
-COUNTS = [2, 3]  # of ranks
+COUNTS = [2, 3]  # numbers of ranks
 KINDS = ["replicated", *SHARDS]
 EVERY_POLICY = {**POLICIES, "two_pass": {"policy": "two_pass", "clip_norm": 0.5}}
 
 
 def replicated(rank, settings, micro_batches=1):
-    """Each rank may take other branches of the model, which ranks of a sharded model cannot."""
+    """Ranks may take different branches of the model, which a sharded model does not support."""
     torch.manual_seed(rank)
     count, settings = dist.get_world_size(), {"placement": "replicated", **settings}
     return train(Net(), lambda ids: ids.tensor_split(count)[rank], settings, micro_batches, data())
@@ -68,7 +68,7 @@ def test_every_policy(ranks_of, count, kind, policy):
 
 @pytest.mark.parametrize(("count", "kind", "settings"), in_turn(COUNTS, KINDS, ACCUMULATED))
 def test_accumulation(ranks_of, count, kind, settings):
-    """A row a micro-batch, all of equal size: the mean over ranks and micro-batches is the mean of the whole batch."""
+    """Each micro-batch is one row, so the mean over ranks and micro-batches is the mean of the whole batch."""
     as_one_device(ranks_of(count), kind, ACCUMULATED[settings], micro_batches=ROWS // count)
 
 
@@ -90,7 +90,7 @@ def steps(net, opt, batches, rank, count):
 
 
 def continued(rank, kinds, settings, before):
-    """Five steps; then another model, under the next kind, goes on from weights and state."""
+    """Trains five steps, then continues from weights and state with another model under the next kind."""
     batches, count = list(map(everyones, data())), dist.get_world_size()
     net = SHARDS[kinds[0]](rank, make)
     opt = lowmem.FusedOptimizer(net.named_parameters(), model=net, **settings)
@@ -101,7 +101,7 @@ def continued(rank, kinds, settings, before):
         steps(net, opt, batches[:5], rank, count)
     state = opt.state_dict()
     tensors = [value for kept in state["state"].values() for value in kept.values() if isinstance(value, torch.Tensor)]
-    assert all(each.untyped_storage().nbytes() == each.nbytes for each in tensors)  # which a file would contain
+    assert all(each.untyped_storage().nbytes() == each.nbytes for each in tensors)  # saved with its storage
     weights = full_weights(net)
     other = SHARDS[kinds[1]](rank, make)
     resumed = lowmem.FusedOptimizer(other.named_parameters(), model=other, **settings)
@@ -129,7 +129,7 @@ CONTINUED = {
     ("count", "kinds", "settings"), in_turn(COUNTS, ["zero3-fsdp2", "fsdp2-zero3", "zero3-zero3"], CONTINUED)
 )
 def test_saved_states_are_full_and_load_elsewhere(ranks_of, count, kinds, settings):
-    """State of one placement continues in another, and on one device, as if nothing had happened."""
+    """A state saved under one placement continues under another one, and on one device, without a difference."""
     settings = CONTINUED[settings]
     results = ranks_of(count).run(continued, kinds.split("-"), settings, None)
     batches = list(map(everyones, data()))

@@ -1,4 +1,4 @@
-"""Tensor memory of ranks that share the parameters: in a step, while saving, while loading."""
+"""Tensor memory of ranks with sharded parameters during a step, while saving and while loading."""
 
 import warnings
 
@@ -16,15 +16,15 @@ from lowmem.hf.weights import load_weights, save_weights
 
 
 def make_deep():
-    """Eight layers of 4 MiB."""
+    """Returns eight layers of 4 MiB."""
     return Chain(*(torch.nn.Linear(1024, 1024, bias=False) for _ in range(8)))
 
 
 NOTHING_EARLY = ("stage3_prefetch_bucket_size", "stage3_param_persistence_threshold", "stage3_max_reuse_distance")
-BARE = {"zero3": dict.fromkeys(NOTHING_EARLY, 0), "fsdp2": {}}  # DeepSpeed keeps gathered parameters
+BARE = {"zero3": dict.fromkeys(NOTHING_EARLY, 0), "fsdp2": {}}  # DeepSpeed would keep some parameters gathered
 
 
-IN_FLIGHT = {"zero3": 4 << 20, "fsdp2": 0}  # a full gradient while the backward goes on
+IN_FLIGHT = {"zero3": 4 << 20, "fsdp2": 0}  # a full gradient is reduced while the backward continues
 
 
 def memory_of(action, *held):
@@ -39,7 +39,7 @@ def drop(param):
 
 
 def peaks(rank, kind, settings, folder):
-    """Of a step above what stays, of one in which gradients are dropped in the hook; of saving and loading."""
+    """Returns peaks of a step that drops its gradients in the hook, of a real step, and of saving and loading."""
     net = SHARDS[kind](rank, make_deep, **BARE[kind])
     pieces = [getattr(param, "ds_tensor", param) for param in net.parameters()]
     x = torch.ones(1, 1024)
@@ -80,15 +80,15 @@ def peaks(rank, kind, settings, folder):
 
 @pytest.mark.parametrize(("kind", "settings"), in_turn(SHARDS, [{"rule": "adalomo"}, {"rule": "adamw"}]), ids=str)
 def test_memory_is_shards_gathered_parameters_and_one_gradient(two, kind, settings, tmp_path):
-    """Above a step that drops its gradients in the hook: a piece of one, and a tile's temporaries on a CPU; the pieces
-    of a batch, which take no more than a gradient; and under ZeRO-3 the gradient that is in flight.
+    """Compared with a step that drops its gradients in the hook, a step adds a shard of one gradient or of a batch of
+    small ones, a tile's temporaries on a CPU, and under ZeRO-3 the gradient in flight.
     """
     piece, tiles = (4 << 20) if settings["rule"] in ("lomo", "adamw") else (2 << 20), 3 << 20
-    late = 2 * (4 << 20)  # each of gloo's two threads may let go of a tensor only after its collective has returned
+    late = 2 * (4 << 20)  # each of gloo's two threads may release a tensor only after its collective has returned
     for floor, above, weights, most, others in two.run(peaks, kind, settings, tmp_path):
-        assert weights == 16 << 20  # half of them
+        assert weights == 16 << 20  # half of the weights
         if kind == "zero3":
-            assert floor <= 8.1 * 2**20  # one parameter gathered, one gradient
+            assert floor <= 8.1 * 2**20  # one gathered parameter and one gradient
         assert above <= floor + piece + tiles + IN_FLIGHT[kind]
         assert others["saving"] <= most + late
         assert others["loading"] <= most + late

@@ -1,4 +1,4 @@
-"""Sharded language models of Hugging Face, used as loops use them: the result equals one device."""
+"""Sharded Hugging Face language models in the training loops of users give the results of one device."""
 
 import pickle
 from itertools import product
@@ -44,15 +44,15 @@ TILED = {
     ),
     "tiled, part frozen": ({"mlp_tile": 8, "checkpointing": True}, {}, "part frozen"),
 }  # fmt: skip
-# Without --full: each way of gathering once, with a case that asks much of its hooks.
+# Without --full: each way of gathering once, with a case that is demanding for its hooks.
 SOME = [("replicated", "tiled"), ("fsdp2", "tiled, part frozen"), ("zero3", "tiled, part frozen")]
 
 
 @pytest.mark.parametrize(
     ("kind", "case"),
     [
-        *in_turn(list(KINDS)[:2], CASES),  # of ZeRO-3
-        *in_turn(list(KINDS)[2:], CASES),  # of FSDP2
+        *in_turn(list(KINDS)[:2], CASES),  # ZeRO-3
+        *in_turn(list(KINDS)[2:], CASES),  # FSDP2
         *(product(["replicated", *KINDS], TILED) if FULL else SOME),
     ],
 )
@@ -72,7 +72,7 @@ def test_parameters_left_gathered_after_backward_are_gathered_anew(two):
 
 
 def with_half_of_the_gradients_offloaded(rank, *args):
-    """On one rank all of them are."""
+    """On one rank, all gradients are offloaded."""
     policies.GradientStore = lambda budget: GradientStore(rank * 30_000)
     try:
         return shared(rank, *args)
@@ -99,7 +99,7 @@ def test_secondary_partitions(four):
 
 
 def test_mixed_precision_of_fsdp2(two):
-    """Weights stay float32. Computed in bfloat16, results agree to its 8 bits."""
+    """Weights stay in float32, but the model computes in bfloat16, so results agree to 8 bits."""
     results, alone = both(two, "mixed", {}, {"policy": "deferred", "clip_norm": 0.5, "rule": "lomo"})
     assert results[0][1] == pytest.approx(alone[1], rel=1e-2)
     assert results[0][2] == pytest.approx(alone[2], rel=5e-2)

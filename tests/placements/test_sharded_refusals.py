@@ -28,12 +28,12 @@ def two_passes(rank):
 
 
 def still_gathered(rank):
-    """Gathered parameters of FSDP2 are taken for whole ones, and forgotten when they are cut again."""
+    """Gathered FSDP2 parameters would look like unsharded ones. They are accepted again after `reshard()`."""
     from torch.distributed.fsdp import FSDPModule
 
     net = SHARDS["fsdp2"](rank, make)
     with torch.no_grad():
-        net(torch.ones(2, 5, dtype=torch.int64))  # nothing follows that would cut the last parameters again
+        net(torch.ones(2, 5, dtype=torch.int64))  # no backward follows that would reshard the last parameters
     with pytest.raises(UnsupportedError, match=r"reshard\(\)"):
         lowmem.FusedOptimizer([("embed", net.embed)], lr=0.1)
     for module in net.modules():
@@ -53,7 +53,7 @@ def in_another_dimension(rank):
 def without_reducing(rank):
     net = SHARDS["fsdp2"](rank, make)
     opt = lowmem.FusedOptimizer(net.named_parameters(), model=net, lr=0.1)
-    for module in (net.seldom, net):  # gradients of one module may wait, but not of all
+    for module in (net.seldom, net):  # one module may skip its reduction, but not all of them
         module.set_requires_gradient_sync(False)
         with (
             nullcontext() if module is not net else pytest.raises(StepError, match=r"set_requires_gradient_sync\(False")
@@ -118,7 +118,7 @@ def dies_and_goes_on(rank, kind, plain):
 
 
 def dies_before_the_first_gradient(rank, kind, plain):
-    """No hook of the optimizer has run, so nothing is torn."""
+    """None of the optimizer's hooks has been called, so the step is not torn."""
     net, reference = SHARDS[kind](rank, make_chain), make_chain()
     reference.load_state_dict(full_weights(net))
     opt = lowmem.FusedOptimizer(net.named_parameters(), model=net, rule="lomo", lr=0.1)

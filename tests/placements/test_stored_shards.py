@@ -1,4 +1,4 @@
-"""Storages of states and weights where parameters are replicated or sharded: they have the bits of one device."""
+"""Storage formats of states and weights give the bits of one device for replicated and sharded parameters."""
 
 import functools
 from contextlib import nullcontext
@@ -56,7 +56,7 @@ PLACES = {
 
 
 class Experts(torch.nn.Module):
-    """A stack of three experts, of which the second one gets no token."""
+    """A stack of three experts. The second one gets no tokens."""
 
     num_experts = 3
 
@@ -70,8 +70,8 @@ class Experts(torch.nn.Module):
 
 
 class Net(torch.nn.Module):
-    """Rows and halves of large parameters are complete groups, but not of `small`. Two ranks cannot share the
-    rows of the tied matrix, of `one` or of the experts evenly, and one of them has no row of `few`.
+    """Rows and halves of large parameters consist of complete groups, but rows of `small` do not. Two ranks cannot
+    split the rows of the tied matrix, of `one` or of the experts evenly, and one rank has no row of `few`.
     """
 
     def __init__(self, checkpoints=False):
@@ -101,7 +101,7 @@ def make(weight_format=None, checkpoints=False):
 
 
 def by_layer(rank, make):
-    """`fully_shard` on each layer; the two that share a matrix are part of the whole."""
+    """Applies `fully_shard` to each layer. The two layers with a tied matrix belong to the root module."""
     from torch.distributed.fsdp import fully_shard
 
     net = make()
@@ -111,7 +111,7 @@ def by_layer(rank, make):
 
 
 def placed(rank, place, settings, *args, **kwargs):
-    """A model where `place` says, or on one device, and its optimizer."""
+    """Returns a model, sharded as `place` says or on one device, and its optimizer."""
     kind, options = PLACES[place] if place else ("replicated", {})
     net = {**KINDS, "fsdp2": by_layer}[kind](rank, functools.partial(make, *args, **kwargs), **options)
     opt = lowmem.FusedOptimizer(net.named_parameters(), model=net, **settings)
@@ -120,7 +120,7 @@ def placed(rank, place, settings, *args, **kwargs):
 
 
 def steps(net, opt, numbers, micro_batches=1):
-    """Every rank has the same rows, so that the mean of gradients is the gradient of one device, to the last bit."""
+    """Every rank has the same rows, so the mean gradient equals the gradient of one device to the last bit."""
     for n in numbers:
         for i in range(micro_batches):
             ids = torch.arange(24) * (n + 3 + 5 * i) % 97
@@ -129,7 +129,7 @@ def steps(net, opt, numbers, micro_batches=1):
 
 
 def trained(rank, place, case):
-    """Code that is compiled runs as it is traced, which takes no compiler and has the bits of tiles."""
+    """Runs compiled updates as they are traced, which needs no compiler and has the bits of updates by tiles."""
     weight_format, settings = CASES[case]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lowmem.tiles.graph.fused_operations", dict)
@@ -146,7 +146,7 @@ def alone(case):
     return trained(0, None, case)
 
 
-# Each case at one place, every place with a case.
+# Each case runs under one placement, and each placement has a case.
 EQUAL = [
     *in_turn(PLACES, [case for case, (weight_format, _) in CASES.items() if weight_format is None]),
     *in_turn(["fsdp2", "replicated"], [case for case, (weight_format, _) in CASES.items() if weight_format]),
@@ -162,7 +162,6 @@ def test_weights_and_states_have_the_bits_of_one_device(two, place, case):
 
 
 def edited(rank, place, rounding):
-    """The loop changes a weight between two steps."""
     net, opt = placed(rank, place, {"rule": "adamw", "lr": 1e-2, "rounding": rounding})
     for n in range(3):
         steps(net, opt, [n])
@@ -194,7 +193,7 @@ def test_an_edited_weight_continues_as_on_one_device(two, place, rounding):
 
 
 def resumed(rank, place, case, folder, numbers):
-    """Resumes from `folder` unless it is empty, and saves there: a file of lowmem and one of weights."""
+    """Resumes from `folder` unless it is empty, then saves there: a file of lowmem and a file of weights."""
     weight_format, settings = CASES[case]
     net, opt = placed(rank, place, settings, weight_format)
     file = folder / "optimizer.safetensors"
@@ -223,7 +222,7 @@ def resumed(rank, place, case, folder, numbers):
     ],
 )
 def test_from_one_process_to_two_and_back(two, place, case, tmp_path):
-    """Quantized values are moved as they are: the end has the bits of a run that was not interrupted."""
+    """Quantized values are copied without requantizing, so the bits match an uninterrupted run."""
     resumed(0, None, case, tmp_path, range(1))
     two.run(resumed, place, case, tmp_path, range(1, 3))
     end = resumed(0, None, case, tmp_path, range(3, 4))
@@ -235,7 +234,7 @@ def test_from_one_process_to_two_and_back(two, place, case, tmp_path):
 
 
 def gathered(rank):
-    """Bytes in collectives, and the weights that layers see."""
+    """Returns the bytes of collectives, and the weights that layers compute with."""
     seen, sent, (net, _) = [], 0, placed(rank, "fsdp2", ADAMW, "int8")
     name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
     gather = getattr(dist, name)
@@ -264,7 +263,7 @@ def test_quantized_values_are_gathered_and_not_matrices(two):
 
 
 def another_weight(rank, part):
-    """One number of the last rank differs by one."""
+    """Changes one number on the last rank."""
     net = make("int12")
     net.two.weight.parts[part][0, 0] += rank
     with pytest.raises(UnsupportedError, match="the values of the parameters differ between rank 0 and rank 1"):
@@ -276,7 +275,7 @@ def another_weight(rank, part):
 
 @pytest.mark.parametrize("part", [0, 2])
 def test_ranks_whose_quantized_weights_differ(two, part):
-    """They raise, and `replicated` broadcasts the weights of rank 0."""
+    """They raise, and placement `replicated` broadcasts the weights of rank 0."""
     assert_same(*two.run(another_weight, part))
 
 
@@ -284,7 +283,7 @@ def test_ranks_whose_quantized_weights_differ(two, part):
 
 
 class Uneven(torch.nn.Module):
-    """A vector. Two ranks cannot share 4,128 elements, which are 129 groups of 32; 96 elements are not quantized."""
+    """A vector of 4,128 elements, 129 groups of 32, which two ranks cannot split. 96 elements are not quantized."""
 
     def __init__(self, count):
         super().__init__()
@@ -306,10 +305,10 @@ def uneven(rank, kind):
 
 @pytest.mark.parametrize("kind", SHARDS)
 def test_shards_that_groups_do_not_divide(two, kind):
-    """A large parameter raises, and a small one has float32 states."""
+    """A large parameter raises an error, while a small one has float32 states."""
     two.run(uneven, kind)
     net = Uneven(4128)
-    lowmem.FusedOptimizer(net.named_parameters(), model=net, **ROUNDED).remove()  # on one device it can
+    lowmem.FusedOptimizer(net.named_parameters(), model=net, **ROUNDED).remove()  # one device can train it
 
 
 OTHER = r"quantized to int10.*sharded by fully_shard \(FSDP2\), but not with DeepSpeed or DistributedDataParallel"

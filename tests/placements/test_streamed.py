@@ -1,4 +1,4 @@
-"""Streamed weights: the same bits as local training, with at most two units on the device."""
+"""Streamed weights train with the bits of local training and have at most two units on the device."""
 
 import copy
 import mmap
@@ -31,14 +31,14 @@ def stream(model, **options):
 
 
 def placed(model, streams, **options):
-    """Moves a model to the device, or streams it past the device."""
+    """Moves a model to the device, or prepares it for streaming to the device."""
     stream(model, **options) if streams else model.to(DEVICE)
     return model
 
 
 @pytest.fixture
 def make(tiny_llama):
-    """A factory: a model on the device, or one to be streamed past it."""
+    """Returns a factory of models, on the device or to be streamed to it."""
 
     def make(streams, dtype=torch.float32, checkpointing=True, options=None, **config):
         return placed(tiny_llama(dtype, checkpointing, **{**SIZES, **config}), streams, **(options or {}))
@@ -71,7 +71,7 @@ def assert_equal(one, other):
 
 
 def both(make, batches, steps=train, model=None, **options):
-    """Trains local weights and streamed ones in the same way. Returns the streaming."""
+    """Trains local and streamed weights in the same way and compares them. Returns the streaming."""
     results = []
     for streams in (False, True):
         trained = make(streams, **(model or {}))
@@ -114,7 +114,7 @@ IN_GROUPS = {"hidden_size": 192, "intermediate_size": 256, "num_hidden_layers": 
 
 @pytest.mark.parametrize(("rule", "weight_format"), RULES, ids=str)
 def test_every_rule(make, batches, rule, weight_format, tmp_path):
-    """With homes in files, an evaluation in between, and resumed: with the bits of local training."""
+    """Weights are stored in files, training is resumed, and an evaluation comes in between."""
 
     def build(streams):
         model = make(False, **IN_GROUPS)
@@ -195,19 +195,19 @@ def test_models(name, batches, checkpointing):
 
 
 def freeze_layers(model):
-    """They are fetched for the gradient of their inputs, and never written back."""
+    """Frozen layers are fetched for the gradient of their inputs but never written back."""
     model.model.layers[0].requires_grad_(False)
     model.model.layers[2].requires_grad_(False)
 
 
 def freeze_parts_of_layers(model):
-    """A backward reads frozen weights after the last trained one was updated."""
+    """The backward still reads frozen weights of a layer after its last trained weight was updated."""
     for layer in model.model.layers:
         layer.self_attn.requires_grad_(False)
 
 
 def freeze_all_but_one(model):
-    """The backward ends in a layer that is neither the first one, nor trained as a whole."""
+    """The backward ends in a layer that is neither the first one nor trained as a whole."""
     model.requires_grad_(False)
     model.model.layers[2].mlp.requires_grad_(True)
 
@@ -242,7 +242,7 @@ def test_evaluation_and_generation_between_steps(make, batches):
 
 
 def test_layers_that_are_left_out(make, batches):
-    """The order changes from step to step, so that the units that were fetched ahead are the wrong ones."""
+    """The order of layers changes from step to step, so the wrong units are prefetched."""
 
     def steps(model, opt, batches):
         layers, losses = list(model.model.layers), []
@@ -257,8 +257,8 @@ def test_layers_that_are_left_out(make, batches):
 
 
 def test_failed_backward(make, batches):
-    """A backward that fails before the first update changes nothing. So do a failed forward and a backward that is
-    paused. Micro-batches are summed and clipped afterwards, in a plain backward."""
+    """A failed forward, a paused backward, or a backward that fails before the first update changes nothing. A plain
+    backward can sum and clip micro-batches afterwards."""
 
     def steps(model, opt, batches):
         losses = train(model, opt, batches[:1])
@@ -312,14 +312,14 @@ def test_homes_in_files(make, batches, rule, tmp_path):
         kind: sum(os.fstat(getattr(unit, kind)._file.fileno()).st_size for unit in streaming.units)
         for kind in ("home", "states")
     }
-    assert not [*tmp_path.iterdir()]  # nothing stays if the process is killed
+    assert not [*tmp_path.iterdir()]  # files disappear even if the process is killed
     weights = LAYERS * streaming.units[0].nbytes
     assert weights <= sizes["home"] < weights + LAYERS * 7 * mmap.PAGESIZE
     assert sizes["states"] >= (2 * weights if rule == "adamw" else 0)
 
 
 def test_traffic_of_a_step(make, batches):
-    """Each unit is fetched for forward and for backward, except for the two that are still there."""
+    """Each unit is fetched for forward and for backward, except for the two that are still on the device."""
     model = make(True)
     opt = optimizer(model, True, policy="immediate")
     train(model, opt, batches[:1])
@@ -350,7 +350,7 @@ def test_parameters_leave_the_device(make, batches):
 @pytest.mark.skipif(DEVICE == "cpu", reason="a CPU does not count what is allocated")
 @pytest.mark.parametrize("policy", ["immediate", "two_pass"])
 def test_peak_of_a_step(make, batches, policy):
-    """It is lower than in local training by all units except for two."""
+    """The peak is lower than in local training by the size of all units but two."""
     peaks = []
     for streams in (False, True):
         before = torch.cuda.memory_allocated()
@@ -439,7 +439,7 @@ def test_a_parameter_is_used_outside_of_its_layer(make, batches, layer):
 
 def test_weights_that_two_layers_share_stay(make, batches):
     def tied(streams):
-        model = make(False)  # on the device, from where homes are filled
+        model = make(False)  # created on the device, then copied to the host
         layers = model.model.layers
         layers[2].mlp.up_proj.weight = layers[0].mlp.up_proj.weight
         return placed(model, streams)
@@ -450,7 +450,7 @@ def test_weights_that_two_layers_share_stay(make, batches):
 
 
 def test_small_parameters_stay(make):
-    assert homes.RESIDENT >= SMALL  # else they would be updated in stacks, after their unit has left
+    assert homes.RESIDENT >= SMALL  # stacked updates would come after their unit has left the device
     model = make(True)
     stay = {name for name, param in model.named_parameters() if param.numel() <= SMALL}
     assert stay == {name for name, param in model.named_parameters() if param not in stream(model).owners}

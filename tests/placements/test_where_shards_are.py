@@ -1,4 +1,4 @@
-"""Shards that are stored elsewhere than gradients are computed, and streams that read what another has written."""
+"""Shards on another device than their gradients, and reads of what another stream writes."""
 
 from types import SimpleNamespace
 
@@ -14,7 +14,7 @@ if not hasattr(simgpu, "library"):
 
 
 def slice_on(device):
-    """A parameter as DeepSpeed makes it, with its slice on a device, which gathers by copying that."""
+    """Returns a parameter as DeepSpeed makes it, with its slice on a device, from which gathering copies it."""
     from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
 
     slice = torch.ones(16, device=device, pin_memory=device == "cpu")
@@ -48,7 +48,7 @@ def test_a_gather_on_another_stream_waits_for_writes(device, ordered):
 
 
 def test_a_gradient_that_is_being_copied_to_the_host():
-    """Before torch 2.13, FSDP2 with CPUOffloadPolicy runs hooks before the copy is complete."""
+    """Before torch 2.13, FSDP2 with CPUOffloadPolicy calls hooks before the copy is complete."""
     reducing = torch.cuda.Stream()
     with torch.cuda.stream(reducing):
         shard = torch.ones(16, device="cuda").to("cpu", non_blocking=True)

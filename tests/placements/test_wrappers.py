@@ -27,7 +27,7 @@ def zero1(rank, net):
     return engine(rank, net, stage=1, optimizer=torch.optim.SGD(net.parameters(), lr=0.1))
 
 
-# Changes of a model after its optimizer was created, and the error.
+# Changes to a model after its optimizer was created, and the expected error.
 LATER = {
     "ddp": (ddp, "Remove the wrapper"),
     "replicate": (lambda rank, net: replicate(net), "Remove the wrapper"),
@@ -37,7 +37,7 @@ LATER = {
 if "_fsdp_orig_uid" in inspect.getsource(_fsdp_param):
     LATER["fsdp2"] = (lambda rank, net: sharded(net, net), "fully_shard sharded")
     LATER["half fsdp2"] = (lambda rank, net: sharded(net, net[1]), "fully_shard sharded")
-else:  # torch 2.11 leaves no mark: a model that is sharded as a whole gives no gradients
+else:  # torch 2.11 does not mark such a model, whose parameters get no gradients
     LATER["fsdp2"] = (lambda rank, net: sharded(net, net), "or fully_shard was called after the optimizer")
 
 
@@ -85,7 +85,7 @@ def wrapped_first(rank):
 
 
 def wrapped_after_a_step(rank):
-    """The next step raises at its end."""
+    """The next step raises when it ends."""
     net = make()
     opt = lowmem.FusedOptimizer(net.named_parameters(), rule="lomo", lr=0.1)
     opt.backward(net(torch.ones(1, 3)).sum())
@@ -103,7 +103,7 @@ def test_wrapping_with_ddp_or_fsdp_raises_at_any_time(two, case):
 
 
 def others_are_wrapped(rank):
-    """A frozen copy of the model is sharded, and an unrelated one wrapped."""
+    """Sharding a frozen copy of the model and wrapping an unrelated model is allowed."""
     net, raw = make(), torch.nn.Parameter(torch.ones(3))
     reference, discriminator = fully_shard(make()), ddp(rank, make())
     opt = lowmem.FusedOptimizer([*net.named_parameters(), ("raw", raw)], rule="lomo", lr=0.1)

@@ -1,4 +1,4 @@
-"""DeepSpeed ZeRO-3 as it may be configured."""
+"""DeepSpeed ZeRO-3 in the configurations that users choose."""
 
 from contextlib import nullcontext
 
@@ -51,7 +51,7 @@ def test_weights_are_read_and_changed_between_steps(two, threshold):
 
 
 def shared_slowly(rank, settings):
-    """`shared`, where gathered parameters are NaN until they are waited for."""
+    """Runs `shared` with gathered parameters that are NaN until they are waited for."""
     comm = deepspeed_on(rank).comm
     gather = comm.all_gather_into_tensor
 
@@ -87,7 +87,7 @@ def three_steps(net, rows_of, settings):
 
 def in_files(rank, settings, folder):
     offload = {"device": "nvme", "nvme_path": folder, "buffer_count": 5, "buffer_size": 2**20}
-    # what stays gathered keeps a buffer, of which there are fewer than parameters
+    # a gathered parameter occupies a buffer, and there are fewer buffers than parameters
     net = SHARDS["zero3"](rank, make_wide, offload_param=offload, stage3_max_reuse_distance=0)
     kept_in = {str(param.ds_tensor.final_location) for param in net.parameters()}
     return three_steps(net, lambda ids: ids.tensor_split(2)[rank], settings), kept_in
@@ -112,7 +112,7 @@ def test_zero3_in_files(two, asynchronous_io, settings, tmp_path):
 
 
 class Embeddings(torch.nn.Module):
-    """DeepSpeed sees no end of the backward of an embedding, or of a weight that is tied to it."""
+    """DeepSpeed does not detect the end of the backward of an embedding or of a weight tied to it."""
 
     def __init__(self):
         super().__init__()
@@ -133,7 +133,7 @@ def make_embeddings():
 
 
 def gathered(rank, plain, threshold):
-    """Names of the gathered parameters after each of three micro-batches of two steps, and the weights."""
+    """Returns the names of gathered parameters after each of three micro-batches in two steps, and the weights."""
     net = SHARDS["zero3"](rank, make_embeddings, stage3_param_persistence_threshold=threshold)
     opt = lowmem.FusedOptimizer(net.named_parameters(), model=net, rule="adamw", lr=1e-2)
     results = []
@@ -148,7 +148,7 @@ def gathered(rank, plain, threshold):
 @pytest.mark.parametrize(("plain", "threshold"), [(False, 0), (True, 10)])
 def test_nothing_stays_gathered_between_micro_batches(two, plain, threshold):
     (first, weights), (second, others) = two.run(gathered, plain, threshold)
-    kept = {"body.bias"} if threshold else set()  # by DeepSpeed, once it has been gathered
+    kept = {"body.bias"} if threshold else set()  # DeepSpeed has gathered it before
     assert all(each <= kept for each in first + second)
     net = make_embeddings()
     opt = torch.optim.AdamW(net.parameters(), lr=1e-2, weight_decay=lowmem.rules.AdamW.defaults["weight_decay"])

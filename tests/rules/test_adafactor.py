@@ -1,4 +1,4 @@
-"""Adafactor as T5X has it: its options one by one, where a transcription alone would not show them."""
+"""The options of T5X's Adafactor one by one, where a comparison with a transcription is not enough."""
 
 import functools
 
@@ -17,7 +17,7 @@ make_optimizer = functools.partial(made_by, "adafactor")
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_op_by_op_rounds_the_decayed_weight(give_gradients, dtype):
-    """1 - weight_decay_rate and its product with the weight, before the step is taken off: of signs, 2⁻⁶ each."""
+    """1 - weight_decay_rate and its product with the weight are rounded before the step of ±2⁻⁶ is subtracted."""
     start, signs = torch.randn(200).to(dtype), torch.randn(200).sign().to(dtype)
     stored = {}
     for variant in ("jit", "op_by_op"):
@@ -36,7 +36,7 @@ def test_op_by_op_rounds_the_decayed_weight(give_gradients, dtype):
 @pytest.mark.parametrize("size", [3, 20_000])
 @pytest.mark.parametrize("plain", [False, True])
 def test_step_offset_of_a_new_run(give_gradients, size, plain):
-    """Refused before the step begins: nothing has moved, and nothing is torn."""
+    """The error comes before the step begins, so no weight changes and the step is not torn."""
     param = torch.nn.Parameter(torch.ones(size))
     opt = lowmem.FusedOptimizer([param], rule="adafactor", step_offset=10)
     for _ in range(2):
@@ -48,14 +48,14 @@ def test_step_offset_of_a_new_run(give_gradients, size, plain):
 
 
 def clipped_as_the_source(grads, threshold):
-    """Its `apply_gradient`: jnp.sqrt, jnp.minimum and the product say what NaN and Inf do."""
+    """T5X's `apply_gradient`: how NaN and Inf propagate follows from jnp.sqrt, jnp.minimum and the product."""
     global_norm = np.sqrt(np.sum([np.sum(np.square(grad)) for grad in grads]))
     scale = threshold * np.minimum(1.0 / threshold, 1.0 / global_norm)
     return [grad * scale for grad in grads]
 
 
 def skips_as_the_source(give_gradients, shapes, bad, options, threshold=None, **more):
-    """Four steps, in the second of which one gradient has a bad element."""
+    """Compares four steps with the reference. In the second step, one gradient has a bad element."""
     options = {"skip_nan_updates": True, "lr": 0.1, **options}
     start = [torch.randn(shape) for shape in shapes]
     params, opt = make_optimizer(start, **options, global_norm_clip_threshold=threshold, **more)
@@ -94,9 +94,9 @@ SKIPPING = {
 
 @pytest.mark.parametrize(("case", "batching", "bad"), pairwise(SKIPPING, [False, True], BAD))
 def test_skip_nan_updates_element_by_element(give_gradients, case, batching, bad):
-    """As the source does, in place of the guard that leaves the whole parameter: what would become NaN stays, of the
-    weight and of each state, and everything else moves. An infinite gradient is not NaN: its second moment is infinite
-    for ever. Nothing of it reaches the others in a stack."""
+    """As in T5X, only elements that would become NaN keep their value, in the weight and in each state, where lowmem
+    usually skips the whole parameter. An infinite gradient is not NaN, so its second moment stays infinite. Stacked
+    parameters do not affect each other."""
     shape, options = SKIPPING[case]
     skips_as_the_source(give_gradients, [shape] * 3, bad, options, batching=batching)
 
@@ -106,8 +106,8 @@ def test_skip_nan_updates_element_by_element(give_gradients, case, batching, bad
     pairwise([None, 0.5], BAD, ["two_pass", "deferred"], [{}, {"clipping_threshold": None}, DECAYED]),
 )
 def test_skip_nan_updates_when_the_step_is_decided(give_gradients, options, threshold, bad, policy):
-    """As in the source, the step counts. With a threshold, NaN in one gradient makes all of them NaN, and Inf makes the
-    finite ones 0."""
+    """As in T5X, the step is counted. With a threshold, a NaN in one gradient makes all gradients NaN, and an Inf makes
+    the finite elements 0."""
     options, shapes = {"min_dim_size_to_factor": 4, **options}, [(6,), (4, 5), (5, 4), (7,)]
     skips_as_the_source(give_gradients, shapes, bad, options, threshold, policy=policy)
 

@@ -15,7 +15,7 @@ GOLDEN = Path(__file__).parent.parent / "golden"
 
 
 def make_optimizer(start, **options):
-    """A parameter and its optimizer, in whose first step the change is the sign of the gradient."""
+    """Returns a parameter and an optimizer whose first normalized update is the sign of the gradient."""
     param = torch.nn.Parameter(start.clone())
     return param, lowmem.FusedOptimizer([("w", param)], rule="adafactor_t2t", **options)
 
@@ -28,8 +28,8 @@ def test_small_weights_move_by_a_thousandth(give_gradients):
 
 @pytest.mark.parametrize(("dtype", "seed"), [(torch.float16, 34), (torch.bfloat16, 15)])
 def test_the_size_of_16_bit_weights_is_computed_in_their_dtype(give_gradients, dtype, seed):
-    """Squares, their mean, its root and the least that it may be, each rounded: weights for which each counts. One is
-    zero, and so stores its step as finely as can be; in the first step bfloat16 is rounded to nearest."""
+    """Squares, their mean, its root and the minimum are all rounded, and the seeds are chosen so that each rounding
+    matters. One weight is zero and so shows its update exactly; bfloat16 is rounded to nearest in the first step."""
 
     def rounded(x):
         return x.to(dtype).double()
@@ -63,7 +63,7 @@ def test_noise_equals_its_source_bit_for_bit(name):
 
 
 def test_other_roundings_draw_noise_per_element(give_gradients):
-    """The same for all elements with `auto`, as in the source; with `stochastic` each has its own."""
+    """With `auto`, all elements share one noise value, as in Tensor2Tensor. With `stochastic`, each has its own."""
     for rounding, values in (("auto", 1), ("stochastic", 2)):
         param, opt = make_optimizer(
             torch.ones(500).bfloat16(), lr=2.0**-9, rounding=rounding, multiply_by_parameter_scale=False

@@ -1,4 +1,4 @@
-"""Dimensions that adafactor factors, by name, and invalid factor rules."""
+"""The dimensions that adafactor factors, selected by parameter name, and invalid `factor_map` values."""
 
 import warnings
 
@@ -15,7 +15,7 @@ def make_optimizer(shape, **options):
 
 
 def state_shapes(give_gradients, shape, **options):
-    """Shapes of the states after a step."""
+    """Returns the shapes of the states after one step."""
     param, opt = make_optimizer(shape, **options)
     give_gradients(opt, (param, torch.randn(shape)))
     return {name: tuple(state.shape) for name, state in opt.named_state_dict()["state"]["block/w"].items()}
@@ -28,26 +28,26 @@ def rule(*roles):
 @pytest.mark.parametrize(
     ("shape", "options", "want"),
     [
-        # the heuristic: the larger dimension of a matrix is COLUMN, of equal ones the second
+        # the heuristic: COLUMN is a matrix's larger dimension, or the second one if they are equal
         ((4, 6), {}, {"v": (4, 6)}),
         ((4, 6), {"min_dim_size_to_factor": 4}, {"v_row": (4,), "v_col": (6,)}),
         ((6, 4), {"min_dim_size_to_factor": 4}, {"v_row": (4,), "v_col": (6,)}),
         ((128, 127), {}, {"v": (128, 127)}),
         ((128, 129), {}, {"v_row": (128,), "v_col": (129,)}),
-        # experts: the first dimension is not asked for its size
+        # experts: the size of the first dimension does not matter
         ((2, 6, 4), {"min_dim_size_to_factor": 4}, {"v_row": (2, 4), "v_col": (2, 6)}),
         ((9, 3, 4), {"min_dim_size_to_factor": 4}, {"v": (9, 3, 4)}),
-        # roles, whatever the sizes: BATCH, NONE, then ROW or COLUMN
+        # explicit roles apply to any size: BATCH, NONE, then ROW or COLUMN
         ((4, 2, 3), rule("col", "Row", "column"), {"v_row": (2,), "v_col": (4, 3)}),
         ((2, 3, 4, 5), rule("COLUMN", "NONE", "ROW", "BATCH"), {"v_row": (5, 3, 4), "v_col": (5, 3, 2)}),
         ((2, 3, 4, 5), rule("unfactorized", "none", "batch", "NONE"), {"v": (2, 3, 4, 5)}),
-        # the first expression that is found anywhere in the name
+        # the first expression that matches anywhere in the name wins
         ((4, 2, 3), {"factor_map": [("^w", None), ("ck/", ["ROW", "COLUMN", "COLUMN"]), ("w", None)]}, {"v_row": (4,)}),
         ((4, 2, 3), {"factor_map": {"ck/w$": None, "w": ["ROW", "COLUMN", "COLUMN"]}}, {"v": (4, 2, 3)}),
     ],
 )
 def test_dimensions_that_are_factored(give_gradients, shape, options, want):
-    """Rules of one parameter are drawn in test_references.py."""
+    """test_references.py draws further rules for a single parameter."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         shapes = state_shapes(give_gradients, shape, **options)
@@ -61,12 +61,12 @@ def test_dimensions_that_are_factored(give_gradients, shape, options, want):
         ((6, 4), rule("ROW", "COLUMN"), r"\['ROW', 'COLUMN'\]"),
         ((6, 4), rule("NONE", "COLUMN"), r"\['NONE', 'COLUMN'\]"),
         ((6,), rule("ROW"), r"\['ROW'\]"),
-        # factored all the same, as it is large enough
+        # factored nevertheless, since it is large enough
         ((6, 4), rule("NONE", "NONE"), r"\['NONE', 'NONE'\]"),
     ],
 )
 def test_an_ignored_rule_warns(give_gradients, shape, options, roles):
-    """As in the source, vectors and matrices follow the heuristic; here it is said by name."""
+    """As in T5X, vectors and matrices follow the heuristic. The warning names the parameter."""
     with pytest.warns(UserWarning, match=rf"'block/w' of shape \[6(, 4)?\]: .* heuristic is used .*{roles}"):
         shapes = state_shapes(give_gradients, shape, **options, min_dim_size_to_factor=4)
     assert shapes == ({"v": (6,)} if len(shape) == 1 else {"v_row": (4,), "v_col": (6,)})

@@ -1,4 +1,4 @@
-"""Any torch optimizer as a rule: the same bits as its own step(), or a refusal that says why."""
+"""A torch optimizer as a rule gives the bits of its own step(), or raises an error with the reason."""
 
 import copy
 import inspect
@@ -35,12 +35,12 @@ def one_param():
 
 
 def small_model(cls):
-    bias = cls is not torch.optim.Muon  # which takes matrices only
+    bias = cls is not torch.optim.Muon  # Muon accepts matrices only
     return torch.nn.Sequential(torch.nn.Linear(6, 5, bias=bias), torch.nn.Tanh(), torch.nn.Linear(5, 3, bias=bias))
 
 
 def single_tensor(cls):
-    """Options with which a class steps parameter by parameter, as fused training does."""
+    """Returns options that make a class update one parameter at a time, as fused training does."""
     return {"foreach": False} if "foreach" in inspect.signature(cls).parameters else {}
 
 
@@ -67,7 +67,7 @@ class Drives(torch.optim.SGD):
 
 
 class Counting(torch.optim.Optimizer):
-    """Divides its steps by their number."""
+    """Divides each update by the number of steps so far."""
 
     steps = 0
 
@@ -89,7 +89,7 @@ class Counting(torch.optim.Optimizer):
 
 
 def divides_by(function, **members):
-    """A class whose steps are divided by a number that is computed from it, a group and the parameters in use."""
+    """Returns a class that divides its updates by `function(self, group, parameters with a gradient)`."""
     return type("Divides", (Counting,), {"divisor": function, **members})
 
 
@@ -99,7 +99,7 @@ def in_a_tensor(self, group, used):
 
 
 def sum_of_rates(self, group, used):
-    """As schedule-free optimizers have it."""
+    """Schedule-free optimizers accumulate such a sum."""
     group["sum"] = group.get("sum", 1.0) + group["lr"]
     return group["sum"]
 
@@ -133,7 +133,7 @@ COUNTING = {
 
 
 class Projector:
-    """An object that a class keeps for each parameter."""
+    """An object that an optimizer stores for each parameter."""
 
     def __init__(self):
         self.seen, self.kept = 0, None
@@ -145,7 +145,7 @@ class Projector:
 
 
 class ReadsOnce(torch.optim.SGD):
-    """Settings that its group does not show, or shows as the class has made them."""
+    """Reads arguments in its constructor that its groups do not contain, or contain in a different form."""
 
     def __init__(self, params, lr=0.1, betas=(0.9, 0.5), limit=None, boost=1.0):
         super().__init__(params, lr)
@@ -162,7 +162,7 @@ class ReadsOnce(torch.optim.SGD):
 
 
 def test_edited_settings_take_effect(give_gradients):
-    """A list in place, arguments that only a new object reads, and None for what the class makes itself."""
+    """The edits are to a list in place, an argument that only a new object reads, and None for a default."""
     param = torch.nn.Parameter(torch.zeros(1))
     opt = lowmem.FusedOptimizer([param], rule=ReadsOnce, betas=[0.5, 0.5], limit=1.0)
     group = opt.param_groups[0]
@@ -201,7 +201,7 @@ def test_a_class_counts_its_steps(cls, groups, tmp_path):
 
 @pytest.mark.parametrize("cls", [COUNTING["in the group"], COUNTING["on itself"]])
 def test_a_step_without_a_gradient_counts(cls):
-    """Of one parameter, or of all in a group."""
+    """One parameter has no gradient, or a whole group has none."""
     (ours, theirs), steps = ([torch.nn.Parameter(torch.ones(3)) for _ in range(3)] for _ in range(2)), range(6)
     fused = lowmem.FusedOptimizer([{"params": ours[:2]}, {"params": ours[2:]}], rule=cls, lr=0.1)
     plain = cls([{"params": theirs[:2]}, {"params": theirs[2:]}], lr=0.1)
@@ -228,13 +228,13 @@ class Position(Counting):
 
 
 def number_of_updates(self, group, used):
-    """Every update from the 1000th on is twice as long: nothing that it counts shows in the first steps."""
+    """Halves the divisor from the 1000th update on, which the first steps cannot reveal."""
     self.updates = getattr(self, "updates", 0) + len(used)
     return 1 if self.updates < 1000 else 0.5
 
 
 def adapted_rate(self, group, used):
-    """As D-Adaptation does."""
+    """D-Adaptation computes its rate this way."""
     group["d"] = max(group.get("d", 1e-6), 1e-6 * sum(float(param.grad.abs().sum()) for param in used))
     return 1 / group["d"]
 
@@ -282,7 +282,7 @@ class KeepsASet(torch.optim.SGD):
 
 @pytest.mark.parametrize("rule", ["adamw", torch.optim.AdamW, torch.optim.Adafactor])
 def test_complex_parameters_raise_by_name(rule):
-    """Frozen ones cost nothing, and are refused once they are unfrozen."""
+    """Frozen complex parameters are allowed, but raise once they are unfrozen."""
     real, wave = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.zeros(3, dtype=torch.complex64))
     named = [("real", real), ("wave", wave)]
     with pytest.raises(UnsupportedError, match=r"'wave' is complex, .*torch\.view_as_complex"):
@@ -299,7 +299,7 @@ def test_complex_parameters_raise_by_name(rule):
 @pytest.mark.parametrize("cls", [torch.optim.Adagrad, torch.optim.AdamW])
 @pytest.mark.parametrize("dtypes", [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)], ids=str)
 def test_a_model_converted_after_its_optimizer_was_created(cls, dtypes):
-    """The states of a class that makes them in its constructor have the dtype of the model before."""
+    """A class that creates states in its constructor has them in the model's former dtype."""
     models = [torch.nn.Linear(4, 4, dtype=dtypes[0]) for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
     options = {"lr": 0.1, "foreach": False}
@@ -315,7 +315,7 @@ def test_a_model_converted_after_its_optimizer_was_created(cls, dtypes):
 
 
 class Kinds(Counting):
-    """Reads a key of its groups that no argument names."""
+    """Reads a group key that is not an argument of its constructor."""
 
     def __init__(self, params, lr=1e-3):
         super().__init__(params, lr)
@@ -337,7 +337,7 @@ def test_group_keys_that_are_not_arguments():
 
 
 class Unusual(torch.optim.Optimizer):
-    """AdamW-like in nothing, but it does what third parties do: new memory, new state, settings that only it knows."""
+    """Does what third-party optimizers do: it replaces tensors and states, and hides settings in attributes."""
 
     def __init__(self, params, lr, betas=(0.9, 0.5), boost=1.0, **kwargs):
         super().__init__(params, {"lr": torch.tensor(lr), "beta": betas[0], "limit": kwargs.pop("limit", 1.0)})
@@ -357,9 +357,9 @@ class Unusual(torch.optim.Optimizer):
 
 
 def follow(rule, tmp_path, dtype=torch.float32, groups=({},), rounding="nearest", trained=False, **settings):
-    """Six steps at changing learning rates: ours, the class's own step(), and ours resumed half-way, in two ways.
+    """Compares six steps at changing rates: lowmem, the class's own step(), and lowmem resumed in two ways.
 
-    `groups` are settings of parameter groups, which take turns with the parameters.
+    `groups` are settings of parameter groups, to which parameters are assigned in turn.
     """
 
     def make():
@@ -461,7 +461,7 @@ IN_THE_HOOK = {"loss_scale": 1024, "policy": "immediate"}
 def test_unsupported_classes_raise_before_the_first_update(error, rule, options, message, tmp_path, monkeypatch):
     (tmp_path / "broken_package.py").write_text("raise RuntimeError('needs another libc')")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setitem(sys.modules, "optimi", None)  # as if it were not installed
+    monkeypatch.setitem(sys.modules, "optimi", None)  # simulates a missing package
     with pytest.raises(error, match=message):
         lowmem.FusedOptimizer([one_param()], rule=rule, **options)
 
@@ -485,7 +485,7 @@ def test_bitsandbytes_settings_of_single_parameters_raise(monkeypatch):
 
 
 class NotesSettings(torch.optim.SGD):
-    """Notes a setting of the compiler in each step."""
+    """Records a compiler setting in each step."""
 
     seen: ClassVar[list[int]] = []
 
@@ -496,7 +496,7 @@ class NotesSettings(torch.optim.SGD):
 
 @pytest.mark.parametrize("policy", ["immediate", "deferred"])
 def test_settings_of_the_compiler_reach_the_threads_of_autograd(policy):
-    """They belong to a thread since torch 2.12. On a CPU, hooks run on the thread that calls backward."""
+    """Settings are per thread since torch 2.12. On a CPU, hooks run on the thread that calls backward."""
     param = torch.nn.Parameter(torch.ones(2))
     with torch._dynamo.config.patch(recompile_limit=100):
         opt = lowmem.FusedOptimizer([param], rule=NotesSettings, policy=policy)

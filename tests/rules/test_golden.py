@@ -1,4 +1,4 @@
-"""The rules against trajectories recorded from the code that defines them (golden/README.md)."""
+"""The rules match trajectories recorded from their reference implementations (golden/README.md)."""
 
 from collections import Counter
 from pathlib import Path
@@ -12,7 +12,7 @@ ENTRIES = manifest(FOLDER)["cases"]
 
 
 def skipped_for(entry):
-    """Why a case is skipped: what its reason says; None if it is to be replayed."""
+    """Returns why a case is skipped, or None if it is replayed."""
     if entry["name"] == "al_o18_stale_coef":
         return "clip factor of an earlier step"
     if entry["expect_nonfinite"]:
@@ -50,7 +50,7 @@ NORMED = [
 @pytest.mark.filterwarnings("ignore:.*the heuristic is used")
 @pytest.mark.parametrize("entry", NORMED)
 def test_replay_deferred(entry):
-    """Clipping by the norm of all gradients, also with the other policy that supports it."""
+    """Clipping by the global norm gives the same results with policy `deferred`."""
     result = replay(Case(FOLDER, entry), policy="deferred")
     assert result.ok, result
 

@@ -1,4 +1,4 @@
-"""LANS: differences from its source, options by parameter name, and its count of updates."""
+"""LANS: differences from its source, options by parameter name, and its step count."""
 
 import functools
 
@@ -15,7 +15,7 @@ make_optimizer = functools.partial(made_by, "lans")
 
 
 ONE_LARGE = torch.full((4, 35), 1e-30).index_fill_(1, torch.tensor([16]), 1e-12).view(4, 5, 7)
-# Factors of the gradients of four steps.
+# Gradient scales in four steps.
 SIZES = {
     **{f"zero in steps {zeros}": [float(step not in zeros) for step in range(4)] for zeros in [(0,), (2,), (0, 1, 3)]},
     **{f"{size}": [size] * 4 for size in (1e-20, 1e-25, 1e-30, 1e-36, 1e15)},
@@ -27,8 +27,8 @@ SIZES = {
 @pytest.mark.parametrize("wd", [0.0, 0.1])
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 def test_gradients_of_any_size_are_normalized(give_gradients, variant, wd, sizes):
-    """In the source, a gradient of zeros is 0/0, and NaN for ever. Here the momentum goes on, and the weight decays.
-    Squares of less than 1e-19 vanish in float32, which in its fused kernel makes the gradient infinite."""
+    """In the source, a gradient of zeros gives 0/0 and NaN forever; here, momentum and weight decay still apply.
+    Squares of elements below 1e-19 vanish in float32, and the source's fused kernel then divides by zero."""
     start, options = torch.randn(5, 7), {"lr": 0.1, "variant": variant, "wd": wd}
     (param,), opt = make_optimizer([start], **options)
     reference, want = Reference((5, 7), **options), start.double().cpu().numpy()
@@ -53,7 +53,7 @@ def test_an_unknown_name_raises(option):
 
 
 def test_only_updates_are_counted(give_gradients):
-    """Not steps without a gradient, nor such whose gradient is not finite."""
+    """Steps without a gradient or with a non-finite one do not count."""
     params, opt = make_optimizer([torch.randn(3) for _ in range(3)])
     bad = torch.tensor([1.0, torch.nan, 0.0])
     give_gradients(opt, (params[0], torch.randn(3)), (params[2], bad))

@@ -8,7 +8,7 @@ from support.compiled import equal
 
 import lowmem
 
-# Each kind of size alone, small ones that are updated as one stack, one larger than that and one of several tiles.
+# One of each number of dimensions, small ones that are stacked, one too large for a stack, one with several tiles.
 SHAPES = [(), (1,), (7,), (5, 3), (5, 3), (5, 3), (2, 3, 4), (2, 2, 3, 3), (16, 16, 65), (400, 400)]
 
 
@@ -17,13 +17,13 @@ SHAPES = [(), (1,), (7,), (5, 3), (5, 3), (5, 3), (2, 3, 4), (2, 2, 3, 3), (16, 
     [
         {},
         {"betas": (0.6, 0.95), "weight_decay": 0.0},
-        {"betas": (0.3, 0.5), "eps": 1e-3, "weight_decay": 0.5},  # from 0.5 on torch interpolates from the other end
+        {"betas": (0.3, 0.5), "eps": 1e-3, "weight_decay": 0.5},  # torch's lerp uses another formula from 0.5 on
         {"betas": (0.0, 0.0)},
     ],
 )
 def test_equals_torch(give_gradients, options):
-    """Bit for bit over 20 steps of changing learning rate. Some parameters have no gradient at first or in some steps:
-    their bias correction counts their own."""
+    """Bit for bit over 20 steps with a changing rate. Some parameters have no gradient in some steps, and their bias
+    correction only counts steps with one."""
     start = [torch.randn(shape) for shape in SHAPES]
     params, theirs = ([torch.nn.Parameter(value.clone()) for value in start] for _ in range(2))
     opt = lowmem.FusedOptimizer(params, rule="adamw", **options)
@@ -48,7 +48,7 @@ RULES = [
     ("adamw", {"exp_avg": 0.9, "exp_avg_sq": 0.999}, {"lr": 0.0}),
     ("lion", {"exp_avg": 0.99}, {"lr": 0.0}),
     ("lans", {"mean": 0.9, "var": 0.999}, {"lr": 0.0}),
-    # a size is not learned, so that delta is a mean of steps alone
+    # without learned sizes, delta is only a mean of steps
     ("scaled_adam", {"delta": 0.9, "exp_avg_sq": 0.98}, {"lr": 1e-4, "scalar_lr_scale": 0.0, "size_update_period": 99}),
 ]
 
@@ -56,9 +56,9 @@ RULES = [
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("rule", "moments", "options"), RULES)
 def test_moments_in_16_bits_are_unbiased(give_gradients, rule, moments, options, dtype):
-    """All elements have the same gradients, so in float32 the same moments, but separate noise. The deviation of a
-    rounding at random is half a spacing at most, and a running mean with `decay` keeps the squares of 1/(1 - decay²) of
-    them: the mean over all elements is to be within five of the deviations that it may have."""
+    """All elements get the same gradients but separate noise. The deviation of one stochastic rounding is at most half
+    a spacing, and a running mean accumulates 1/(1 - decay²) times its square, so the mean error over all elements has
+    to be within five standard deviations."""
     runs = []
     for kept_in in ("float32", str(dtype)):
         param = torch.nn.Parameter(torch.ones(ELEMENTS))
@@ -80,5 +80,5 @@ def test_moments_in_16_bits_are_unbiased(give_gradients, rule, moments, options,
         deviation = spacing / 2 * min(STEPS, 1 / (1 - decay**2)) ** 0.5
         assert abs(off[name].mean().item()) < 5 * deviation / ELEMENTS**0.5
         assert off[name].std() > deviation / 20
-    if rule in ("adamw", "lans"):  # in the others one moment follows from the other, or there is one only
+    if rule in ("adamw", "lans"):  # the other rules have one moment, or dependent ones
         assert torch.corrcoef(torch.stack(list(off.values())))[0, 1].abs() < 5 / ELEMENTS**0.5

@@ -1,4 +1,4 @@
-"""Every rule, with every option, against its float64 transcription."""
+"""Every rule with every option matches its float64 transcription."""
 
 import copy
 import warnings
@@ -90,7 +90,7 @@ OPTIONS = {
         "param_max_rms": one_of(0.5, 1.0),
         "scalar_max": one_of(0.5, 1.0),
         "size_update_period": one_of(1, 2, 3),
-        # these say how the gradient's norm is clipped, which it is not here
+        # no effect, since clipping_scale is not set here
         "clipping_update_period": one_of(2),
         "clip_update": FLAG,
     },
@@ -113,7 +113,7 @@ OPTIONS = {
     "adamw": {"betas": BETAS, "eps": one_of(0.0, 0.1), "weight_decay": one_of(0.0, 0.5)},
     "lion": {"betas": BETAS, "weight_decay": DECAYS},
 }
-# Options of no transcription: which dimensions are factored is drawn below, clipping_scale is not supported here, and
+# Options without a transcription: factored dimensions are drawn below, clipping_scale is not supported here, and
 # show_dominant_parameters changes only the log. States in 16 bits: test_moments.py.
 ELSEWHERE = {
     "adafactor": {"factored", "min_dim_size_to_factor", "factor_map", "dtype_momentum"},
@@ -124,7 +124,7 @@ SHAPES = st.lists(st.integers(1, 9), max_size=4).map(tuple)
 
 @dataclass(frozen=True)
 class Case:
-    """options, theirs: arguments of the rule and of its transcription.  warning: the expected warning."""
+    """options, theirs: arguments of the rule and of its transcription. warning: the expected warning."""
 
     rule: str
     shape: tuple
@@ -139,8 +139,8 @@ ROLES = ["ROW", "COLUMN", "BATCH", "NONE"]
 
 
 def resolved(shape, rule, by_size):
-    """Options of the reference for a rule: vectors and matrices without BATCH follow the heuristic, with a warning if
-    the two differ."""
+    """Returns the reference's options for a factor rule. Vectors, and matrices without BATCH, follow the heuristic,
+    with a warning if the rule differs."""
     if len(rule) > 2 or "BATCH" in rule:
         return {"rule": rule}, None
     return by_size, None if Adafactor(shape, lr=0.0, **by_size).rule == rule else "the heuristic is used"
@@ -148,7 +148,7 @@ def resolved(shape, rule, by_size):
 
 @st.composite
 def factoring(draw, shape):
-    """Options of adafactor that choose the factored dimensions, options of the reference, and a warning."""
+    """Draws options that choose adafactor's factored dimensions, the reference's options, and a warning."""
     ndim, by_size = len(shape), {"min_dim_size_to_factor": draw(st.integers(0, 4))}
     way = draw(one_of("never", "unfactored", "rule", "rule", *(["heuristic", "named"] if ndim < 4 else [])))
     if way == "never":
@@ -177,12 +177,12 @@ def cases(draw, rule, dtype):
         if isinstance(options.get("multiply_by_parameter_scale"), list):
             theirs["multiply_by_parameter_scale"] = options["multiply_by_parameter_scale"][0] == ("w", True)
         if dtype != torch.float32:
-            options["variant"] = "jit"  # "op_by_op" rounds on the way
+            options["variant"] = "jit"  # "op_by_op" rounds intermediate results
         theirs.pop("variant", None)
     elif rule == "adafactor_t2t":
         if dtype != torch.float32:
             options.pop("simulated_quantize_bits", None)
-            # the others round on the way
+            # the other options round intermediate results
             options |= {"multiply_by_parameter_scale": False, "dtype_momentum": "float32"}
         theirs = {key: value for key, value in options.items() if key != "dtype_momentum"}
         lrs = draw(one_of(lrs, [None] * 4))  # None: its own schedule
@@ -203,7 +203,7 @@ def test_every_option_is_drawn():
 
 @dataclass(frozen=True)
 class Step:
-    """An update: the weight before it and after it, and the reference's answer to the weight before it."""
+    """One update: the weight before and after it, and the weight that the reference computes."""
 
     before: torch.Tensor
     after: torch.Tensor
@@ -213,8 +213,8 @@ class Step:
 
     @property
     def close(self):
-        """By how much an element may be off: a few roundings of 6e-8, relative to the largest weight, or to what steps
-        are made of that all but cancel. The reference knows which elements float32 may tip over an edge.
+        """Allowed error: a few roundings of 6e-8 relative to the largest weight, or to the terms of an update that
+        cancel. The reference knows the elements that float32 rounding may move across a threshold.
         """
         size = max(self.before.abs().max(), self.want.abs().max(), 5.0 * (self.reference.lr or 0.0))
         return 5e-7 * size + torch.as_tensor(getattr(self.reference, "slack", 0.0))
@@ -236,7 +236,7 @@ def trajectory(give_gradients, case, dtype):
         opt = lowmem.FusedOptimizer(
             [("w", param)], rule=case.rule, rounding=rounding, state_storage="float32", **case.options
         )
-        if "step_offset" in case.options:  # a run that goes on
+        if "step_offset" in case.options:  # a resumed run
             reference.steps = case.options["step_offset"]
             opt.load_named_state_dict({**opt.named_state_dict(), "step": reference.steps})
     for lr in case.lrs:
@@ -248,13 +248,13 @@ def trajectory(give_gradients, case, dtype):
         yield Step(before.double(), param.detach(), torch.tensor(want), states, reference)
 
 
-# Running means of what has a sign, and what comes of a sum that may cancel: compared relative to the largest so far.
+# Running means of signed values, and states from sums that may cancel: compared relative to their largest value.
 SIGNED = {"m", "exp_avg", "mean", "delta", "scale_grads", "scale_exp_avg_sq"}
 
 
 def follows(give_gradients, case):
-    """Pairwise sums, a root, a quotient, the step itself: a few roundings of 6e-8. 6000 examples came to 3.2e-7 for
-    weights and 4.8e-7 for states; those that are sums of positive numbers are compared each element by itself."""
+    """Sums, roots and quotients add a few roundings of 6e-8. In 6000 examples the largest error was 3.2e-7 for weights
+    and 4.8e-7 for states. States that sum positive numbers are compared element by element."""
     largest = {}
     for count, step in enumerate(trajectory(give_gradients, case, torch.float32), start=1):
         assert ((step.after - step.want).abs() <= step.close).all()
@@ -296,7 +296,7 @@ def test_several_tiles_follow_the_reference(give_gradients, rule, shape, options
     follows(give_gradients, Case(rule, shape, options, theirs, [0.1, 0.03, 0.1], seed=0))
 
 
-# adafactor_t2t rounds bfloat16 in its own way, which the golden trajectories show to the bit
+# adafactor_t2t has its own bfloat16 rounding, which the golden trajectories check bit for bit
 @pytest.mark.parametrize(
     ("rule", "dtype"),
     [
@@ -309,8 +309,8 @@ def test_several_tiles_follow_the_reference(give_gradients, rule, shape, options
 @given(st.data())
 @settings(max_examples=100 if FULL else 25)
 def test_16_bit_weights_are_the_rounded_reference(give_gradients, rule, dtype, data):
-    """Float32 arithmetic before the rounding may tip a value that lies between two neighbours, hence the one ulp; where
-    weight and step all but cancel, its own rounding is many ulps of the little that is left."""
+    """A float32 error may move a value past the midpoint of two neighbors, hence the tolerance of one ulp. If weight
+    and update nearly cancel, that error is many ulps of their small difference."""
     for step in trajectory(give_gradients, data.draw(cases(rule, dtype)), dtype):
         least, most = (ordered(bound.to(dtype)) for bound in (step.want - step.close, step.want + step.close))
         assert (least - 1 <= ordered(step.after)).all()
@@ -321,8 +321,8 @@ def test_16_bit_weights_are_the_rounded_reference(give_gradients, rule, dtype, d
 @given(st.data())
 @settings(max_examples=40)
 def test_editing_an_option_takes_effect_or_raises(give_gradients, rule, data):
-    """After hyperparameters are edited in place, a step equals a step with these hyperparameters from the start and the
-    same state; or it raises, and nothing has moved."""
+    """After an in-place edit, a step equals that of a new optimizer with these options and the same state, or it raises
+    before the first update."""
     case = data.draw(cases(rule, torch.float32))
     edits = data.draw(st.fixed_dictionaries({"lr": LRS}, optional=OPTIONS[rule]))
     edits |= data.draw(factoring(case.shape))[0] if rule == "adafactor" else {}
@@ -345,7 +345,7 @@ def test_editing_an_option_takes_effect_or_raises(give_gradients, rule, data):
         other.data.copy_(param)
         saved, group = copy.deepcopy(opt.named_state_dict()), opt.param_groups[0]
         for key, value in edits.items():
-            if isinstance(group[key], dict | list) and type(group[key]) is type(value):  # the container itself
+            if isinstance(group[key], dict | list) and type(group[key]) is type(value):  # edits the container in place
                 group[key].clear()
                 getattr(group[key], "update" if isinstance(value, dict) else "extend")(value)
             else:

@@ -1,4 +1,4 @@
-"""Promises of every rule, invalid hyperparameters, and the table of rules."""
+"""Guarantees of every rule, invalid hyperparameters, and the table of rules."""
 
 import math
 import re
@@ -18,7 +18,7 @@ from lowmem.run.memory import state_bytes
 from lowmem.tiles.layout import View
 from lowmem.tiles.tile import Sums
 
-# Options with which each rule has all of its states and paths.
+# Options that enable all states and code paths of each rule.
 FULL = {
     "lomo": {"weight_decay": 0.1},
     "adalomo": {"weight_decay": 0.1},
@@ -45,14 +45,14 @@ def test_every_rule_is_here():
 
 
 def make_optimizer(rule, start, **options):
-    """Parameters called w0, w1, ... with these values, and an optimizer over them."""
+    """Returns parameters named w0, w1, ... with these values, and their optimizer."""
     params = [torch.nn.Parameter(value.clone()) for value in start]
     named = [(f"w{i}", param) for i, param in enumerate(params)]
     return params, lowmem.FusedOptimizer(named, rule=rule, **{"lr": 0.1, **options})
 
 
 def everything(params, opt):
-    """Weights and states by name."""
+    """Returns weights and states by name."""
     return {f"w{i}": param.detach().clone() for i, param in enumerate(params)} | states(opt)
 
 
@@ -70,8 +70,8 @@ def everything(params, opt):
     ),
 )
 def test_a_non_finite_gradient_leaves_its_parameter_unchanged(give_gradients, variant, shape, rounding, batching, bad):
-    """Weight, states and count, by itself or in a stack whose others go on. Once it has a gradient again it is as if
-    nothing had been."""
+    """Its weight, states and step count stay as they are, while stacked neighbors are updated. Later steps are the same
+    as if it had had no gradient."""
     rule, options = VARIANTS.get(variant, ("adafactor_t2t", {"simulated_quantize_bits": 8}))
     if rounding == "float32" or variant in ("quantized", "multi_precision"):
         dtype, rounded = torch.float32, {}
@@ -93,7 +93,7 @@ def test_a_non_finite_gradient_leaves_its_parameter_unchanged(give_gradients, va
             assert_same(*({k: v for k, v in state.items() if k.startswith("w1")} for state in (before, now)))
             assert not torch.equal(now["w0"], before["w0"])
             assert not torch.equal(now["w2"], before["w2"])
-        if rule != "scaled_adam":  # where a parameter without a gradient goes on
+        if rule != "scaled_adam":  # it also updates parameters without a gradient
             pairs = list(zip(others, grads, strict=True))
             give_gradients(without, *(pairs[::2] if step == 1 else pairs))
     if rule != "scaled_adam":
@@ -102,7 +102,7 @@ def test_a_non_finite_gradient_leaves_its_parameter_unchanged(give_gradients, va
 
 @pytest.mark.parametrize("rule", [rule for rule, cls in TABLE.items() if cls.decay in cls.defaults])
 def test_without_decay_nothing_decays(give_gradients, rule):
-    """As trainers train norms and biases: with a gradient of zeros they do not change."""
+    """Trainers use these options for norms and biases. With a gradient of zeros, weights do not change."""
     decayed, kept = (torch.nn.Parameter(torch.ones(4, 4)) for _ in range(2))
     cls = TABLE[rule]
     options = {cls.decay: 0.1, **({"weight_decay_rate_lr_exponent": 0.5} if rule == "adafactor" else {})}
@@ -125,7 +125,7 @@ def test_clipping_by_norm_with_policy_immediate_raises(rule, option, in_group):
     assert lowmem.FusedOptimizer(groups, **options).policy != "immediate"
 
 
-# Options by name, and the same for each of four parameters alone.
+# Options by name, and the equivalent options of four parameters with an optimizer each.
 SCALED = [{"multiply_by_parameter_scale": i % 2 == 1} for i in range(4)]
 BY_NAME = [
     ("adafactor", {"multiply_by_parameter_scale": [("[02]$", False), (".*", True)]}, SCALED),
@@ -141,7 +141,7 @@ BY_NAME = [
 @pytest.mark.parametrize("batching", [False, True])
 @pytest.mark.parametrize(("rule", "options", "alone"), BY_NAME)
 def test_options_by_name(give_gradients, rule, options, alone, batching):
-    """Parameters of one shape, so that they could be one stack."""
+    """All parameters have one shape, so they would be stacked if their options were equal."""
     start = [torch.randn(4, 4) * 10.0 for _ in range(4)]
     params, opt = make_optimizer(rule, start, **options, batching=batching)
     others = [make_optimizer(rule, [value], **each) for value, each in zip(start, alone, strict=True)]
@@ -159,7 +159,7 @@ ASKED = [*product(["adafactor", "adafactor_t2t"], ["float32", "bfloat16", "float
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("rule", "asked"), ASKED)
 def test_dtype_of_the_momentum(give_gradients, rule, asked, dtype):
-    """Rounded to nearest; for adafactor_t2t the dtype of the weight, unless another is named."""
+    """The momentum is rounded to nearest. The default of adafactor_t2t is the weight's dtype."""
     options = {"lr": 0.3, "beta1": 0.9, "dtype_momentum": asked, "state_storage": "float32"}
     (param,), opt = make_optimizer(rule, [torch.ones(4, dtype=dtype)], **options)
     give_gradients(opt, (param, torch.ones(4, dtype=dtype)))
@@ -175,7 +175,7 @@ POSITIVE, RATE, NOT_NEGATIVE = "a number > 0", "a number >= 0 and < 1", "a numbe
 COUNT, PERIOD, FLAG = "a whole number >= 0", "a whole number >= 1", "True or False"
 OR_NONE = ", or None"
 
-# Allowed values of each option as its error names them. Invalid values follow from it, or are listed beside it.
+# Allowed values as error messages state them. Invalid values are derived from these, or listed next to them.
 ALLOWED = {
     "lomo": {"lr": NOT_NEGATIVE, "weight_decay": NOT_NEGATIVE},
     "adalomo": {
@@ -226,7 +226,7 @@ ELSEWHERE = {"adafactor": {"factor_map"}}
 
 
 def out_of_range(allowed):
-    """Values that are outside of each bound, and of other types."""
+    """Returns values beyond each bound and values of other types."""
     if allowed == FLAG:
         return [None, 0, 1, "no"]
     values = [math.nan, math.inf, True, "1"] + ([0.5] if "whole" in allowed else [])
@@ -240,13 +240,13 @@ def cases():
         for option, valid in {**options, "state_storage": ("bfloat16", ["half", "fp8", "int8", None])}.items():
             allowed, values = valid if isinstance(valid, tuple) else (valid, out_of_range(valid))
             for value in values:
-                if (option, value) != ("lr", None):  # the rule's default
+                if (option, value) != ("lr", None):  # lr=None selects the default
                     yield pytest.param(rule, option, value, allowed, id=f"{rule}-{option}-{value}")
 
 
 @pytest.mark.parametrize(("rule", "option", "value", "allowed"), cases())
 def test_hyperparameter_out_of_range(rule, option, value, allowed):
-    """For all parameters, or in a group."""
+    """The value is an argument of the optimizer or of a parameter group."""
     param = torch.nn.Parameter(torch.zeros(3))
     for groups, options in (([param], {option: value}), ([{"params": [param], option: value}], {})):
         with pytest.raises(ConfigError, match=option) as error:
@@ -270,7 +270,7 @@ def test_table():
 
 
 def test_table_counts_every_kind_of_state():
-    """Of a bfloat16 parameter: a state of its size in its dtype, one with as many bits by default, and a row."""
+    """For bfloat16: a full state in the weight's dtype, a full one in the default storage of 16 bits, and a row."""
 
     @lowmem.rules.register("keeper")
     class Keeper(lowmem.rules.Lomo):
@@ -283,7 +283,7 @@ def test_table_counts_every_kind_of_state():
 
 
 def test_a_rule_that_takes_arguments(give_gradients):
-    """It is used as an instance, and the others are listed without it."""
+    """Only an instance can be used, and the table lists the other rules."""
 
     @lowmem.rules.register("argued")
     class Argued(lowmem.rules.Lomo):
@@ -301,8 +301,7 @@ def test_a_rule_that_takes_arguments(give_gradients):
 
 @pytest.mark.parametrize("rule", FULL)
 def test_table_has_the_bytes_of_states(rule, give_gradients):
-    """The bytes that a step leaves in the state of an n x n parameter are a quadratic function of n, which three
-    parameters settle."""
+    """The bytes of an n x n parameter's states are quadratic in n, so three sizes determine them."""
     sizes = [128, 160, 192]
     params = {str(n): torch.nn.Parameter(torch.randn(n, n).bfloat16()) for n in sizes}
     opt = lowmem.FusedOptimizer(params.items(), rule=rule)
@@ -324,7 +323,7 @@ def signed(t):
 
 
 def test_rule_from_outside(give_gradients):
-    """A rule that reduces, keeps a state and is found by name, class and instance."""
+    """A custom rule that reduces and has a state can be passed by name, class or instance."""
 
     @lowmem.rules.register("row_signs")
     class RowSigns(lowmem.rules.UpdateRule):
@@ -357,7 +356,7 @@ def test_rule_from_outside(give_gradients):
 
 
 def test_the_example_in_contributing(give_gradients, tmp_path, monkeypatch):
-    """By its import path, as a command finds it, and by its name from then on."""
+    """The rule is found by its import path, and by its name once it is imported."""
     text = Path("CONTRIBUTING.md").read_text().partition("`lowmem/rules/signsgd.py`:\n\n```python\n")[2]
     (tmp_path / "example_of_a_rule.py").write_text(text.partition("```")[0])
     monkeypatch.syspath_prepend(tmp_path)

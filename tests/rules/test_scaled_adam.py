@@ -26,8 +26,8 @@ def test_the_period_of_clipping_cannot_change(give_gradients):
 @pytest.mark.parametrize("batching", [False, True])
 @pytest.mark.parametrize("shape", [(), (1, 1), (3, 5), (130, 130)])
 def test_a_missing_gradient_is_zero(give_gradients, shape, batching):
-    """The momentum goes on, means decay and the count counts. Three of one shape: one always has a gradient, one has it
-    at first, one has it late."""
+    """The momentum is still applied, averages decay, and the step counts. Of three parameters, one always has a
+    gradient, one only at first, and one in two later steps."""
     rng = np.random.default_rng(0)
     start = [torch.tensor(rng.normal(size=shape)).float() for _ in range(3)]
     params = [torch.nn.Parameter(value.clone()) for value in start]
@@ -51,7 +51,7 @@ def test_a_missing_gradient_is_zero(give_gradients, shape, batching):
 
 
 def test_unfreezing_does_not_change_the_clipping_period(give_gradients):
-    """Three parameters of which the first two join in later steps clip by the norms of every step before."""
+    """Two parameters are unfrozen later; thresholds still use the norms of all previous steps."""
     params = [torch.nn.Parameter(torch.ones(4), requires_grad=n == 2) for n in range(3)]
     options = {"clipping_scale": 1.0, "clipping_update_period": 4, "size_update_period": 100}
     opt = lowmem.FusedOptimizer(params, rule="scaled_adam", lr=0.0, **options)
@@ -85,8 +85,9 @@ def test_a_parameter_that_never_had_a_gradient_stays(give_gradients):
 
 
 def test_statistics(give_gradients):
-    """By hand. The norm is of gradients times the size of their weight, as it was last measured: in the first step, and
-    then in every second, after its statistics. A single element counts as it is."""
+    """Computed by hand. The norm is of gradients times the size of their weight, which is measured in every second
+    step, from the first one on, after the statistics. Parameters with one element are not scaled.
+    """
     matrix, single = torch.nn.Parameter(torch.full((2, 2), 2.0)), torch.nn.Parameter(torch.tensor([7.0]))
     opt = lowmem.FusedOptimizer([("m", matrix), ("s", single)], rule="scaled_adam", lr=0.0, size_update_period=2)
     grad = torch.tensor([[3.0, 0.0], [0.0, -4.0]])
@@ -109,4 +110,4 @@ def test_statistics(give_gradients):
     says(math.sqrt(5**2 * 6**2 + 1600), "s", 1600 / 2500, 1.0)
     give_gradients(opt, (matrix, grad))
     says(5 * 6, "m", 1.0, 6.0)
-    assert first.statistics["model_norm"] == pytest.approx(math.sqrt(125))  # the statistics of a step do not change
+    assert first.statistics["model_norm"] == pytest.approx(math.sqrt(125))  # later steps do not change it

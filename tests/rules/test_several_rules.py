@@ -1,4 +1,4 @@
-"""Several rules in one optimizer: each group has its rule, and all are clipped, accumulated and scaled together."""
+"""Several rules in one optimizer: each group has its rule, but clipping, accumulation and the loss scale are shared."""
 
 import functools
 
@@ -15,7 +15,7 @@ Net = functools.partial(TwoLayers, 9, 7, 5)
 
 
 def split(net):
-    """Matrices by AdamW, vectors by LOMO."""
+    """Returns groups: matrices with AdamW, vectors with LOMO."""
     named = list(net.named_parameters())
     matrices, vectors = ([(n, p) for n, p in named if (p.ndim == 2) == wide] for wide in (True, False))
     return [
@@ -30,7 +30,7 @@ def batches():
 
 
 def test_a_third_party_optimizer_next_to_a_rule():
-    """To the bits of two optimizers of torch whose gradients are clipped together."""
+    """Bit for bit like two torch optimizers with common clipping."""
     net, plain = Net(), Net()
     matrices, vectors = split(net)
     vectors = {**vectors, "rule": torch.optim.Adagrad, "foreach": False}
@@ -61,7 +61,7 @@ def test_an_omitted_option_is_the_default_of_the_groups_rule():
 
 
 def test_a_group_that_is_added_later():
-    """Nothing of the default rule leaks into it, and it is clipped with the others from then on."""
+    """The group gets no options of the default rule, and its gradients count for the clipping norm."""
     net = Net()
     matrices, vectors = split(net)
     opt = lowmem.FusedOptimizer([matrices], rule="adamw", clip_norm=0.05, policy="deferred")
@@ -95,7 +95,7 @@ def test_a_wrong_group_is_named(change, message):
 
 
 def test_groups_by_name():
-    """As trainers and YAML files give them: the first expression that is found in a name takes the parameter."""
+    """Trainers and YAML files define groups by expressions. The first one that matches a name takes the parameter."""
     groups = ({"match": r"bias$", "rule": "lomo", "lr": 5e-2}, {"match": "last", "weight_decay": 0.5})
     config = lowmem.FusedConfig(rule="adamw", lr=3e-2, groups=groups)
     net = Net()
@@ -120,7 +120,7 @@ def test_groups_by_name():
 
 
 def sgd_called(name, times):
-    """A class of this name that steps by so many times its gradient."""
+    """Returns a class with this name that subtracts lr * times * gradient."""
 
     def step(self):
         for group in self.param_groups:
@@ -134,7 +134,7 @@ def sgd_called(name, times):
 
 
 class Times(Lomo):
-    """Steps by so many times its gradient, which is an attribute and not a hyperparameter."""
+    """Scales the gradient by `times`, an attribute rather than a hyperparameter."""
 
     name = "times"
 

@@ -1,4 +1,4 @@
-"""The simulated GPU reports races, reads of uninitialized memory and synchronization, as they would occur on a GPU."""
+"""The simulated GPU reports races, reads of uninitialized memory and synchronization that a real GPU would have."""
 
 import pytest
 import torch

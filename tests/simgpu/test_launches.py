@@ -1,4 +1,4 @@
-"""Batches of kernels send the pointers of gradients on the simulated GPU. The kernels compute nothing."""
+"""Batched kernels get the current addresses of gradients on the simulated GPU, where they compute nothing."""
 
 import pytest
 import torch
@@ -28,6 +28,6 @@ def test_kernels_get_the_pointers_of_the_gradients_of_their_step(monkeypatch):
         kept = []
         for _ in range(4):
             opt.backward(torch.stack(params).square().sum())
-            kept.append(torch.empty(200, 200, device="cuda"))  # so that gradients have other addresses
+            kept.append(torch.empty(200, 200, device="cuda"))  # changes the addresses of gradients
     sent = [each.tolist() for each in launched[:: len(launched) // len(pointers)]]
     assert sent == pointers and len({tuple(each) for each in pointers}) > 3

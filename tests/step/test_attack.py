@@ -1,6 +1,6 @@
-"""Random training loops train as in plain PyTorch. Hypothesis draws them, and shrinks one that does not.
+"""Randomly drawn training loops give the same results as in plain PyTorch. Hypothesis shrinks a loop that does not.
 
-`scripts/test.sh --full tests/step/test_attack.py` draws many more, others each time.
+`scripts/test.sh --full tests/step/test_attack.py` draws many more loops, with a different seed each time.
 """
 
 from dataclasses import fields, replace
@@ -47,34 +47,34 @@ EVENTS = ("lr", "betas", "betas in place", "decay", "freeze", "thaw", "add group
 
 # Settings that exclude each other (most raise, which other tests show), and their replacement.
 FITTING = (
-    # rounds in its own way
+    # adafactor_t2t and third-party rules have their own rounding
     (lambda s: not s.ours or s.rule == "adafactor_t2t", {"rounding": "nearest", "state_storage": "float32"}),
     (lambda s: not s.ours or s.rule == "adafactor_t2t", {"codes": None}),
     (lambda s: s.codes, {"rounding": "stochastic"}),
-    # have no elementwise state
+    # these rules have no elementwise state
     (lambda s: s.rule in ("lomo", "adalomo"), {"state_storage": "float32"}),
-    # the sign of a sum that all but cancels depends on its last bits
+    # the sign of a sum close to zero depends on its last bits
     (lambda s: s.rule == "lion", {"tiled": False}),
     (lambda s: s.rule == "lion" and s.codes, {"autocast": None}),
-    # tiles are computed in bfloat16 in another order
+    # tiles sum bfloat16 products in a different order
     (lambda s: s.autocast, {"tiled": False}),
-    # knows nothing of groups that join
+    # OneCycleLR does not support groups that are added later
     (lambda s: s.late and s.scheduler == "one cycle", {"scheduler": None}),
-    # AdaLomo measures before it clamps, others after
+    # AdaLomo computes the norm before clamping, the other rules after
     (lambda s: s.group == "rule" and s.rule not in ("adamw", "adalomo", "lans"), {"group": "lr"}),
     (lambda s: s.group == "rule" and s.rule == "adalomo" and s.clip_norm and s.clip_value, {"group": "lr"}),
-    # a region hides gradients from a pass that measures, and the embedding would get its in two parts
+    # the measuring pass misses gradients of a region, and the embedding's gradient would arrive in two parts
     (lambda s: s.checkpoint == "reentrant" and s.policy == "two_pass", {"policy": "deferred"}),
     (lambda s: s.checkpoint == "reentrant", {"twice": False}),
     (lambda s: s.checkpoint == "reentrant" and s.call not in ("loss", "callable"), {"call": "loss"}),
-    # a loss scale is of opt.backward
+    # only opt.backward applies the loss scale
     (lambda s: s.call in ("plain", "inputs", "by hand"), {"loss_scale": None}),
     (lambda s: s.accumulation > 1 and s.policy != "auto", {"policy": "deferred"}),
     (lambda s: s.call in ("plain", "inputs") and (s.clip_norm or s.policy == "two_pass"), {"policy": "deferred"}),
     (lambda s: s.policy == "immediate" and s.clip_norm, {"policy": "deferred"}),
     (lambda s: s.policy == "immediate" and s.loss_scale and not s.ours, {"policy": "deferred"}),
     (lambda s: s.policy != "deferred", {"store": "auto", "accumulation_dtype": "float32"}),
-    # the next code is far from one
+    # adjacent 8-bit codes are too far apart for the tolerance
     (lambda s: s.state_storage.startswith("8bit") and not s.exact, {"state_storage": "bfloat16"}),
 )
 
@@ -98,7 +98,7 @@ def loops(draw, rule):
     return replace(s, events=tuple(sorted(draw(st.lists(happened, max_size=3)))))
 
 
-@pytest.mark.filterwarnings("ignore")  # of schedulers, about steps that an overflow skips
+@pytest.mark.filterwarnings("ignore")  # schedulers warn about steps skipped by an overflow
 @pytest.mark.parametrize("rule", HYPER)
 def test_loops_train_as_in_plain_pytorch(rule):
     @settings(max_examples=1000 if FULL else 8, derandomize=not FULL, database=None)

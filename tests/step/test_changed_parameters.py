@@ -1,5 +1,5 @@
-"""Parameters whose dtype, shape or strides change after the optimizer was made are trained as what they are, or raise
-an error before anything has moved.
+"""Parameters whose dtype, shape or strides change after the optimizer was created are trained in their new format, or
+an error is raised before anything is updated.
 """
 
 import pytest
@@ -14,12 +14,12 @@ from lowmem.step.compiled import has_compiler
 from lowmem.step.record import ParamRecord
 from lowmem.tiles import stages, storage
 
-SHAPES = [(64, 48), (87, 50), (24,), (24,)]  # two that are updated alone, and a stack
+SHAPES = [(64, 48), (87, 50), (24,), (24,)]  # two that are updated alone, two that are stacked
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 
 
 def make_optimizer(rule, dtype=F32, shapes=SHAPES, **options):
-    """Parameters, and their optimizer after a step."""
+    """Returns parameters and their optimizer after one step."""
     source = seeded(0)
     params = torch.nn.ParameterList(torch.randn(shape, generator=source).to(dtype) for shape in shapes)
     opt = lowmem.FusedOptimizer(list(params), rule, **{"lr": 1e-2, "compile": False, **options})
@@ -48,7 +48,7 @@ UNFIT = {
 
 @pytest.mark.parametrize(("start", "end", "options"), UNFIT.values(), ids=UNFIT)
 def test_a_state_that_does_not_fit_any_more_raises(start, end, options):
-    """Nothing is torn: with the parameter as it was, training continues."""
+    """The error leaves everything unchanged: training continues once the parameter is restored."""
     (params, opt), (others, plain) = (make_optimizer(**options, dtype=start) for _ in range(2))
     original = params[0].data
     convert([params[0]], end)
@@ -74,7 +74,7 @@ def test_a_state_that_does_not_fit_any_more_raises(start, end, options):
     ],
 )
 def test_a_format_that_no_rule_updates_raises(rule, shape, change, message):
-    """As in the constructor."""
+    """The error is the same as in the constructor."""
     params, opt = make_optimizer(rule, shapes=[shape])
     original = params[0].data
     params[0].data = original.to(**change)
@@ -86,7 +86,7 @@ def test_a_format_that_no_rule_updates_raises(rule, shape, change, message):
 
 
 def test_some_of_a_stack_are_converted():
-    """They leave it with their states."""
+    """Converted parameters leave the stack and take their states with them."""
     results = []
     for batching in (True, False):
         params, opt = make_optimizer("adamw", shapes=[(24,)] * 4, batching=batching)
@@ -98,7 +98,7 @@ def test_some_of_a_stack_are_converted():
 
 
 def test_another_shape():
-    """As `resize_token_embeddings` makes it. A rule without states goes on; a state of the old shape raises."""
+    """`resize_token_embeddings` does this. A rule without states continues; a state with the old shape raises."""
     for rule in ("lomo", "adamw"):
         params, opt = make_optimizer(rule, lr=0.5)
         params[0].data = torch.ones(80, 48)
@@ -121,7 +121,7 @@ def test_an_unchanged_parameter_is_inspected_once(monkeypatch):
 
 @pytest.mark.cpu_only("the simulated GPU has no compiler")
 def test_compiled_code_is_not_called_with_a_state_of_a_different_dtype(monkeypatch):
-    """One that a user has put into `opt.state` is swept, as where nothing is compiled."""
+    """A state that the user puts into `opt.state` is updated by the eager sweep instead."""
     monkeypatch.setattr(stages, "compiled", lambda graph, sizes, args: graph)
     results, start = [], None
     for compile in (True, False) if has_compiler("cpu") else (False, False):
@@ -147,18 +147,18 @@ EDITS = {
 
 @pytest.mark.parametrize(("edit", "rounding", "dtype"), pairwise(EDITS, storage.roundings(), [BF16, F16]))
 def test_an_edited_weight_is_the_one_that_continues(edit, rounding, dtype):
-    """Neither a residual nor a master copy of the former weight comes back, in matrices and in stacks."""
+    """The residual or master copy of the old weight must not overwrite the edit, whether or not weights are stacked."""
     shapes, rate, slope = SHAPES[1:], 1e-3, 0.37
     params, opt = make_optimizer("lomo", dtype, shapes, rounding=rounding, lr=rate)
     masters = [state.get("weight32") for state in opt.named_state_dict()["state"].values()]
     for _ in range(2):
-        opt.state.clear()  # a loop that starts anew; residual and master copy are no states
+        opt.state.clear()  # resets the states, which do not include residuals and master copies
         before = weights(params)
         with torch.no_grad():
             for param in params:
                 EDITS[edit](param)
         wanted = [param.detach().float() for param in params]
-        if rounding == "master":  # whose elements that are as before stay
+        if rounding == "master":  # its unchanged elements keep their residuals
             triples = zip(wanted, before, masters, strict=True)
             wanted = [torch.where(new == old, master, new) for new, old, master in triples]
         for _ in range(3):
@@ -167,8 +167,8 @@ def test_an_edited_weight_is_the_one_that_continues(edit, rounding, dtype):
         masters = wanted
     for param, want in zip(params, wanted, strict=True):
         nearest, apart = want.to(dtype), 3 * torch.finfo(dtype).eps * want.abs()
-        if rounding in ("compensated", "master") and edit != "zero its data":  # which leaves no trace
+        if rounding in ("compensated", "master") and edit != "zero its data":  # the skipped step changes nothing
             assert torch.equal(param, nearest)
-        elif rounding != "nearest":  # 16-bit neighbors, or the residual of 8 bits
+        elif rounding != "nearest":  # one 16-bit spacing, or the error of an 8-bit residual
             assert ((param - want).abs() <= apart)[want.isfinite()].all()
         assert torch.equal(param.isfinite(), want.isfinite())

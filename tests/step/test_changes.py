@@ -1,4 +1,4 @@
-"""The share of weights that a step changes."""
+"""Tests of the metric that reports the share of weights a step changes."""
 
 import math
 
@@ -28,7 +28,7 @@ class Words(nn.Module):
 
 
 def counted(net, before, grads):
-    """The share, counted over all elements with a gradient."""
+    """Returns the exact share, counted over all elements with a gradient."""
     changed = sum(int(((p != before[n]) & (grads[n] != 0)).sum()) for n, p in net.named_parameters())
     return changed / sum(int((grad != 0).sum()) for grad in grads.values())
 
@@ -81,7 +81,7 @@ def test_frozen_parameters_leave_the_sample(monkeypatch):
 
 
 def test_one_step_in_several_is_measured(monkeypatch):
-    """The first two, since a warmup may begin at a rate of 0, and then each third one. Others repeat the last share."""
+    """Steps 1 and 2 (a warmup may begin with a rate of 0), then every third step. The others repeat the last share."""
     monkeypatch.setattr(changes, "EVERY", 3)
     net, shares = Words(), []
     opt = lowmem.FusedOptimizer(net.named_parameters(), rule="lomo", lr=0.0)

@@ -1,5 +1,5 @@
-"""Gradients are measured exactly, in any dtype and layout, and clipped by the norm; rules with their own clipping do it
-as their source does.
+"""Gradient norms are exact in any dtype and layout, and gradients are clipped by them. Rules with their own clipping
+match their reference implementation.
 """
 
 import math
@@ -18,7 +18,6 @@ from lowmem.rules.rule import TABLE
 
 
 def norm_of(grads):
-    """In float64."""
     return np.linalg.norm(np.concatenate([grad.double().cpu().numpy().ravel() for grad in grads]))
 
 
@@ -27,7 +26,7 @@ def norm_of(grads):
 
 @pytest.mark.parametrize("policy", ["two_pass", "deferred"])
 def test_the_norm_is_summed_in_parameter_order(policy):
-    """Not in the order in which gradients come, which is the other way round: float32 sums tell the two apart."""
+    """Gradients arrive in the opposite order, and float32 sums tell the two orders apart."""
     source = seeded(4)
     layers = torch.nn.ModuleList(torch.nn.Linear(4, 4, bias=False) for _ in range(40))
     grads = [torch.randn(4, 4, generator=source) * 10.0 ** (n % 3) for n in range(40)]
@@ -49,7 +48,7 @@ def test_the_norm_is_summed_in_parameter_order(policy):
 
 
 def spread(size, dtype, top, seed=0):
-    """Gradients over four orders of magnitude."""
+    """Returns a gradient whose elements span four orders of magnitude."""
     rng = np.random.default_rng(seed)
     values = rng.normal(size=size) * 10.0 ** rng.uniform(-4, 0, size=size)
     return torch.tensor(values / np.abs(values).max() * top).to(dtype)
@@ -60,10 +59,10 @@ def spread(size, dtype, top, seed=0):
     in_turn([torch.bfloat16, torch.float16], [None, None, 8.0, 8.0], [None, 30.0, 30.0], ["two_pass", "deferred"]),
 )
 def test_narrow_gradients_are_measured_in_float32(dtype, loss_scale, clip_value, policy):
-    """One parameter of several tiles and one small one; the largest element's square overflows float16.
+    """The square of the largest element overflows float16. One parameter has several tiles, the other one is small.
 
-    torch adds up 16 000 squares of a tile one after the other in each of eight float32 lanes, which was seen to be off
-    by 5e-6: 3e-5 is enough. A norm in bfloat16 would be off by 2e-3, and one in float16 infinite.
+    torch sums 16,000 squares of a tile sequentially in each of eight float32 lanes, with a measured error of 5e-6, so a
+    tolerance of 3e-5 is enough. A bfloat16 norm would be off by 2e-3, and a float16 norm would be infinite.
     """
     grads = [spread(300_000, dtype, 300.0), spread((3, 5), dtype, 500.0, seed=1)]
     params = [torch.nn.Parameter(torch.zeros_like(grad)) for grad in grads]
@@ -96,7 +95,7 @@ LAYOUTS = {
     in_turn(LAYOUTS, [torch.float32, torch.bfloat16, torch.float32, torch.float16], ["two_pass", "deferred"]),
 )
 def test_parameters_that_are_not_contiguous(policy, dtype, layout):
-    """As a contiguous copy of them. Norms of the same elements, summed in another order: 1e-6 in float32."""
+    """Results equal a contiguous copy's. Norms sum the same elements in another order: 1e-6 in float32."""
     torch.manual_seed(3)
     lies = LAYOUTS[layout](dtype)
     param, plain = torch.nn.Parameter(lies), torch.nn.Parameter(lies.clone(memory_format=torch.contiguous_format))
@@ -118,7 +117,7 @@ def test_parameters_that_are_not_contiguous(policy, dtype, layout):
 
 @pytest.mark.parametrize(("rule", "policy"), in_turn([*sorted(TABLE), "adalomo"], ["two_pass", "deferred"]))
 def test_norms_are_measured_after_clamping_except_in_adalomo(rule, policy):
-    """AdaLomo's source measures gradients before it clamps them; PyTorch, and so every other rule, after."""
+    """AdaLomo's source computes the norm before clamping. All other rules follow PyTorch and compute it afterwards."""
     p, q = torch.nn.Parameter(torch.ones(3, 4)), torch.nn.Parameter(torch.ones(5))
     options = {"clip_norm": 0.1, "clip_value": 0.5, "policy": policy}
     opt = lowmem.FusedOptimizer([p, q], rule=rule, **options)
@@ -139,7 +138,7 @@ def adafactor(params, **options):
 
 @pytest.mark.parametrize("policy", ["two_pass", "deferred"])
 def test_t5x_threshold_on_gradients_of_zeros(policy):
-    """Nothing is divided by their norm: the weights become what they become without a threshold."""
+    """A norm of zero is not divided by: the weights are the same as without a threshold."""
     start = torch.randn(4, 6)
     params = [torch.nn.Parameter(start.clone()) for _ in range(2)]
     for param, options in zip(params, ({}, {"global_norm_clip_threshold": 0.3, "policy": policy}), strict=True):
@@ -153,8 +152,8 @@ def test_t5x_threshold_on_gradients_of_zeros(policy):
 @pytest.mark.parametrize("policy", ["two_pass", "deferred"])
 @pytest.mark.parametrize("scale", [1.0, 1e-3])
 def test_t5x_threshold_is_on_the_norm_of_all_groups(policy, scale):
-    """Only the group with the option is clipped, by the norm over both: t·min(1/norm, 1/t), `epsilon1` large enough
-    that the size of a gradient shows."""
+    """Only the group with the option is clipped, but by the norm over both groups: t·min(1/norm, 1/t). `epsilon1` is
+    large enough that the size of a gradient affects the update."""
     start = [torch.randn(4, 6), torch.randn(5)]
     grads = [scale * torch.randn(4, 6), scale * torch.randn(5)]
     factor = 0.25 * min(1 / norm_of(grads), 1 / 0.25)
@@ -167,12 +166,12 @@ def test_t5x_threshold_is_on_the_norm_of_all_groups(policy, scale):
     )
     give_gradients(adafactor(by_hand, **common), (by_hand[0], grads[0] * factor), (by_hand[1], grads[1]))
     for one, other in zip(clipped, by_hand, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)  # the factor is in float32 there
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)  # T5X computes the factor in float32
 
 
 @pytest.mark.parametrize(("size", "policy"), [(200, "two_pass"), (300_000, "deferred")])
 def test_t5x_threshold_comes_after_clip_value(size, policy):
-    """Of a gradient in bfloat16 too, in one tile and in several. The momentum, float32, is half of a step."""
+    """This includes bfloat16 gradients, with one tile and with several. The float32 momentum is half of a step."""
     grad = torch.where(torch.arange(size) % 7 == 0, 40.0, 0.5).bfloat16()
     clamped = grad.double().cpu().numpy().clip(-1, 1)
     norm = np.linalg.norm(clamped)
@@ -189,7 +188,7 @@ def test_t5x_threshold_comes_after_clip_value(size, policy):
 
 
 def test_t5x_threshold_comes_after_clip_norm():
-    """Gradients that `clip_norm` has made smaller are measured as they are then."""
+    """The threshold applies to gradients that `clip_norm` has already scaled."""
     start, grad = torch.randn(4, 6), torch.randn(4, 6)
     params = [torch.nn.Parameter(start.clone()) for _ in range(2)]
     common = {"epsilon1": 0.1, "clip_norm": 0.01, "policy": "deferred"}
@@ -209,7 +208,7 @@ def values(seed):
 
 
 def gradients(step):
-    """Now and then large ones; of one parameter, now and then none."""
+    """Returns gradients of which some are large. One parameter sometimes has none."""
     actual = [grad * (30.0 if step % 5 == 3 else 1.0 + step % 2) for grad in values(1000 + step)]
     return [None if (n, step % 4) == (1, 2) else grad for n, grad in enumerate(actual)]
 
@@ -238,8 +237,8 @@ def equal(one, other):
     [(2.0, PERIOD, "deferred", True), (0.6, PERIOD, "two_pass", True), (0.9, 8, "deferred", False)],
 )
 def test_scaled_adam_clips_whole_gradients(clipping_scale, period, policy, batching):
-    """As `clip_update` documents it: clipping equals smaller gradients. Statistics are of the norms of a period, whose
-    quartiles are where different roundings would not all put them."""
+    """Clipping has the effect of smaller gradients, as `clip_update` documents. The test's gradients keep the quartiles
+    of a period's norms where different rounding does not change them."""
     options = {"clipping_scale": clipping_scale, "clipping_update_period": period, "batching": batching}
     params, opt = scaled_adam(values(0), policy=policy, **options)
     others, unclipped = scaled_adam(values(0), batching=batching)
@@ -249,7 +248,7 @@ def test_scaled_adam_clips_whole_gradients(clipping_scale, period, policy, batch
         statistics, norms = opt.last_step.statistics, group_state(opt)["model_norms"]
         factor = 1.0
         if step < period:
-            assert math.isnan(statistics["model_norm_threshold"])  # there is none yet
+            assert math.isnan(statistics["model_norm_threshold"])  # no threshold yet
         else:
             factor = min(1.0, statistics["model_norm_threshold"] / statistics["model_norm"])
         if step:
@@ -269,7 +268,7 @@ def test_scaled_adam_clips_whole_gradients(clipping_scale, period, policy, batch
 
 
 def test_scaled_adam_groups_clip_by_their_own_norms():
-    """Each with other settings, one without clipping: as in separate optimizers, to the bit."""
+    """Groups with different settings, one without clipping, match separate optimizers bit for bit."""
     settings = [{"clipping_scale": 0.7}, {}, {"clipping_scale": 1.5, "clipping_update_period": 4, "clip_update": False}]
     apart = [scaled_adam(values(n), policy="deferred", **each) for n, each in enumerate(settings)]
     params = [[torch.nn.Parameter(value) for value in values(n)] for n in range(3)]
@@ -294,8 +293,8 @@ def test_scaled_adam_groups_clip_by_their_own_norms():
     ("at", "bad", "policy"), pairwise([0, 2, PERIOD, PERIOD + 3], [math.inf, math.nan], ["two_pass", "deferred"])
 )
 def test_scaled_adam_a_skipped_step_leaves_no_trace(at, bad, policy):
-    """Neither in the state of the group nor later: in the first step, within the first period, where a threshold is
-    due, and after it."""
+    """The group's state and later steps are unaffected, whether the first step is skipped, one within the first period,
+    one where a threshold is due, or one after it."""
     runs = [scaled_adam(values(0), clipping_scale=0.8, policy=policy) for _ in range(2)]
     for step in range(2 * PERIOD + 5):
         for spoilt, (params, opt) in enumerate(runs):
@@ -322,7 +321,7 @@ def test_a_new_state_forgets_the_norms():
 
 @pytest.mark.parametrize(("policy", "plain"), [("two_pass", False), ("deferred", True)])
 def test_unfreezing_a_parameter_that_was_not_passed(policy, plain):
-    """Its gradient is a part of the norm by which PyTorch clips: added to the optimizer it is here, too."""
+    """PyTorch's clipping norm includes its gradient; so does ours once the parameter is added to the optimizer."""
 
     def make():
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Compiled updates: the same numbers as by tiles, traced once, and by tiles where they cannot be traced."""
+"""Compiled updates equal updates by tiles, are traced once, and fall back to tiles if tracing fails."""
 
 import gc
 import itertools
@@ -36,19 +36,19 @@ RULES = sorted(TABLE)
 ELEMENTWISE = ("lomo", "adamw", "lion")
 OPTIONS = {"adafactor": {"min_dim_size_to_factor": 4, "beta1": 0.9}, "lans": {"variant": "step"}}
 MATRIX, PRIME, EXPERTS, VECTOR, LONG, KERNEL = (64, 48), (87, 50), (5, 32, 24), (3000,), (4, 3072), (40, 3, 4, 4)
-CUT = (1009, 200), (2, 997, 150), (200_003,)  # several tiles: these rows, and this line, do not divide into blocks
+CUT = (1009, 200), (2, 997, 150), (200_003,)  # several tiles, which do not divide into blocks
 READINGS = {"clipped": {"clip_norm": 1.0, "policy": "deferred"}, "scaled": {"loss_scale": 128.0, "clip_value": 0.5}}
 
 
 @pytest.fixture(scope="module")
 def traces():
-    """The traces that the tests of this file share. A test of tracing has its own."""
+    """A trace cache that the tests of this file share. Tests that count traces have their own."""
     return {}
 
 
 @pytest.fixture
 def as_traced(traces, monkeypatch):
-    """Graphs are run as they are traced: kernels of torch fuse multiply-adds by themselves."""
+    """Runs graphs as they are traced, since generated kernels may fuse multiply-adds."""
     monkeypatch.setattr("lowmem.tiles.graph.fused_operations", dict)
     monkeypatch.setattr(compiled, "_TRACED", traces)
     monkeypatch.setattr(stages, "compiled", lambda graph, sizes, args: graph)
@@ -56,7 +56,7 @@ def as_traced(traces, monkeypatch):
 
 @pytest.fixture
 def graphs(as_traced, monkeypatch):
-    """The graphs that a test traces."""
+    """Collects the graphs that a test traces."""
     traced = []
     monkeypatch.setattr(compiled, "_TRACED", {})
     monkeypatch.setattr(stages, "compiled", lambda graph, sizes, args: traced.append(graph) or graph)
@@ -69,7 +69,7 @@ def backward(opt, params, source):
 
 
 def trained(rule, shapes, *, compile, dtype=torch.float32, steps=3, schedule=None, **options):
-    """Parameters and their optimizer after some steps, none of them in a stack."""
+    """Returns parameters and their optimizer after some steps, without stacking."""
     source = seeded(0)
     params = [torch.nn.Parameter(torch.randn(shape, generator=source).to(dtype)) for shape in shapes]
     options = {**OPTIONS.get(rule, {}), **options}
@@ -82,7 +82,7 @@ def trained(rule, shapes, *, compile, dtype=torch.float32, steps=3, schedule=Non
 
 
 def results(params, opt):
-    """The values of each parameter, with what compensated rounding cut off, and its states."""
+    """Returns each parameter's values, including the residual of compensated rounding, and its states."""
     saved = opt.named_state_dict()["state"]
     for n, param in enumerate(params):
         states = dict(saved.get(f"param{n}", {}))
@@ -92,7 +92,7 @@ def results(params, opt):
 
 
 def assert_same(got, want, bits=False):
-    """Bit for bit, or but for sums in another order; of a bfloat16 weight that may be a whole spacing."""
+    """Compares bit for bit, or up to summation order, which may change a bfloat16 weight by one spacing."""
     for (ours, our_states), (its, its_states) in zip(results(*got), results(*want), strict=True):
         if bits or ours.dtype == torch.float32:
             torch.testing.assert_close(ours, its, rtol=0, atol=0 if bits else 2e-6)
@@ -105,12 +105,12 @@ def assert_same(got, want, bits=False):
 
 
 def traced_updates(opt):
-    """How many parameters were updated by traced code."""
+    """Returns the number of parameters that were updated by traced code."""
     return sum(any(code is not None for code in r.program.compiled.values()) for r in opt._records.values())
 
 
 def assert_as_by_tiles(rule, shapes, bits=False, **arguments):
-    if not bits:  # states in 16 bits might be a whole spacing away
+    if not bits:  # 16-bit states might differ by a whole spacing
         arguments = {"state_storage": "float32", **arguments}
     got, want = (trained(rule, shapes, compile=compile, **arguments) for compile in (True, False))
     assert traced_updates(got[1]) == len(shapes)
@@ -120,7 +120,7 @@ def assert_as_by_tiles(rule, shapes, bits=False, **arguments):
 
 @pytest.mark.parametrize(("rule", "rounding"), in_turn(RULES, ("nearest", "stochastic", "compensated", "master")))
 def test_compiled_updates_equal_updates_by_tiles(as_traced, rule, rounding):
-    """Also the bits that are drawn at random: with others, weights would be spacings apart."""
+    """This includes the random bits: with different ones, weights would differ by several spacings."""
     shapes = (MATRIX, EXPERTS, CUT[RULES.index(rule) % 3])
     assert_as_by_tiles(rule, shapes, steps=2, bits=rule in ELEMENTWISE, dtype=torch.bfloat16, rounding=rounding)
 
@@ -140,8 +140,8 @@ def test_gradients_are_read_as_by_tiles(as_traced, rule, reading):
     ],
 )
 def test_states_are_stored_as_by_tiles(as_traced, rule, state_storage, rounding, monkeypatch):
-    """Also in groups, beside a weight in groups of another size. Of the last one, which has several tiles, lines
-    that are cut without groups would not consist of complete ones."""
+    """The group sizes of weight and state differ in one case. The last shape has several tiles, and splitting its lines
+    without regard to groups would leave incomplete ones."""
     monkeypatch.setitem(storage.TABLE, "weight_in_groups", lambda dtype, signed: storage.Moment(signed, 64, False))
     shapes = [LONG if rounding == "compensated8" else (5, 32, 64), (3001, 64)]
     arguments = {"state_storage": state_storage, "rounding": rounding, "dtype": torch.bfloat16}
@@ -153,7 +153,7 @@ def stepped(t):
 
 
 class Stepped(UpdateRule):
-    """Steps by `step`, times 1 to 5 for the slices of a batch if `slices`; `opaque` asks for the value of a number."""
+    """Subtracts lr times the gradient, times 1 to 5 by slice if `slices`. `opaque` branches on a number's value."""
 
     name, source, keeps = "stepped", "a test", "nothing"
     defaults: ClassVar = {"lr": 1.0, "weight_decay": 0.0, "slices": False, "opaque": False}
@@ -178,8 +178,8 @@ class Stepped(UpdateRule):
 
 @pytest.mark.parametrize("rule", ["adalomo", *(["adamw", "lans"] if FULL else [])])
 def test_shapes_steps_and_hyperparameters_share_code(graphs, rule):
-    """Kinds are a matrix, a stack of matrices, a single line and a convolution, of one tile or of several, which are of
-    one row or of more. The first is square."""
+    """Code is shared among all matrices, stacks of matrices, single lines and convolutions with one tile or with
+    several tiles, of one row or of several rows. The first shape is square."""
 
     def schedule(step):
         decay = {TABLE[rule].decay: 0.1 * step}
@@ -224,7 +224,7 @@ REPLACED = {
 @pytest.mark.parametrize("what", REPLACED)
 @pytest.mark.parametrize("shape", [MATRIX, CUT[0]])
 def test_a_replaced_state_is_the_one_that_continues(as_traced, what, shape):
-    """And the former one is freed at once."""
+    """Compiled code must not hold on to the old state, which is freed immediately."""
     got, want = (trained("adamw", [shape], compile=compile, state_storage="float32") for compile in (True, False))
     for (param,), opt in (got, want):
         assert len(opt._updates.compilation._bound) == (opt is got[1])
@@ -243,7 +243,7 @@ def test_code_is_cached_by_the_hyperparameters_it_reads(graphs):
 
 
 def test_code_is_cached_by_how_gradients_are_read(as_traced):
-    """At once, and then stored until the step is decided, which skips it."""
+    """A gradient is used directly, then stored until a later backward turns out to be non-finite."""
     params, opt = trained("adamw", [MATRIX, CUT[0]], compile=True)
     with opt.accumulate():
         backward(opt, params, seeded(1))
@@ -254,7 +254,7 @@ def test_code_is_cached_by_how_gradients_are_read(as_traced):
 
 @pytest.mark.parametrize("event", ["save", "betas in place", "bfloat16"])
 def test_loops_train_as_in_plain_pytorch(as_traced, event):
-    """With another optimizer, hyperparameters that are edited, and another dtype."""
+    """The loop resumes with a new optimizer, edits hyperparameters in place, or converts the model."""
     plain = Settings(hidden=48, rounding="stochastic", batching=False, as_list=True, bias=True)
     compare(replace(plain, compile=True, events=((1, event),)))
 
@@ -263,7 +263,7 @@ needs_compiler = pytest.mark.skipif(not has_compiler("cpu"), reason="no C++ comp
 
 
 def test_a_failed_trace_is_not_retried_and_frees_its_memory(graphs, caplog):
-    """One for all parameters of the rule, whose groups and parameters are freed with their optimizer."""
+    """The failure counts for all parameters of the rule. Groups and parameters are freed with their optimizer."""
     traces = []
 
     class ReadsBack(Stepped):
@@ -272,7 +272,7 @@ def test_a_failed_trace_is_not_retried_and_frees_its_memory(graphs, caplog):
 
         def spec(self, name, shape, hyper):
             spec = super().spec(name, shape, hyper)
-            object.__setattr__(spec, "group", hyper)  # as a spec may refer to its group
+            object.__setattr__(spec, "group", hyper)  # a spec may refer to its group
             return spec
 
         def update(self, sweep, spec, state):
@@ -297,7 +297,7 @@ def test_rules_that_cannot_be_traced_are_updated_by_tiles(graphs, caplog):
 
 
 def test_an_error_of_tracing_is_reported(graphs, caplog, monkeypatch):
-    """It is not taken for a property of the rule, whatever its type."""
+    """An unexpected error is never mistaken for a rule that cannot be traced, whatever its type."""
     monkeypatch.setattr(compiled, "_TRACED", {})
     monkeypatch.setattr(stages, "run_in_blocks", lambda *args: torch.ones(2) + torch.ones(3))
     got = trained("adamw", [MATRIX], compile=True)
@@ -309,7 +309,7 @@ def test_an_error_of_tracing_is_reported(graphs, caplog, monkeypatch):
 
 @pytest.mark.parametrize(("bad", "rule"), in_turn([math.nan, math.inf, 1e25], ["adalomo", "adamw", "lans"]))
 def test_non_finite_gradients_change_nothing(as_traced, bad, rule):
-    """Nor do finite ones whose squares overflow float32."""
+    """Neither do finite gradients whose squares overflow float32."""
     for other in (VECTOR, CUT[0]):
         params, opt = trained(rule, [MATRIX, other], compile=True, steps=2)
         before = [param.clone() for param in params]
@@ -319,7 +319,7 @@ def test_non_finite_gradients_change_nothing(as_traced, bad, rule):
 
 
 def test_memory_in_another_order_is_updated_by_tiles(as_traced, monkeypatch):
-    """Transposed weights, and gradients that are expanded from a scalar."""
+    """This applies to transposed weights and to gradients that are expanded from a scalar."""
     results, ran, run = [], [], compiled.Compilation.run
     monkeypatch.setattr(compiled.Compilation, "run", lambda *args: ran.append((args, run(*args))) or ran[-1][1])
     for compile in (True, False):
@@ -367,13 +367,13 @@ def test_blocks_of_a_line_have_complete_groups(cols, group):
     ),
 )
 def test_compiled(rule, rounding, shape):
-    """Compiled code may fuse a multiplication with an addition, and sums in another order."""
+    """Compiled code may fuse a multiplication with an addition, and sums in a different order."""
     assert_as_by_tiles(rule, [shape], dtype=torch.bfloat16, rounding=rounding)
 
 
 @needs_compiler
 def test_many_columns_compiled():
-    """More than int32 counts: their random bits equal the bits of tiles."""
+    """Column indices exceed int32, yet the random bits are the same as in tiles."""
     start, count = (1 << 31) - 2500, 5000
     layout, grad = Layout.of((1 << 34,), View.vector(1), start, start + count), torch.full((count,), -1 - 2.0**-8)
     param = torch.nn.Parameter(torch.zeros(count, dtype=torch.bfloat16))
@@ -398,10 +398,10 @@ def test_many_columns_compiled():
     ],
 )
 def test_compiled_code_of_several_tensors(rule, options):
-    """Where a last bit decides how a value is rounded, its code is the next one, which later steps may double.
+    """Rounding may pick the adjacent code if the last bit differs, and later steps may double that difference.
 
-    No temporary has the parameter's size: the largest are column sums of blocks of 16 rows, an eighth of a bfloat16
-    weight. Two tensors are written, and both results depend on what both were before.
+    No temporary is as large as the parameter: the largest are column sums of blocks of 16 rows, an eighth of a bfloat16
+    weight. Two tensors are written, and both results depend on the previous values of both.
     """
     options = {"dtype": torch.bfloat16, **options}
     got, want = (trained(rule, [(512, 1024)], compile=compile, **options) for compile in (True, False))

@@ -1,4 +1,4 @@
-"""States that were saved in one storage are loaded into another one where that is asked for."""
+"""States saved in one storage format can be loaded into another one if `state_storage` requests it."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ STORAGES = ["float32", "bfloat16", "8bit", "8bit_64", "8bit_nearest"]
 
 
 def make_optimizer(state_storage, rule="adamw", **options):
-    """A matrix that is held in groups, a small vector that is not, and an optimizer."""
+    """Returns a matrix that is stored in groups, a small vector that is not, and their optimizer."""
     torch.manual_seed(0)
     net = nn.Linear(128, 70)
     return net, lowmem.FusedOptimizer(
@@ -28,15 +28,15 @@ def train(net, opt, steps=3):
 
 
 def values(opt, state):
-    """The float32 values of a state of the matrix."""
+    """Returns the float32 values of a state of the matrix."""
     record = next(record for record in opt._records.values() if record.name == "weight")
     held, kept = record.program.states[state], opt.named_state_dict()["state"]["weight"]
     return held.decode(tuple(kept[".".join(filter(None, (state, part.name)))] for part in held.parts))
 
 
 def distance(state):
-    """Half the distance of codes at the top of the range, where it is largest, as a part of the largest value of a
-    group: 2/254 for g and 2/256 for g². 16 bits are nearer."""
+    """Returns half the largest distance between adjacent codes, relative to the largest value of a group: 2/254 for g
+    and 2/256 for g². 16-bit formats are more accurate."""
     return {"exp_avg": 1 / 126, "exp_avg_sq": 1 / 255}[state]
 
 
@@ -84,7 +84,7 @@ def test_conversion_rounds_to_nearest_without_random_numbers():
     results.append(nearest.named_state_dict()["state"]["weight"])
     for name, value in results[0].items():
         assert torch.equal(value, results[1][name])
-        # the nearest code and the code of the nearest value differ where a value is in the middle
+        # rounding twice may pick the other code for a value halfway between two codes
         near = (value.int() - results[2][name].int()).abs()
         assert near.max() <= 1 and near.float().mean() < 0.02
 
@@ -101,7 +101,7 @@ WEIGHTS = {"a": torch.bfloat16, "b": torch.float16, "c": torch.float32}
 
 
 def optimizer_of(dtypes, steps=1, **options):
-    """Weights of these dtypes, by name, and their optimizer after some steps."""
+    """Returns named weights with these dtypes, and their optimizer after some steps."""
     torch.manual_seed(0)
     params = {name: nn.Parameter(torch.randn(24, 32).to(dtype)) for name, dtype in dtypes.items()}
     opt = lowmem.FusedOptimizer(params.items(), rule="adamw", lr=1e-2, compile=False, **options)
@@ -112,7 +112,7 @@ def optimizer_of(dtypes, steps=1, **options):
 
 
 def stored(opt):
-    """The dtypes of the states, by parameter, and the storage of the first group as it is saved."""
+    """Returns the dtypes of the states by parameter, and the saved storage of the first group."""
     saved = opt.named_state_dict()
     dtypes = {name: state["exp_avg"].dtype for name, state in saved["state"].items()}
     return dtypes, saved["param_groups"][0]["state_storage"]
@@ -149,7 +149,7 @@ def test_the_storage_is_saved_by_name(dtype):
 
 @pytest.mark.parametrize(("then", "form"), [("float32", "state_dict"), ("8bit", "named_state_dict")])
 def test_states_that_are_loaded_stay_as_they_are(then, form):
-    """As in a checkpoint from before "auto" was the default. They are trained as with the storage that they have."""
+    """A checkpoint saved before "auto" became the default continues with the storage that it was saved in."""
     runs = []
     for options in ({"state_storage": then}, {}):
         params, opt = optimizer_of({"a": torch.bfloat16}, steps=0, **options)
@@ -171,4 +171,4 @@ def test_states_of_a_weight_that_is_converted_stay_as_they_are(start, end):
     params, opt = optimizer_of({"a": start}, steps=0)
     params["a"].data = params["a"].data.to(end)
     opt.backward_all()
-    assert stored(opt)[0] == {"a": end}  # there were none
+    assert stored(opt)[0] == {"a": end}  # the checkpoint had no states

@@ -1,4 +1,4 @@
-"""Gradients that a loop computes itself and puts into `.grad`: `step()` trains by them as any optimizer does."""
+"""`step()` trains with gradients that the loop computes and assigns to `.grad`, as any optimizer does."""
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ def give(net, step=0, scale=lambda loss: loss):
 
 @pytest.mark.parametrize("options", [{"policy": "immediate"}, {"policy": "two_pass", "clip_value": 0.01}], ids=str)
 def test_gradients_of_the_loop_are_not_modified(options):
-    """One tensor for two parameters, an expanded one, and a transposed one."""
+    """One tensor is assigned to two parameters, one is expanded, and one is transposed."""
     one, two, three = (nn.Parameter(torch.ones(3, 4)) for _ in range(3))
     opt = lowmem.FusedOptimizer([one, two, three], rule=SGD, lr=1.0, **options)
     shared, turned = torch.full((), 0.5).expand(3, 4), torch.arange(12.0).view(4, 3).t()
@@ -59,7 +59,7 @@ def test_a_step_that_raises_leaves_the_gradients():
 
 @pytest.mark.parametrize("scales", [False, True])
 def test_clipping_and_scaling_by_hand(scales):
-    """A GradScaler has scaled a loss whose gradients torch.autograd.grad returns, and unscales them in .grad."""
+    """A GradScaler scales the loss and unscales the gradients of torch.autograd.grad in `.grad`."""
     net, other = make_net(), make_net()
     plain = ADAMW(other.parameters(), lr=0.1, weight_decay=0.01, foreach=False)
     for each, opt in ((net, make(net, ADAMW)), (other, plain)):

@@ -1,4 +1,4 @@
-"""In a step nothing waits for the device, and what runs beside it there is in order."""
+"""A step never waits for the device, and its work on several streams is ordered correctly."""
 
 import math
 from collections import Counter, namedtuple
@@ -37,7 +37,7 @@ ASKED = {
     "device": [{}, ACCUMULATE | DYNAMIC | NORM],
     "auto": [{}, ACCUMULATE | DYNAMIC | NORM],
 }
-# Clipping by norms of the rules themselves.
+# Rules with their own clipping.
 CLIPPING = {"adafactor": {"global_norm_clip_threshold": 1.0}, "scaled_adam": {"clipping_scale": 2.0}}
 
 Case = namedtuple("Case", "rule rounding policy asked")
@@ -48,15 +48,15 @@ def case_id(case):
 
 
 def cases():
-    """Everything that a policy allows at once, and each thing by itself."""
+    """Yields all options of a policy together, and each option alone."""
     asked = [(policy, options) for policy, choices in ASKED.items() for options in choices]
     for pair, each in in_turn(product(RULES, ROUNDINGS) if FULL else in_turn(RULES, [*ROUNDINGS, "stochastic"]), asked):
         yield Case(*pair, *each)
 
 
 def take_steps(case, device, count=2):
-    """A matrix that is updated alone, two vectors that are updated as a stack, and a wider parameter. With a dynamic
-    loss scale the second step overflows."""
+    """Trains a matrix that is updated alone, two stacked vectors, and a wider parameter. With a dynamic loss scale the
+    second step overflows."""
     settings = {**case.asked, **POLICIES[case.policy]}
     accumulate = settings.pop("accumulate", False)
     defaults = CLIPPING.get(case.rule, {}) if "clip_norm" in settings else {}
@@ -77,7 +77,7 @@ def take_steps(case, device, count=2):
 @pytest.mark.cpu_only("its device tells what waits")
 @pytest.mark.parametrize("case", cases(), ids=case_id)
 def test_nothing_is_read_back(case):
-    """A tensor without values cannot be read."""
+    """Fake tensors have no values, so any attempt to read one raises."""
     with FakeTensorMode():
         take_steps(case, "cpu")
 
@@ -102,7 +102,7 @@ on_simgpu = pytest.mark.skipif(
 @on_simgpu
 @pytest.mark.parametrize("case", cases(), ids=case_id)
 def test_a_step_waits_only_for_the_previous_step(case):
-    """The host reads the report of the last step. No copy is staged on the host either, not even in the first step."""
+    """The host reads the previous step's report. No copy goes through pageable memory, not even in the first step."""
     with simgpu.watch("sync", "wait", "pageable") as events:
         take_steps(case, "cuda", count=3)
     assert [event.kind for event in events] == ["wait"] * 2, simgpu.summary(events)
@@ -128,7 +128,7 @@ def test_a_callable_is_launched_before_the_host_waits_for_the_last_step():
 
 
 class Operations(TorchDispatchMode):
-    """Counts operations by name, in each part of a step that is marked."""
+    """Counts operations by name, separately for each marked part of a step."""
 
     def __init__(self):
         super().__init__()
@@ -147,9 +147,9 @@ class Operations(TorchDispatchMode):
 @pytest.mark.cpu_only("code is replaced on a CPU")
 @pytest.mark.parametrize(("rule", "kernels"), [("adalomo", True), ("adamw", True), ("lion", False)])
 def test_a_compiled_update_has_few_operations_on_the_host(rule, kernels, monkeypatch):
-    """From the hook of a large parameter to the end of its update, once its states are bound: it only views the weight
-    and the gradient in the form that the code takes. Kernels take addresses, and have a workspace."""
-    monkeypatch.setattr(compiled, "_get_current_dispatch_mode", lambda: None)  # nothing has to be seen
+    """Counted from a large parameter's hook to the end of its update, once states are bound: the weight and the
+    gradient are only reshaped into views. Kernels take addresses and allocate one workspace."""
+    monkeypatch.setattr(compiled, "_get_current_dispatch_mode", lambda: None)  # counting must not disable compiled code
     params, counting = [torch.nn.Parameter(torch.randn(160, 160).bfloat16()) for _ in range(4)], Operations()
     with without_computing(kernels=kernels):
         for param in params:
@@ -163,7 +163,7 @@ def test_a_compiled_update_has_few_operations_on_the_host(rule, kernels, monkeyp
         with counting:
             loss.backward()
     expected = Counter(detach=1, empty=1) if kernels else Counter(detach=1, view=2)
-    assert counting.parts[-3:] == [expected] * 3  # the first one begins the step
+    assert counting.parts[-3:] == [expected] * 3  # the first part also begins the step
 
 
 @pytest.mark.cpu_only("code is replaced on a CPU")
@@ -171,8 +171,8 @@ def test_a_compiled_update_has_few_operations_on_the_host(rule, kernels, monkeyp
     ("policy", "room", "flushes"), [("immediate", 0, 9), ("immediate", 8 << 20, 3), ("deferred", 0, 3)]
 )
 def test_gradients_for_which_memory_is_free_are_updated_together(policy, room, flushes, monkeypatch):
-    """Up to the size of the largest one: 2M elements, and twice four times 512k. Under `immediate`, memory must have
-    been free in an earlier step. Under `deferred`, norms are known, and gradients are stored anyway.
+    """A batch is at most as large as the largest gradient: one of 2M elements, two of four times 512k. `immediate`
+    batches only if an earlier step left enough memory free; `deferred` always does, since gradients are stored anyway.
     """
     launched = Counter[str]()
     monkeypatch.setattr(updates, "unused_memory", lambda device: room)
@@ -195,7 +195,7 @@ def gradient():
 
 
 def on_the_device(measure, standing):
-    """Gradients on the device."""
+    """Returns the number of gradients on the device."""
     return (measure() - standing) / ELEMENTS / 4
 
 
@@ -210,7 +210,7 @@ def records():
 
 
 def take_two_micro_batches(records, store):
-    """Returns how many gradients are on the device at most while they come, and while they are applied."""
+    """Returns the largest number of gradients on the device while they arrive and while they are applied."""
     standing = torch.cuda.memory_allocated()
     for record in records:
         store.keep(record, gradient())
@@ -219,7 +219,7 @@ def take_two_micro_batches(records, store):
         for record in records:
             store.keep(record, store.get(record).add_(gradient()))
     for record in records:
-        store.keep(record, gradient())  # in place of what may have been fetched ahead
+        store.keep(record, gradient())  # replaces a gradient that may have been prefetched
     coming = on_the_device(torch.cuda.max_memory_allocated, standing)
     torch.cuda.reset_peak_memory_stats()
     for record, grad in store.drain(records):
@@ -231,6 +231,6 @@ def take_two_micro_batches(records, store):
 
 @on_simgpu
 def test_the_number_of_gradients_on_the_device(records, store):
-    """While they come: two leave, one arrives, and the sum that it is added to is there, or it and another are coming.
-    When the updates begin: two leave and two are coming."""
+    """While gradients arrive, two are being offloaded, one is new, and the other two are the sum it is added to and a
+    prefetched one. When updates begin, two are still being offloaded and two are being fetched."""
     assert take_two_micro_batches(records, store) == (5, 4)

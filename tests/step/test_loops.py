@@ -1,4 +1,4 @@
-"""Training loops as users write them: right, or refused before the first update."""
+"""Training loops as users write them train correctly or raise before the first update."""
 
 import copy
 import gc
@@ -33,7 +33,7 @@ def loss_of(net, n=0):
 
 
 def ordinary(net, steps):
-    """Each step is the numbers of its micro-batches."""
+    """Trains with torch's SGD. Each step is a list of numbers, one per micro-batch."""
     opt = torch.optim.SGD(net.parameters(), lr=0.1, foreach=False)
     for micro_batches in steps:
         plain_step(opt, *(loss_of(net, n) for n in micro_batches))
@@ -99,7 +99,7 @@ def test_a_closure(plain):
 
 
 def unfrozen_later(**options):
-    """A model whose first layer was not passed, and is trained now."""
+    """Returns a model whose first layer was not passed to the optimizer and is trained now."""
     net = nn.Sequential(nn.Linear(3, 3).requires_grad_(False), nn.Linear(3, 3))
     opt = lowmem.FusedOptimizer(net[1].parameters(), "lomo", lr=0.1, model=net, **options)
     opt.backward(net(torch.ones(3)).sum())
@@ -108,7 +108,7 @@ def unfrozen_later(**options):
 
 
 def test_a_parameter_unfrozen_later_that_was_not_passed(caplog):
-    """The warning has the line that adds it."""
+    """The warning contains the line that adds the parameter."""
     net, opt = unfrozen_later()
     for _ in range(2):
         opt.backward(net(torch.ones(3)).sum())
@@ -124,7 +124,7 @@ def test_a_parameter_unfrozen_later_that_was_not_passed(caplog):
 
 @pytest.mark.parametrize("options", [{}, {"clip_norm": 1.0}], ids=["", "clipped"])
 def test_a_parameter_unfrozen_later_that_another_optimizer_has(options, caplog):
-    """As in a GAN, also if the other one has not been stepped since."""
+    """A GAN does this. The other optimizer need not have been stepped since."""
     net, opt = unfrozen_later(**options)
     other = lomo(net[0])
     with other.paused():
@@ -136,7 +136,7 @@ def test_a_parameter_unfrozen_later_that_another_optimizer_has(options, caplog):
 
 
 def test_two_optimizers_and_one_backward():
-    """A plain backward updates the parameters of both; opt.backward must not reach a parameter of the other one."""
+    """A plain backward updates the parameters of both, but opt.backward must not update another optimizer's."""
     net = make_net()
     before = weights(net)
     one = lowmem.FusedOptimizer(net[0].named_parameters(), rule="lomo", lr=0.1)
@@ -155,7 +155,7 @@ def test_two_optimizers_and_one_backward():
 
 
 def test_a_generator_and_a_discriminator():
-    """The discriminator judges in the generator's backward, and moves in its own only."""
+    """The generator's backward passes through the discriminator but must not update it."""
 
     def run(make, step):
         generator, discriminator = make_net(1), nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1))
@@ -192,7 +192,7 @@ def test_a_paused_optimizer_does_not_step():
 
 @pytest.mark.parametrize("policy", ["immediate", "two_pass", "deferred"])
 def test_gradients_that_share_memory(policy):
-    """torch gives two views of one gradient to a sum of two views."""
+    """For a sum of two views, autograd returns two views of one gradient, which must not be modified twice."""
 
     def parameters():
         return [nn.Parameter(torch.linspace(-1, 1, 6).view(2, 3)), nn.Parameter(torch.linspace(0, 2, 6).view(3, 2))]
@@ -229,11 +229,11 @@ def test_sparse_gradients_are_converted_to_dense(cls):
 
     want = run(lambda net: cls(net.parameters(), lr=0.1, foreach=False), plain_step)
     got = run(lambda net: lomo(net, rule=cls, foreach=False), lambda opt, loss: opt.backward(loss))
-    for one, other in zip(got, want, strict=True):  # torch adds duplicates of a sparse gradient in another order
+    for one, other in zip(got, want, strict=True):  # torch sums duplicate indices of a sparse gradient in another order
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
 
 
-# -- old habits --------------------------------------------------------------------------------------------------------
+# -- habits from other optimizers --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("how", ["plain", "opt.backward"])
@@ -278,7 +278,7 @@ CLIPPED = {
 
 @pytest.mark.parametrize(("clip", "message"), CLIPPED.values(), ids=CLIPPED)
 def test_clipping_after_backward(clip, message):
-    """Raises, and works as before for other parameters, and for none."""
+    """Only calls for these parameters raise; torch's functions still work for others and after `remove()`."""
     net, other, plain = make_net(), make_net(1), make_net(1)
     opt = lomo(net)
     for model in (net, other, plain):
@@ -343,7 +343,7 @@ def test_a_setting_by_name_is_edited_for_a_parameter_that_shares_its_program():
 
 @pytest.mark.parametrize("options", [{}, {"rule": "adafactor"}, {"policy": "deferred", "clip_norm": 1.0}], ids=str)
 def test_a_backward_that_creates_a_graph(options):
-    """Updates as without it, and states and stored gradients have no graph."""
+    """The updates are the same as without a graph, and no state or stored gradient keeps the graph alive."""
     nets = make_net(), make_net()
     opts = [lomo(net, **{"rule": "adamw", **options}) for net in nets]
     for net, create_graph in zip(nets, (False, True), strict=True):
@@ -371,7 +371,7 @@ RESETS = {
     ("reset", "step", "batching"), [*itertools.product(RESETS, [2], [True, False]), ("looked at", 0, True)]
 )
 def test_states_that_the_loop_resets(reset, step, batching):
-    """As AdamW of torch does, whose count of steps begins again too."""
+    """Matches torch's AdamW, whose step count is reset too."""
     net, expected = make_net(), make_net()
     opt = lomo(net, rule="adamw", batching=batching)
     plain = torch.optim.AdamW(expected.parameters(), lr=0.1, foreach=False)
@@ -386,7 +386,7 @@ def test_states_that_the_loop_resets(reset, step, batching):
 
 
 def test_a_reset_leaves_residuals_of_rounding():
-    """They belong to the weight. A checkpoint in between has them too."""
+    """Residuals belong to the weight, not to the state. A checkpoint saved after the reset contains them."""
     net, resumed = (nn.Sequential(nn.Linear(3, 16)).bfloat16() for _ in range(2))
     opts = [lomo(each, rule="lion", lr=1e-4, rounding="compensated") for each in (net, resumed)]
     for n in range(6):
@@ -429,7 +429,7 @@ def test_a_removed_optimizer_leaves_no_hook_and_can_be_saved():
 
 @pytest.mark.parametrize("scheduled", [False, True])
 def test_a_new_optimizer_replaces_an_unreferenced_one(scheduled):
-    """One that cannot take over leaves no hook either."""
+    """A constructor that raises leaves no hooks behind."""
     net = make_net()
     opt = lowmem.FusedOptimizer(net[2].named_parameters("2"), rule="lomo", lr=0.1)
     if scheduled:
@@ -458,7 +458,7 @@ def test_an_unreferenced_optimizer_is_freed():
 
 
 def test_hooks_on_several_threads(monkeypatch):
-    """Autograd has a thread for each device; here, hooks are called by threads that were not made for it."""
+    """Autograd calls hooks from one thread per device, so updates must not run concurrently."""
     net = nn.Sequential(*(nn.Linear(8, 8) for _ in range(24)))
     expected = copy.deepcopy(net)
     opt = lomo(net, clip_norm=0.5, policy="deferred", rule="adamw")
@@ -499,7 +499,7 @@ def test_hooks_on_several_threads(monkeypatch):
 
 
 def test_a_wrapper_that_imitates_the_class():
-    """As Lightning's, which has the methods of its optimizer's class, and more attributes."""
+    """Lightning's wrapper subclasses its optimizer's class and adds attributes."""
 
     class Wrapper:
         def __init__(self, optimizer):

@@ -1,4 +1,4 @@
-"""The loss scale is `torch.amp.GradScaler`'s, step by step."""
+"""The loss scale follows `torch.amp.GradScaler` exactly in every step."""
 
 import copy
 import math
@@ -26,13 +26,13 @@ def learn(scale, overflow):
 
 
 def pattern(steps, share):
-    """Which steps overflow: about `share` of them."""
+    """Returns a list of booleans: True for a step that overflows, about `share` of them."""
     source = random.Random(0)
     return [source.random() < share for _ in range(steps)]
 
 
 class Scaler:
-    """`GradScaler` on an optimizer of one parameter, driven by whether its gradient is finite."""
+    """Runs `GradScaler` on an optimizer of one parameter whose gradient is finite or infinite."""
 
     def __init__(self, *options):
         self.scaler = torch.amp.GradScaler("cpu", *options)
@@ -53,9 +53,9 @@ class Scaler:
         (65536.0, 2.0, 0.5, 5),
         (1.0, 4.0, 0.25, 1),
         (1024.0, 1.5, 0.75, 2),
-        (1000.0, 1.1, 0.9, 3),  # numbers that float32 does not hold: GradScaler multiplies with them in float64
+        (1000.0, 1.1, 0.9, 3),  # factors that float32 cannot represent: GradScaler multiplies by them in float64
         (300.0, 1.001, 0.7, 1),
-        (2.0**125, 2.0, 0.5, 1),  # near the largest float32, which growth stops short of
+        (2.0**125, 2.0, 0.5, 1),  # close to the largest float32, where growth stops
     ],
 )
 def test_as_grad_scaler(options):
@@ -74,7 +74,7 @@ def test_the_defaults_equal_grad_scaler():
 
 
 def test_hysteresis_as_megatron():
-    """The scale backs off from the third overflow on. Finite steps in between do not count until it has grown."""
+    """The scale backs off from the third overflow on. Finite steps reset the count only when the scale grows."""
     scale = make_scaler(init_scale=64.0, growth_interval=3, min_scale=4.0, hysteresis=3)
     overflows = [True, True, False, True, True, False, False, False, True, True, True, True, True]
     expected = [64.0, 64.0, 64.0, 32.0, 16.0, 16.0, 16.0, 32.0, 32.0, 32.0, 16.0, 8.0, 4.0]
@@ -91,7 +91,7 @@ def test_a_scale_stays_within_its_range():
 
 
 def test_a_scale_changes_in_place():
-    """Another stream may still read its memory."""
+    """Another stream may still read its memory, which must not be freed."""
     scale = make_scaler(init_scale=8.0)
     value, inverse = scale.value, scale.inverse(CPU)
     learn(scale, True)
@@ -101,7 +101,7 @@ def test_a_scale_changes_in_place():
 
 @pytest.mark.parametrize("requested", [3.0, 1000.0, 65536.0, 7])
 def test_a_fixed_scale_is_constant_with_the_inverse_of_grad_scaler(requested):
-    """The reciprocal in float64, rounded once."""
+    """The inverse is computed in float64 and rounded once."""
     scale = LossScaler(requested, CPU)
     scale.update(torch.tensor(False))
     assert torch.equal(scale.inverse(CPU), torch.tensor(float(requested)).double().reciprocal().float())
@@ -118,7 +118,7 @@ def test_no_scale(requested):
 
 
 def test_a_saved_scale_continues():
-    """From every step of a pattern: its counts, too."""
+    """The counts of overflows and finite steps are saved too, so a run may resume after any step."""
     options = {"init_scale": 256.0, "growth_interval": 4, "hysteresis": 3, "min_scale": 2.0}
     overflows, scale = pattern(60, 0.3), make_scaler(**options)
     for done, overflow in enumerate(overflows, start=1):
@@ -162,7 +162,7 @@ def test_a_fixed_scale_neither_saves_nor_loads():
 
 
 def fused(loss_scale, **options):
-    """A model whose gradients are given: `give` multiplies one of them."""
+    """Returns a model and a function `give` that runs a backward with given gradients, one of them multiplied."""
     net = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Linear(8, 5))
     opt = lowmem.FusedOptimizer(net.named_parameters(), rule="lomo", lr=0.05, loss_scale=loss_scale, **options)
 
@@ -176,10 +176,10 @@ def fused(loss_scale, **options):
 
 @pytest.mark.parametrize("policy", ["immediate", "two_pass", "deferred"])
 def test_an_overflow_at_the_minimum_raises_at_the_next_backward(policy):
-    """Once: training may continue after the error. A fixed scale could not have helped, and never raises."""
+    """It raises once, and training may continue. A fixed scale never raises, since it cannot back off."""
     for loss_scale in (DynamicScale(init_scale=4.0, min_scale=2.0), 1024):
         net, _, give = fused(loss_scale, policy=policy)
-        for factor in (1.0, math.inf, math.nan):  # the second one backs off to the minimum
+        for factor in (1.0, math.inf, math.nan):  # the second overflow reaches the minimum
             give(factor)
         before = weights(net)
         if loss_scale != 1024:

@@ -1,4 +1,4 @@
-"""Gradients that are not finite: one step of them changes nothing (test_attack.py), and many of them end training."""
+"""A step with non-finite gradients changes nothing (see also test_attack.py), and several in a row stop training."""
 
 import copy
 import functools
@@ -33,7 +33,6 @@ def make(net, policy="deferred", **options):
 
 
 def train(net, opt, steps, spoilt=lambda step: True):
-    """Steps, of which some have a loss that is NaN."""
     for step in steps:
         opt.backward(net(batch(step)) * (math.nan if spoilt(step) else 1.0))
 
@@ -47,7 +46,7 @@ def inf_in_the_data(net, x):
 
 
 def nan_in_one_gradient(net, x):
-    """By a hook on the weight of one parameter, for this backward."""
+    """Returns a loss for which a hook makes the gradient of one weight NaN."""
     weight = net.first.weight * 1.0
     weight.register_hook(lambda grad: grad * math.nan)
     return net.last(torch.tanh(torch.nn.functional.linear(x, weight, net.first.bias))).square().mean()
@@ -65,14 +64,14 @@ EACH_POLICY = pytest.mark.parametrize("policy", POLICIES)
 )
 @pytest.mark.troubleshooting("The loss is NaN from some step on")
 def test_a_non_finite_step_changes_no_state_and_is_not_counted(policy, rule, caplog):
-    """It is reported with its cause, as a warning once."""
+    """A single warning reports it, with its cause."""
     net = Net()
     opt = make(net, policy, rule=rule)
     train(net, opt, [0], spoilt=lambda step: False)
     before, saved = weights(net), copy.deepcopy(opt.named_state_dict()["state"])
     train(net, opt, [1, 2])
     whole = policy != "immediate"
-    if (policy, rule) == ("immediate", "torch.optim.AdamW"):  # such a step cannot be undone, and is reported as taken
+    if (policy, rule) == ("immediate", "torch.optim.AdamW"):  # these updates cannot be undone
         assert all(weight.isnan().all() for weight in weights(net))
         assert (opt.last_step.skipped_params, len(opt.last_step.nonfinite)) == (0, 4)
         opt.named_state_dict()
@@ -111,12 +110,12 @@ def test_many_skipped_steps_in_a_row_raise(policy, spoil):
     assert "first in 'first.weight'" in message and "max_nonfinite_steps=None" in message
     assert len(message) < 600 and "overflow" not in message
     assert same(weights(net), before)
-    opt.backward(net(batch(7)))  # it raises once, and then counts anew
+    opt.backward(net(batch(7)))  # the count restarts after the error
     assert not same(weights(net), before)
 
 
 def accumulated(net, opt, step):
-    """Micro-batches are one step."""
+    """Micro-batches count as one step."""
     with opt.accumulate():
         opt.backward(net(batch(step)) * math.nan)
     opt.backward(net(batch(step)))
@@ -148,7 +147,7 @@ def test_without_a_limit_training_continues(loss_scale):
 
 
 class Overflows(torch.nn.Module):
-    """A weight whose scaled gradient overflows beyond a loss scale of `limit`."""
+    """A weight whose scaled gradient overflows when the loss scale exceeds `limit`."""
 
     def __init__(self, limit):
         super().__init__()
@@ -162,8 +161,8 @@ class Overflows(torch.nn.Module):
 
 @EACH_POLICY
 def test_a_dynamic_scale_that_overflows_forever_raises(policy):
-    """Forty halvings with a limit of three. Once a step was finite, overflows in a row count, however far the scale
-    could still back off."""
+    """Forty initial backoffs are allowed although the limit is three. After the first finite step, consecutive
+    overflows count, even if the scale could back off further."""
     net = Overflows(1.5)
     opt = make(net, policy, rule="lomo", loss_scale=DynamicScale(init_scale=2.0**40, min_scale=2.0**-40))
     for _ in range(42):
@@ -178,7 +177,7 @@ def test_a_dynamic_scale_that_overflows_forever_raises(policy):
 
 @EACH_POLICY
 def test_a_resumed_run_stops_in_the_same_step(policy):
-    """A state that was saved without the count loads, too."""
+    """A state that was saved without the count can be loaded, too."""
     net, other = Net(), Net()
     opt, resumed = make(net, policy), make(other, policy)
     train(net, opt, range(3), spoilt=lambda step: step > 0)
@@ -201,7 +200,7 @@ def test_a_resumed_run_stops_in_the_same_step(policy):
     ("rule", "policy"), in_turn(["adalomo", "adafactor", "adafactor_t2t", "scaled_adam", "lans", "adamw"], POLICIES)
 )
 def test_a_large_gradient_is_skipped(rule, policy, give_gradients, caplog):
-    """Its parameter under "immediate", else the whole step."""
+    """`immediate` skips only its parameter, the other policies the whole step."""
     params = [torch.nn.Parameter(torch.randn(shape)) for shape in [(7,), (40, 30), (200, 100)]]
     opt = lowmem.FusedOptimizer(params, rule, lr=1e-2, policy=policy, compile=False)
     for scale in (1.0, 1e20, 1.0):
@@ -238,8 +237,8 @@ def spoilt(step):
 
 
 def on_one_rank(rank, kind, policy):
-    """Trains with a loss of rank 1 alone that is NaN in step 2 and from step 5 on. Returns each step's loss scale, the
-    step of the error, and the weights in the end."""
+    """Trains with a loss that is NaN on rank 1 only, in step 2 and from step 5 on. Returns each step's loss scale, the
+    step that raised, and the final weights."""
     net = KINDS[kind](rank, Net)
     opt = make(net, policy, max_nonfinite_steps=2, loss_scale=DynamicScale(init_scale=2.0**10))
     scales, stopped = [], None

@@ -1,4 +1,4 @@
-"""The gradient store returns gradients unchanged, and sums micro-batches as `.grad` does."""
+"""The gradient store returns gradients unchanged, and sums micro-batches exactly as `.grad` does."""
 
 import functools
 import math
@@ -20,7 +20,7 @@ from lowmem.step import policies
 from lowmem.step.offload import GradientStore, powers_of_two
 from lowmem.tiles.layout import View
 
-# A store on the host is made for a device that is not the host; here it copies from memory to memory, without streams.
+# A host store is meant for another device's gradients; on a CPU it copies from memory to memory, without streams.
 KINDS = pytest.mark.parametrize("kind", ["resident", "mixed", "host"])
 
 
@@ -30,14 +30,14 @@ def make_store(kind):
 
 @pytest.fixture
 def store(request, monkeypatch):
-    """The store of `kind`, which optimizers use that the test makes."""
+    """The store of `kind`, which is used by all optimizers that the test creates."""
     store = make_store(request.getfixturevalue("kind"))
     monkeypatch.setattr(policies, "GradientStore", lambda budget: store)
     return store
 
 
 def same(one, other):
-    """Bits, layout in memory and dtype."""
+    """Compares values, strides and dtype."""
     return one.dtype == other.dtype and one.stride() == other.stride() and torch.equal(one, other)
 
 
@@ -58,8 +58,7 @@ GRADIENTS = [
 @KINDS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_stored_gradients_are_returned_unchanged(kind, dtype):
-    """Bit for bit, in the same layout, beside others of every size, step after step. One that comes for a parameter
-    while another is applied does not overwrite it."""
+    """Dtype and strides are preserved too, with gradients of other sizes in the same store and over several steps."""
     store, records = make_store(kind), None
     for _ in range(3):
         grads = [make_gradient().to(dtype) for make_gradient in GRADIENTS]
@@ -84,7 +83,7 @@ def seen(t):
 
 
 class Witness(UpdateRule):
-    """A rule that moves nothing, and stores the gradient as rules see it: in float32, unrounded."""
+    """A rule that changes no weight and saves the gradient that rules receive: in float32, unrounded."""
 
     name = source = keeps = "witness"
     defaults = {"lr": 0.0}  # noqa: RUF012
@@ -111,7 +110,7 @@ def watched(dtype=torch.float32, shapes=SHAPES, **options):
 
 
 def micro_batches(count, dtype, seed=0):
-    """Gradients of each parameter in each micro-batch, None where it has none: all, the first alone, the last alone."""
+    """Returns lists of gradients. Parameter 1 has one in the first micro-batch only, parameter 2 in the last only."""
     source = seeded(seed)
     drawn = [[torch.randn(shape, generator=source).to(dtype) for shape in SHAPES] for _ in range(count)]
     for n, grads in enumerate(drawn):
@@ -127,7 +126,7 @@ def give_step(opt, params, steps):
 
 
 def as_torch_sums(params, steps):
-    """`.grad` of parameters like these, after the backwards of all micro-batches."""
+    """Returns the `.grad` of such parameters after the backwards of all micro-batches."""
     copies = [torch.nn.Parameter(param.detach().clone()) for param in params]
     for grads in steps:
         pairs = zip(copies, grads, strict=True)
@@ -150,7 +149,7 @@ def assert_seen(opt, params, steps):
     ],
 )
 def test_sums_equal_grad(kind, dtype, sums, count, store):
-    """Bit for bit, and a step's sums leave nothing to the next."""
+    """Bit for bit, and the sums of one step do not affect the next one."""
     dtype = getattr(torch, dtype)
     params, opt = watched(dtype, accumulation_dtype=sums)
     for step in range(3):
@@ -162,7 +161,7 @@ def test_sums_equal_grad(kind, dtype, sums, count, store):
 @KINDS
 @pytest.mark.parametrize("dtype", [torch.bfloat16])
 def test_float32_sums_of_narrow_gradients(kind, dtype, store, monkeypatch):
-    """Seven numbers, six roundings of at most 2⁻²⁴ of what has been summed so far; `.grad` is off by far more."""
+    """A sum of seven numbers rounds six times, by at most 2⁻²⁴ each; sums in 16 bits are off by far more."""
     for name in ("CPU_TILE", "GPU_TILE"):  # the largest gradient is added in three tiles
         monkeypatch.setattr(f"lowmem.tiles.stored.{name}", 1 << 13)
     params, opt = watched(dtype, accumulation_dtype="float32")
@@ -180,10 +179,10 @@ def test_float32_sums_of_narrow_gradients(kind, dtype, store, monkeypatch):
 
 @KINDS
 def test_a_failed_backward_leaves_no_gradients(kind, store):
-    """Nor do the micro-batches before it; the step begins again, and is right."""
+    """Earlier micro-batches of the step are dropped too, and the step can be repeated."""
     params, opt = watched()
     steps = micro_batches(3, torch.float32)
-    give_step(opt, params, steps)  # the store has been used before
+    give_step(opt, params, steps)  # fills the store's buffers
     with opt.accumulate():
         give_gradients(opt, *zip(params, steps[0], strict=True))
     handle = params[0].register_hook(lambda _: 1 / 0)
@@ -191,7 +190,7 @@ def test_a_failed_backward_leaves_no_gradients(kind, store):
         give_gradients(opt, (params[0], steps[1][0]), (params[4], steps[1][4]))
     handle.remove()
     assert "the 1 micro-batch(es) before it were dropped too" in died.value.__notes__[0]
-    opt.state_dict()  # no step is torn, and none waits
+    opt.state_dict()  # raises if a step is torn or incomplete
     assert opt.last_step.step == opt.named_state_dict()["step"] == 1
     fresh = micro_batches(2, torch.float32, seed=9)
     give_step(opt, params, fresh)
@@ -200,7 +199,7 @@ def test_a_failed_backward_leaves_no_gradients(kind, store):
 
 @pytest.mark.parametrize(("kind", "dtype"), [("resident", torch.float32), ("host", torch.bfloat16)])
 def test_channels_last(kind, dtype, store):
-    """Another layout in memory is summed and measured element by element all the same."""
+    """Gradients with different strides are still summed and measured element by element."""
     shape, last = (2, 3, 4, 5), {"memory_format": torch.channels_last}
     param = torch.nn.Parameter(torch.zeros(shape, dtype=dtype).to(**last))
     options = {"policy": "deferred", "clip_norm": 1e9, "accumulation_dtype": "gradient"}
@@ -220,7 +219,7 @@ def test_channels_last(kind, dtype, store):
     "size", [1, 2, 3, 255, 257, 8_192, 4096 * 14336 * 2, 128256 * 4096 * 2, 151936 * 4096 * 4, (1 << 30) + 1]
 )
 def test_pinned_memory_is_not_rounded(size):
-    """torch rounds each allocation up to a power of two."""
+    """torch rounds each pinned allocation up to a power of two, which could almost double the memory."""
     sizes = powers_of_two(size)
     assert all(each & (each - 1) == 0 for each in sizes)
     assert size <= sum(sizes) <= size * 1.01 + 1
@@ -231,7 +230,7 @@ def test_pinned_memory_is_not_rounded(size):
     ("option", "budget"), [("auto", None), ("host", 0), ("device", math.inf), ("4GiB", 4 << 30), ("100 MB", 10**8)]
 )
 def test_the_store_is_chosen_by_option_and_device(option, budget):
-    """On a CPU host and device are one memory, and nothing is copied."""
+    """On a CPU, host and device share one memory, so nothing is copied."""
     for device, expected in (("cpu", math.inf), ("meta", budget)):
         param = torch.nn.Parameter(torch.zeros(3, device=device))
         parameters = SimpleNamespace(config=FusedConfig(store=option), records={param: None})
@@ -239,22 +238,22 @@ def test_the_store_is_chosen_by_option_and_device(option, budget):
         assert policy._store._budget == expected
 
 
-# -- on the device as far as memory is free ----------------------------------------------------------------------------
+# -- on the device while memory is free --------------------------------------------------------------------------------
 
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, or a simulated one")
-TOTAL = 16 * 1000  # bytes of a device that keeps 1000 of them free
+TOTAL = 16 * 1000  # bytes of the device, of which 1000 are left free
 SPLITS = [0, 0.1, 0.5, 1.0]
 
 
 def with_free_memory(monkeypatch, free):
-    """The device says that so many bytes are free beside the gradients that are already stored."""
+    """Makes the device report `free()` bytes as free."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (free(), TOTAL))
     for figure in ("memory_reserved", "memory_allocated"):
         monkeypatch.setattr(torch.cuda, figure, lambda device=None: 0)
 
 
 def steps_with(monkeypatch, share, count, **options):
-    """Weights after steps in which this share of the gradients' bytes stays on the device. The third overflows."""
+    """Returns the weights after steps with this share of gradient bytes on the device. The third overflows."""
     torch.manual_seed(0)
     with torch.device("cpu"):
         net = torch.nn.Sequential(*(torch.nn.Linear(20, 20) for _ in range(4)))
@@ -278,7 +277,7 @@ def steps_with(monkeypatch, share, count, **options):
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("share", SPLITS)
 def test_every_split_has_the_same_bits(share, count, monkeypatch):
-    """Clipped, with an overflow, and accumulated, as with everything on the host."""
+    """Clipping, an overflow and accumulation give the bits of a store that is entirely on the host."""
     options = {"clip_norm": 0.1, "loss_scale": "dynamic"}
     weights, opt = steps_with(monkeypatch, share, count, **options)
     others, _ = steps_with(monkeypatch, 0, count, **options)
@@ -292,8 +291,8 @@ def test_every_split_has_the_same_bits(share, count, monkeypatch):
 @pytest.mark.skipif(not hasattr(simgpu, "library"), reason="needs the simulated GPU")
 @pytest.mark.parametrize("share", SPLITS)
 def test_the_traffic_of_a_step(share, monkeypatch):
-    """Each gradient that does not stay goes down once and up once. One wait, of the report of the step before; and at
-    most twice the launches of a step without clipping.
+    """Each offloaded gradient is copied to the host once and back once. The host waits only for the previous step's
+    report, and launches at most twice as many kernels as without clipping.
     """
     net = torch.nn.Sequential(*(torch.nn.Linear(64, 64, bias=False) for _ in range(10)))
     everything, reserve = sum(param.nbytes for param in net.parameters()), TOTAL // 16
@@ -304,7 +303,7 @@ def test_the_traffic_of_a_step(share, monkeypatch):
         if opt.policy == "deferred":
             held = opt._loop.policy._store._bytes
             with_free_memory(monkeypatch, lambda held=held: share * everything - sum(held.values()) + reserve)
-        for _ in range(2):  # the second one has states, and the order of gradients
+        for _ in range(2):  # states and the order of gradients are known in the second step
             before = simgpu.library.sim_launches()
             with simgpu.watch("async", "wait", "sync") as events:
                 opt.backward(loss())
@@ -321,7 +320,7 @@ def test_the_traffic_of_a_step(share, monkeypatch):
 
 @on_gpu
 def test_a_failing_allocation_moves_all_gradients_to_the_host(monkeypatch):
-    """Float32 sums of 16-bit gradients need memory that the gradients did not."""
+    """Converting 16-bit sums to float32 may fail although the gradients fit."""
     records = records_of(*(torch.nn.Parameter(torch.zeros(100, device="cuda").bfloat16()) for _ in range(3)))
     store, failures = GradientStore(math.inf), iter([torch.OutOfMemoryError("full")])
     for n, record in enumerate(records):
@@ -338,13 +337,13 @@ def test_a_failing_allocation_moves_all_gradients_to_the_host(monkeypatch):
     assert all(map(store._is_offloaded, records))
     for record, grad in store.drain(records):
         assert grad.eq(int(record.name[1:]) + 1.0).all()
-    store.keep(records[0], torch.ones(100, device="cuda"))  # and all later ones
+    store.keep(records[0], torch.ones(100, device="cuda"))  # later gradients go to the host too
     assert store._is_offloaded(records[0])
 
 
 @on_gpu
 def test_later_gradients_find_the_room_that_backward_has_freed(monkeypatch):
-    """In the last micro-batch; the activations of another one need it again."""
+    """Only in the last micro-batch: the next one would need the memory for its activations."""
     for last, expected in ((True, [False, False, True]), (False, [False, False, False])):
         records = records_of(*(torch.nn.Parameter(torch.zeros(100, device="cuda")) for _ in range(3)))
         free = iter([1200, 1300, 2000])

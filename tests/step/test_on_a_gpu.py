@@ -1,6 +1,6 @@
-"""Tests that need a GPU: current and default device, streams of the training loop, stores that copy.
+"""Tests that need a GPU: current and default devices, streams of the training loop, stores that copy.
 
-A simulated GPU runs them too, and reports races.
+The simulated GPU runs them too, and reports races.
 """
 
 import gc
@@ -18,12 +18,12 @@ from lowmem.tiles.transfers import Readback, to_device
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, or a simulated one")
 
-# By how much kernels of another device may differ, relative to the largest weight.
+# Allowed difference between the kernels of two devices, relative to the largest weight.
 SAME = 1e-5
 
 
 def trained(device, stream=nullcontext, accumulate=1, overflow=None, created_on=None, **options):
-    """The weights after some steps on random data, and the skipped steps."""
+    """Returns the weights after some steps on random data, and the number of skipped steps."""
     torch.manual_seed(0)
     with torch.device("cpu"):
         net = torch.nn.Sequential(torch.nn.Linear(48, 400), torch.nn.LayerNorm(400), torch.nn.Linear(400, 48))
@@ -64,7 +64,7 @@ SETTINGS = {
 
 
 def test_states_that_a_class_keeps_on_the_host_are_there_after_resuming():
-    """The product of NAdam is read in every update, which would wait for the device."""
+    """NAdam reads its product in every update, which would wait for the device."""
     param = torch.nn.Parameter(torch.randn(8, 8, device="cuda"))
     with torch.device("cpu"):  # the default device, on which NAdam creates the product
         opt = lowmem.FusedOptimizer([param], torch.optim.NAdam)
@@ -91,9 +91,9 @@ def on_another_stream():
     in_turn(SETTINGS, [nullcontext, on_another_stream], [None, None, "cuda"], ["cuda", "cuda", "cpu", "cpu"]),
 )
 def test_as_on_a_cpu(settings, stream, default, created_on):
-    """Memory of the host is allocated on the host, whatever the default device is. Memory that a step replaces is not
-    freed while the stream of the loop reads it. If the model is moved after its optimizer was created, as by
-    Accelerate, norms, counters and the loss scale follow."""
+    """Covers other default devices, loops on a side stream that still reads memory that a step replaces, and models
+    that are moved after the optimizer was created, as Accelerate does: norms, counters and the loss scale must follow.
+    """
     options = {"clip_value": 1.0, **SETTINGS[settings]}
     with nullcontext() if default is None else torch.device(default):
         actual = trained("cuda", stream=stream, created_on=created_on, **options)
@@ -101,7 +101,7 @@ def test_as_on_a_cpu(settings, stream, default, created_on):
 
 
 def test_deleting_an_optimizer_during_its_last_copy():
-    """The memory of the gradient is not given back before: a race, which a simulated GPU reports."""
+    """The gradient's memory must not be freed before the copy is complete; the simulated GPU reports the race."""
     net = torch.nn.Linear(400, 300, device="cuda")
     opt = lowmem.FusedOptimizer(net.named_parameters(), rule="lomo", policy="deferred", store="host", clip_norm=1.0)
     with opt.accumulate():
@@ -113,7 +113,7 @@ def test_deleting_an_optimizer_during_its_last_copy():
 
 @pytest.mark.parametrize("first", ["drained", "fetched"])
 def test_a_gradient_that_another_stream_has_stored(first):
-    """As FSDP2 runs hooks on its stream for reductions: the last gradient stored is read after it has been written."""
+    """FSDP2 runs hooks on its reduction stream, so a read has to wait until that stream has written."""
     records = records_of(*(torch.nn.Parameter(torch.zeros(400, 300, device="cuda")) for _ in range(2)))
     store, side = GradientStore(0), torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())

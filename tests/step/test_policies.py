@@ -1,4 +1,4 @@
-"""When updates happen, and the life cycle of a step: what would not be ordinary training is detected and named."""
+"""When updates happen, how a step begins and ends, and errors for everything that would not be ordinary training."""
 
 import itertools
 import logging
@@ -25,7 +25,7 @@ def boom(_):
 
 
 class Net(torch.nn.Module):
-    """Three layers, each [4, 4]: `early` gets its gradient last."""
+    """Three layers, each [4, 4]. `early` gets its gradient last."""
 
     def __init__(self):
         super().__init__()
@@ -33,7 +33,7 @@ class Net(torch.nn.Module):
         self.dropout = torch.nn.Dropout(0.3)
 
     def forward(self, x=None, *, reentrant=None):
-        """The loss; `reentrant` checkpoints `middle`."""
+        """Returns the loss. `reentrant` checkpoints `middle`."""
         x = torch.ones(2, 4, device=self.early.weight.device) if x is None else x
         x = self.dropout(self.early(x))
         x = self.middle(x) if reentrant is None else checkpoint(self.middle, x, use_reentrant=reentrant)
@@ -108,7 +108,7 @@ def test_auto_follows_later_requests(net, caplog):
         opt.backward(net())
     opt.backward(net())
     assert opt.policy == "deferred"
-    opt.backward(net())  # and is not changed back
+    opt.backward(net())  # the policy never changes back
     assert opt.policy == "deferred"
     assert [message.partition(":")[0] for message in caplog.messages] == ["policy two_pass", "policy deferred"]
     assert make(Net(), "auto", store="host", clip_norm=1.0).policy == "deferred"
@@ -137,7 +137,7 @@ def test_a_loss_without_a_graph_raises(net, opt, loss, message):
     with pytest.raises(StepError, match=message):
         opt.backward(loss(net))
     assert not any(moved(net, before))
-    assert opt.named_state_dict()["step"] == 0  # nothing happened, and training may continue
+    assert opt.named_state_dict()["step"] == 0  # nothing was updated, and training can continue
     opt.zero_grad()
     opt.backward(net())
     assert opt.last_step.step == 1 and all(moved(net, before))
@@ -161,7 +161,7 @@ def test_a_plain_backward_that_the_policy_does_not_support_raises(net, options, 
 
 @pytest.mark.troubleshooting("... backwards came before this step()")
 def test_a_second_backward_before_step(net, opt):
-    """A loop that calls step() and runs two backwards before it meant to accumulate; one that never does, did not."""
+    """This raises only if the loop calls step(): otherwise every backward is a step of its own."""
     opt.backward(net())
     opt.backward(net())
     with pytest.raises(StepError, match=r"2 backwards came before this step\(\).*`with opt\.accumulate\(\):`"):
@@ -233,7 +233,7 @@ def test_loading_discards_accumulated_micro_batches(net):
 
 
 def test_other_leaves_get_their_gradient_once(net):
-    """An input, or a parameter that another optimizer trains."""
+    """The measuring pass must not add to the gradient of an input or of another optimizer's parameter."""
     x, grads = torch.ones(2, 4, requires_grad=True), []
     for ordinary in (True, False):
         x.grad = None
@@ -249,7 +249,7 @@ def test_other_leaves_get_their_gradient_once(net):
 
 
 def half_a_per_cent_larger(net, every):
-    """A hook in the graph counts its calls: every gradient is another one, or only that of `early`."""
+    """Returns a loss whose gradients, or only the gradient of `early`, grow by 0.5% with each backward."""
     x, calls = torch.randn(8, 4), itertools.count()
     part = net(x) if every else net.early(x).square().sum() * 10
     part.register_hook(lambda grad: grad * (1 + 0.005 * next(calls)))
@@ -269,8 +269,8 @@ def test_a_different_replay_raises(net, loss_scale, every):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_an_identical_replay_does_not_raise(dtype):
-    """Gradients of many sizes, one of them of several tiles, and elements that are all the same: sums of these are
-    rounded in one direction. Between them is a bias whose gradient is what rounding leaves of terms that cancel."""
+    """The check must tolerate rounding: gradients differ in size, one has several tiles and equal elements, whose sums
+    round in one direction, and a bias has a gradient that is only the rounding error of canceling terms."""
     wide = torch.nn.Linear(600, 500).to(dtype)
     narrow = torch.nn.Sequential(torch.nn.Linear(6, 70), torch.nn.Dropout(), torch.nn.Linear(70, 6)).to(dtype)
     shift = torch.nn.Parameter(torch.zeros((), dtype=dtype))
@@ -287,7 +287,7 @@ def test_an_identical_replay_does_not_raise(dtype):
 
 
 class InTurn(torch.autograd.Function):
-    """Its backwards give gradients to other parameters each time."""
+    """Each backward returns gradients for a different set of parameters."""
 
     @staticmethod
     def forward(ctx, turns, late, middle):
@@ -319,7 +319,7 @@ def test_passes_over_different_parameters_raise(net, first, second, message):
 @pytest.mark.by_tiles("small parameters wait in a stack, and none that is compiled does")
 @pytest.mark.troubleshooting("got its gradient in two parts")
 def test_reentrant_checkpointing_of_a_tied_weight():
-    """One weight inside a region and outside: its hook fires twice."""
+    """The weight is used inside and outside of the checkpointed region, so its hook is called twice."""
     shared = torch.nn.Linear(4, 4, bias=False)
     opt = lowmem.FusedOptimizer(shared.named_parameters())
 
@@ -334,20 +334,20 @@ def test_reentrant_checkpointing_of_a_tied_weight():
 
 
 def test_reentrant_checkpointing_in_a_measuring_pass(net):
-    """The message of torch does not help: the user has not called a backward with chosen leaves."""
+    """torch's message would mislead: the user did not call a backward with `inputs`."""
     x, before = torch.ones(2, 4, requires_grad=True), weights(net)
     opt = make(net, "two_pass", clip_norm=1.0)
     with pytest.raises(UnsupportedError, match=r"use_reentrant=False\), or policy='deferred'"):
         opt.backward(net(x, reentrant=True))
     assert not any(moved(net, before))
     opt.backward(net(x))
-    with pytest.raises(RuntimeError, match="is incompatible with"):  # the message of torch where it helps
+    with pytest.raises(RuntimeError, match="is incompatible with"):  # a user's own call still gets torch's message
         torch.autograd.grad(net(x, reentrant=True), [x])
 
 
 @pytest.mark.cpu_only("auto takes two passes on a CPU only")
 def test_auto_defers_where_reentrant_checkpointing_rules_out_two_passes(net, caplog):
-    """From the step on whose forward has it. Graphs of other losses do not count."""
+    """The policy changes in the first step whose forward uses it. Graphs of other losses are ignored."""
     caplog.set_level("INFO")
     plain, other = Net().eval(), Net()(torch.ones(2, 4, requires_grad=True), reentrant=True)
     plain.load_state_dict(net.eval().state_dict())
@@ -384,7 +384,7 @@ def test_a_plain_backward_around_other_passes_raises_before_the_first_update(net
 
 
 def fail(net, opt, plain=False, at="middle", when=1):
-    """A backward that dies before the gradient of a layer, the `when`-th time that it comes there."""
+    """Runs a backward that raises before the gradient of layer `at`, in the `when`-th pass that reaches it."""
     passes = itertools.count(1)
     handle = getattr(net, at).weight.register_hook(lambda grad: boom(grad) if next(passes) == when else None)
     with pytest.raises(Boom) as died:
@@ -401,7 +401,7 @@ TORN = r"step 2 is torn.*accept_torn_step\(\)"
 @pytest.mark.parametrize("way_out", ["load_state_dict", "accept_torn_step"])
 @pytest.mark.troubleshooting("step ... is torn")
 def test_a_step_that_fails_after_its_first_update_is_torn(net, opt, plain, way_out):
-    """`late` has moved, `middle` and `early` have not."""
+    """Only `late` has been updated when the backward fails."""
     opt.backward(net())
     saved, before = opt.state_dict(), weights(net)
     error = fail(net, opt, plain)
@@ -415,7 +415,7 @@ def test_a_step_that_fails_after_its_first_update_is_torn(net, opt, plain, way_o
         opt.zero_grad()
     assert not any(moved(net, before))
     opt.load_state_dict(saved) if way_out == "load_state_dict" else opt.accept_torn_step()
-    opt.backward(net.early.weight.sum())  # the report is of this gradient
+    opt.backward(net.early.weight.sum())  # the report contains only this gradient
     assert (opt.last_step.names, opt.last_step.grad_norm.item()) == (("early.weight",), 4.0)
     assert opt.named_state_dict()["step"] == opt.last_step.step == (2 if way_out == "load_state_dict" else 3)
 
@@ -426,8 +426,8 @@ def test_a_step_that_fails_after_its_first_update_is_torn(net, opt, plain, way_o
     [("auto", False, True), ("auto", True, False), ("two_pass", False, False), ("deferred", True, True)],
 )
 def test_a_step_that_fails_before_its_first_update_can_be_repeated(net, plain, next_plain, policy):
-    """While small parameters wait for others of their shape, in a measuring pass, or while gradients are stored. No
-    clip coefficient of another step is used."""
+    """The failure comes while small parameters wait to be stacked, in a measuring pass, or while gradients are stored.
+    The clip coefficient of the failed step is not used."""
     options = {"policy": policy, "clip_norm": None if policy == "auto" else 0.5}
     other = Net().eval()
     other.load_state_dict(net.eval().state_dict())
@@ -452,7 +452,7 @@ def test_the_gradients_of_a_failed_backward_are_not_applied_in_the_next(net):
 
 @pytest.mark.by_tiles("small parameters wait in a stack, and none that is compiled does")
 def test_a_plain_backward_that_fails_before_its_first_update_does_not_count(net):
-    """A loop that calls step() and zero_grad() continues, and the next step has the same number."""
+    """A loop that calls step() and zero_grad() can continue, and the next step has the same number."""
     opt, steps = make(net, "auto", rule="adafactor"), []
     scalars, rule = opt._parameters.groups[0].rule.scalars, opt._parameters.groups[0].rule
     rule.scalars = lambda hyper, step: steps.append(step) or scalars(hyper, step)

@@ -1,4 +1,4 @@
-"""Ranks that train one model compile its updates together or not at all, and report the error of one rank on all."""
+"""Ranks that train one model all use compiled updates or none does, and all ranks raise the error of one."""
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ def full_disk(*args, **options):
 
 
 def trained(rank, failure, steps):
-    """The weights after each step. The compiler fails on rank 1, in the first step or in all of them."""
+    """Returns the weights after each step. Compiling fails on rank 1, in the first step or in all steps."""
     model, weights = net(), []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compiled, "COMPILE_FROM", 0)
@@ -46,7 +46,7 @@ def trained(rank, failure, steps):
                 if rank and step == 0 and failure == "a full disk":
                     passing.setattr(compile_fx, "compile_fx", full_disk)
                 inputs = torch.randn(2, 160, generator=seeded(2 * step + rank))
-                used = model[1 + step % 2 :] if rank else model  # rank 1 has no gradient of the others
+                used = model[1 + step % 2 :] if rank else model  # rank 1 has no gradients for the skipped layers
                 opt.backward(used(inputs).square().sum())
             weights.append([param.detach().clone() for param in model.parameters()])
         return opt.compiled, opt.placement, weights
@@ -54,7 +54,7 @@ def trained(rank, failure, steps):
 
 @pytest.mark.parametrize(("failure", "steps"), [("a full disk", 11), ("no compiler", 2)])
 def test_replicas_are_updated_alike(two, failure, steps):
-    """The first step of a full disk is the first one that compiles; the tenth tries again."""
+    """A full disk makes the first compilation fail on one rank; compilation is tried again in step 10."""
     (one, placement, weights), (other, _, others) = two.run(trained, failure, steps)
     assert placement == "replicated" and one == other == (failure != "no compiler")
     for ours, theirs in zip(weights, others, strict=True):
@@ -78,7 +78,7 @@ def a_rank_without_a_working_compiler(rank, sharded):
         opt.backward(model(torch.ones(1, 160)).sum())
         with pytest.raises(ConfigError, match=r"compile=True, but compiling failed.* on rank 1: No space left"):
             opt.backward(model(torch.ones(1, 160)).sum())
-    opt.backward(model(torch.ones(1, 160)).sum())  # as if it were not full any more
+    opt.backward(model(torch.ones(1, 160)).sum())  # the disk has space again
     assert opt.compiled
 
 
@@ -88,7 +88,7 @@ def test_every_rank_raises_the_error_of_the_compiler(two, sharded):
 
 
 class Unusual(torch.optim.SGD):
-    """Works on rank 0 only."""
+    """An optimizer that works on rank 0 only."""
 
     works = True
 

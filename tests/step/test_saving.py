@@ -1,4 +1,4 @@
-"""Saved states are loaded exactly; a state that does not fit raises when it is loaded, and changes nothing."""
+"""Saved states load exactly. A state that does not match raises when it is loaded, and nothing changes."""
 
 import copy
 import functools
@@ -18,11 +18,11 @@ from lowmem.step.saving import TensorSource
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 ADAM, ADAMW, SGD = torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD
-SHAPES = {"a": (64, 64), "b": (2,)}  # the first one is quantized in complete groups
+SHAPES = {"a": (64, 64), "b": (2,)}  # the first one consists of complete quantization groups
 
 
 def make_optimizer(rule="adamw", dtype=BF16, shapes=SHAPES, steps=1, **options):
-    """An optimizer after some steps."""
+    """Returns an optimizer after some steps."""
     values = {name: torch.linspace(-1, 1, math.prod(shape)).view(shape).to(dtype) for name, shape in shapes.items()}
     params = [(name, nn.Parameter(value)) for name, value in values.items()]
     opt = lowmem.FusedOptimizer(params, rule, **{"lr": 1e-3, "compile": False, **options})
@@ -40,13 +40,13 @@ def train(opt):
 
 
 def everything(opt):
-    """Weights and states by name."""
+    """Returns weights and states by name."""
     return {f"param{n}": param.detach().clone() for n, param in enumerate(params_of(opt))} | states(opt)
 
 
 @pytest.mark.parametrize("rounding", ["stochastic", "compensated"])
 def test_loading_the_initial_state_is_exact(rounding):
-    """Loading an earlier state replaces everything that later steps have stored, residuals included."""
+    """Loading an earlier state replaces everything that later steps stored, including residuals."""
     opt, results = make_optimizer(steps=0, rounding=rounding), []
     beginning, weights = through_file(opt.state_dict()), [param.detach().clone() for param in params_of(opt)]
     for _ in range(2):
@@ -60,7 +60,7 @@ def test_loading_the_initial_state_is_exact(rounding):
 
 
 def test_an_optimizer_that_has_stepped_continues_another():
-    """With its seed, its loss scale, and the residuals of its weights, which were loaded before."""
+    """The seed, the loss scale and the residuals are loaded too, even if the weights were loaded first."""
     scale = lowmem.DynamicScale(init_scale=8.0, growth_interval=2)
     options = {"rounding": "compensated8", "loss_scale": scale, "policy": "deferred"}
     one, other = make_optimizer(steps=3, seed=1, **options), make_optimizer(steps=1, seed=2, **options)
@@ -104,7 +104,7 @@ def test_torch_state_dict_shows_states_before_the_first_update(rounding):
 
 
 def test_hooks_of_torch_around_saving_and_loading():
-    """As `torch.optim.Optimizer` calls them, in the order in which it does."""
+    """Hooks run in the same order and with the same arguments as in `torch.optim.Optimizer`."""
     seen = []
 
     def watched(opt):
@@ -120,7 +120,7 @@ def test_hooks_of_torch_around_saving_and_loading():
         saved = opt.state_dict()
         assert saved["mine"] == 1
         opt.load_state_dict(saved)
-        assert saved["mine"] == 1  # hooks are given a shallow copy
+        assert saved["mine"] == 1  # hooks get a shallow copy
         seen.append(log)
 
     watched(make_optimizer())
@@ -155,7 +155,7 @@ def test_a_state_that_fits(was, now, rule, options):
 
 @pytest.mark.parametrize(("cls", "named", "seldom"), [(ADAMW, True, True), (ADAMW, False, False), (ADAM, False, True)])
 def test_a_torch_state_is_loaded(cls, named, seldom):
-    """Three steps of torch's optimizer, a file, and three of ours: the bits of six of torch's."""
+    """Three steps with torch, a file, and three steps with lowmem equal six steps with torch bit for bit."""
     decay = {"weight_decay": 0.1 if cls is ADAMW else 0.0}
 
     def groups(net):
@@ -166,7 +166,7 @@ def test_a_torch_state_is_loaded(cls, named, seldom):
 
     def loss(net, step):
         x = torch.linspace(-1, 1, 12).view(4, 3) + step
-        return (net[:2] if seldom and step < 4 else net)(x).square().mean()  # the last layer joins late
+        return (net[:2] if seldom and step < 4 else net)(x).square().mean()  # late gradients for the last layer
 
     def new():
         torch.manual_seed(0)
@@ -187,7 +187,7 @@ def test_a_torch_state_is_loaded(cls, named, seldom):
     assert_same(net.state_dict(), plain.state_dict())
     assert (opt.named_state_dict()["step"], opt.named_state_dict()["seed"]) == (6, 7)
     again = lowmem.FusedOptimizer(groups(new()), rule="adamw", lr=0.5)
-    again.load_state_dict(through_file(opt.state_dict()))  # and is saved as any other
+    again.load_state_dict(through_file(opt.state_dict()))  # the loaded state can be saved again
 
 
 # -- states that do not fit --------------------------------------------------------------------------------------------
@@ -268,7 +268,7 @@ def test_unsupported_torch_states_raise(cls, options, ours, message):
 
 
 def changed(saved, path, value):
-    """A copy of a saved state with another value at a path; without it if that is `del_`."""
+    """Returns a copy of a saved state with the value at a path replaced, or removed if `value` is `del_`."""
     saved = copy.deepcopy(saved)
     *way, last = path
     place = functools.reduce(operator.getitem, way, saved)
@@ -308,7 +308,7 @@ DAMAGED = {
 
 @pytest.mark.parametrize("name", [*DAMAGED, "nothing", "None"])
 def test_a_damaged_state_raises_and_changes_nothing(name):
-    """Nor in the middle of a step."""
+    """Even gradients that were accumulated for the current step are unaffected."""
     options = {"state_storage": "8bit", "loss_scale": "dynamic", "policy": "deferred"}
     opt, alone = make_optimizer(**options), make_optimizer(**options)
     saved = make_optimizer(**options, lr=0.5, seed=3).named_state_dict()

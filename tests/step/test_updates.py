@@ -1,4 +1,4 @@
-"""Small parameters in stacks get the bits that they get alone, in any order; the default rounding of weights."""
+"""Stacked small parameters get the same bits as individual ones, in any order; the default rounding of weights."""
 
 import itertools
 import re
@@ -14,7 +14,7 @@ from lowmem.rules.rule import TABLE
 from lowmem.step import program, updates
 
 SHAPES = [(), (1,), (7,), (64,), (5, 3), (48, 33), (33, 48), (1, 9), (9, 1), (1, 1), (2, 5, 4), (3, 1, 8), (2, 3, 2, 2)]
-SHAPES += [(64,), (3, 32), (2, 2, 64)]  # with complete groups
+SHAPES += [(64,), (3, 32), (2, 2, 64)]  # consist of complete groups
 ROLES = [("4d", ["COLUMN", "NONE", "ROW", "BATCH"]), (".*", "HEURISTIC")]
 MIXED = {"adafactor": {"min_dim_size_to_factor": 3, "factor_map": ROLES}}
 OPTIONS = [
@@ -31,8 +31,8 @@ OPTIONS = [
 
 
 def run(rule, options, *, batching, dtype, rounding):
-    """Trains several parameters of each shape, some without a gradient now and then, and one with NaN. Returns weights
-    and states by name."""
+    """Trains three parameters of each shape. Some have no gradient in some steps, and some get NaN once. Returns
+    parameters and states by name."""
     source = seeded(0)
     params = {
         f"{len(shape)}d.{i}.{copy}": torch.nn.Parameter(torch.randn(shape, generator=source).to(dtype))
@@ -67,7 +67,7 @@ ROUNDED = itertools.product(
     ("case", "rounded"), in_turn(OPTIONS, [(torch.float32, "auto"), (torch.bfloat16, "auto"), *ROUNDED]), ids=str
 )
 def test_a_stack_is_its_members(case, rounded):
-    """Random bits depend on the parameter and the element, and each residual stays with its weight."""
+    """Random bits depend only on the parameter and the element, and each residual stays with its weight."""
     (rule, options), (dtype, rounding) = case, rounded
     stacked, alone = (
         run(rule, options, batching=batching, dtype=dtype, rounding=rounding) for batching in (True, False)
@@ -93,8 +93,8 @@ ORDERS = {
 @pytest.mark.parametrize("reloads", [False, True])
 @pytest.mark.parametrize("orders", ORDERS.values(), ids=ORDERS)
 def test_stacks_do_not_depend_on_the_order_of_gradients(orders, reloads):
-    """As `torch.optim.AdamW`, to the bit, also if states are loaded again in between. Saved states do not share the
-    memory of their stack: a file that has one parameter has nothing of another one."""
+    """Results equal `torch.optim.AdamW` bit for bit, even if states are reloaded between steps. Saved states do not
+    share the memory of their stack, or a file would contain the states of other parameters."""
     params, theirs = ([torch.nn.Parameter(torch.linspace(-1, 1, 8) + n) for n in EVERY] for _ in range(2))
     opt, plain = lowmem.FusedOptimizer(params, "adamw", lr=0.01), torch.optim.AdamW(theirs, lr=0.01, foreach=False)
     for seed, order in enumerate(orders):
@@ -118,7 +118,7 @@ def test_stacks_do_not_depend_on_the_order_of_gradients(orders, reloads):
 
 @pytest.fixture
 def stacks(monkeypatch):
-    """Records the number of parameters of each update, and the elements of one of them."""
+    """Records, for each update, the number of parameters and the size of the first one."""
     seen = []
     run = updates.Updates._run
 
@@ -136,7 +136,7 @@ def quadratic(params):
 
 @pytest.mark.by_tiles("updates that are compiled are in no stack")
 def test_small_equal_parameters_are_stacked(stacks):
-    """Of equal shape, dtype and group. Large parameters are updated at once, and without batching all of them are."""
+    """They must have the same shape, dtype and group. Large ones are updated alone, as are all if batching is off."""
     small, large = [torch.nn.Parameter(torch.ones(8, 8)) for _ in range(6)], torch.nn.Parameter(torch.ones(256, 256))
     half = torch.nn.Parameter(torch.ones(8, 8).bfloat16())
     groups = [{"params": [*small[:4], half, large]}, {"params": small[4:], "lr": 0.1}]
@@ -167,7 +167,7 @@ def one_weight(dtype, rule="adamw", **options):
 
 
 def trained(dtype, rule, **options):
-    """Returns a weight after some steps, and the bytes of its states."""
+    """Returns a weight after three steps, and the bytes of its states."""
     param, opt = one_weight(dtype, rule, **options)
     for _ in range(3):
         opt.backward((param * torch.linspace(-1, 1, 64)).float().square().sum())

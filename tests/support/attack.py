@@ -1,8 +1,8 @@
-"""Training loops of every kind, each beside the same loop in plain PyTorch: `tests/step/test_attack.py` draws them.
+"""Runs any training loop next to the same loop in plain PyTorch. `tests/step/test_attack.py` draws the loops.
 
-In plain PyTorch gradients are tensors, are summed in `.grad`, are clipped by torch's functions, and go to a class of
-`torch.optim`, or to a rule of lowmem that updates one finished gradient after another. After each step weights, losses
-and norms are compared, and at the end the states of the optimizer.
+In plain PyTorch, gradients are tensors that are summed in `.grad`, clipped by torch's functions, and passed to a
+`torch.optim` class, or to a rule of lowmem that updates one finished gradient at a time. Weights, losses and norms are
+compared after each step, and optimizer states at the end.
 """
 
 import copy
@@ -25,8 +25,8 @@ from lowmem.layers.head import linear_cross_entropy
 from lowmem.layers.tied import share_gradient
 from lowmem.tiles.quantized import QuantizedWeight, plain
 
-# Hyperparameters of each rule. Steps are large next to float32's roundings, but a scale does not come near zero, and
-# nothing is divided by a tiny root: where a gradient differs in its last bits, so does a step.
+# Hyperparameters of each rule. Updates are large compared with float32 rounding, but scales stay away from zero and
+# no divisor is tiny, so a gradient that differs in its last bits changes only the last bits of an update.
 HYPER: dict[str, dict[str, Any]] = {
     "lomo": {"lr": 0.01},
     "adalomo": {"lr": 0.03},
@@ -46,7 +46,7 @@ DYNAMIC = lowmem.DynamicScale(init_scale=512.0, growth_interval=2)
 
 @dataclass(frozen=True)
 class Settings:
-    """A loop. Each default is the simplest choice."""
+    """The settings of a loop. Each default is the simplest choice."""
 
     # the model
     dtype: torch.dtype = torch.float32
@@ -56,19 +56,19 @@ class Settings:
     tiled: bool = False  # the loss is computed from tiles of logits
     tied: bool = False
     twice: bool = False  # the first block and the embedding are used twice
-    heads: int = 1  # uses of the head's weight, each with its own bias
+    heads: int = 1  # uses of the head's weight, each with a separate bias
     bias: bool = False
     dropout: float = 0.0
     checkpoint: str | None = None
-    codes: str | None = None  # the format of quantized matrices; plain PyTorch has their values
-    lora: bool = False  # matrices of blocks are frozen, and have an adapter of low rank
+    codes: str | None = None  # format of quantized matrices; plain PyTorch trains with their dequantized values
+    lora: bool = False  # matrices of blocks are frozen and have a low-rank adapter
     autocast: str | None = None  # around the forward or the whole step
     # the optimizer
     rule: str = "adamw"
     decay: float = 0.0
     as_list: bool = False  # betas are a list, which can be edited in place
-    group: str | None = None  # vectors have another learning rate, or rule
-    late: bool = False  # the last block joins by add_param_group
+    group: str | None = None  # vectors have a different learning rate or rule
+    late: bool = False  # the last block is added by add_param_group
     with_model: bool = False
     policy: str = "auto"
     clip_norm: float | None = None
@@ -83,11 +83,11 @@ class Settings:
     # the loop
     steps: int = 3
     accumulation: int = 1
-    call: str = "loss"  # of backward: of a loss, a callable, plain, with inputs; or gradients put into .grad by hand
-    inputs: str = "all"  # of backward(inputs=...)
+    call: str = "loss"  # opt.backward of a loss or a callable, a plain backward, one with inputs, or .grad by hand
+    inputs: str = "all"  # the `inputs` of backward
     by_step: bool = False  # step() ends a step
     scheduler: str | None = None
-    events: tuple[tuple[int, str], ...] = ()  # before which step
+    events: tuple[tuple[int, str], ...] = ()  # (step, event before it)
 
     @property
     def ours(self) -> bool:
@@ -107,7 +107,7 @@ class Settings:
 
     @property
     def hyper(self) -> dict[str, Any]:
-        """Hyperparameters of the rule, new objects at each call."""
+        """Hyperparameters of the rule. Each call returns new objects."""
         hyper = dict(HYPER[self.rule])
         if self.as_list and "betas" in hyper:
             hyper["betas"] = list(hyper["betas"])
@@ -128,8 +128,8 @@ class Settings:
 
     @property
     def rounds_gradients(self) -> bool:
-        """Plain PyTorch rounds 16-bit gradients where lowmem does not: those of a tiled head, summed, unscaled or
-        clipped ones, and the gradient of a weight that autocast has cast once for several uses, unless it is quantized.
+        """True if plain PyTorch rounds 16-bit gradients that lowmem does not: of a tiled head, summed, unscaled or
+        clipped ones, and of a weight that autocast casts once for several uses, unless it is quantized.
         """
         several = self.twice or self.heads > 1 or (self.autocast == "step" and self.accumulation > 1)
         changed = any(each is not None for each in (self.clip_norm, self.clip_value, self.loss_scale))
@@ -139,7 +139,7 @@ class Settings:
 
     @property
     def exact(self) -> bool:
-        """Whether bits have to agree. A head in tiles and compiled code add in another order."""
+        """True if results must be equal bit for bit. Tiled heads and compiled code sum in a different order."""
         return not (self.tiled or self.compile or self.rounds_gradients)
 
 
@@ -161,7 +161,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """A language model whose gradients arrive in unusual ways; `tiled`: with the head of lowmem."""
+    """A language model whose gradients arrive in unusual ways. tiled: whether it uses lowmem's tiled head."""
 
     def __init__(self, s: Settings, tiled: bool) -> None:
         super().__init__()
@@ -208,7 +208,7 @@ class Net(nn.Module):
 
 @dataclass(frozen=True)
 class Batch:
-    """A micro-batch. seed: of dropout.  factor: of the loss."""
+    """A micro-batch. seed: seed of dropout. factor: factor of the loss."""
 
     ids: Tensor
     labels: Tensor
@@ -236,8 +236,8 @@ def batches(s: Settings, step: int, factor: float = 1.0) -> list[Batch]:
 
 
 class Loop:
-    """A model with its optimizer, and the edits of both between steps, alike on both sides. Each side has methods that
-    `quantize` the model, `make` the optimizer, run `backward` of a micro-batch, and `finish` a step.
+    """A model with its optimizer. Both loops edit them in the same way between steps. Subclasses `quantize` the model,
+    `make` the optimizer, run the `backward` of a micro-batch, and `finish` a step.
     """
 
     def __init__(self, s: Settings, tiled: bool) -> None:
@@ -253,7 +253,7 @@ class Loop:
         self.scheduler = self.schedule()
 
     def optimized(self, name: str, param: Tensor) -> Tensor:
-        """The tensor that the optimizer updates."""
+        """Returns the tensor that the optimizer updates."""
         return param
 
     def groups(self) -> list[dict[str, Any]]:
@@ -299,12 +299,12 @@ class Loop:
                 self.net.to(getattr(torch, event))
 
     def touch(self) -> None:
-        """The loop itself changes a weight, between micro-batches if there are some."""
+        """Edits a weight, between micro-batches if there are several."""
         with torch.no_grad():
             (self.net.gain if self.settings.codes else self.net.output.weight).mul_(0.9)
 
     def advance(self, step: int) -> Tensor:
-        """One step, after the events before it. Returns the loss."""
+        """Runs the events before a step, then the step. Returns the loss."""
         events = [event for at, event in self.settings.events if at == step]
         for event in events:
             self.happen(event)
@@ -322,13 +322,13 @@ class Loop:
         return loss.detach()
 
     def inputs(self) -> list[Tensor] | None:
-        """The parameters that a backward is for."""
+        """Returns the parameters for which backward computes gradients."""
         dims = {"all": (0, 1, 2), "matrices": (2,), "vectors": (0, 1)}[self.settings.inputs]
         return [param for param in self.net.parameters() if param.requires_grad and param.ndim in dims]
 
 
 class Ordinary(Loop):
-    """Plain PyTorch. A rule of lowmem is given finished gradients for parameters that share the model's memory."""
+    """Plain PyTorch. A rule of lowmem gets finished gradients for parameters that share the model's memory."""
 
     def __init__(self, s: Settings) -> None:
         self.shadows: dict[Tensor, Tensor] = {}
@@ -370,7 +370,7 @@ class Ordinary(Loop):
         for param, shadow in self.shadows.items():
             shadow.requires_grad_(param.requires_grad)
             if shadow is not param and not isinstance(shadow, QuantizedWeight):
-                shadow.data = param.data  # which may have another dtype by now
+                shadow.data = param.data  # the model may have been converted
             shadow.grad = self.sums.pop(param).to(param.dtype) if param in self.sums else None
         self.scaler.unscale_(self.optimizer)
         self.clip()
@@ -392,7 +392,7 @@ class Ordinary(Loop):
         unclamped = get_total_norm(grads)
         if s.clip_value is not None:
             clip_grad_value_(params, s.clip_value, foreach=False)
-        if s.clip_norm is not None:  # AdaLomo measures before it clamps, as its source does
+        if s.clip_norm is not None:  # AdaLomo's norm is computed before clamping, as in its source
             norm = unclamped if s.rule == "adalomo" else get_total_norm(grads)
             clip_grads_with_norm_(params, s.clip_norm, norm)
 
@@ -428,7 +428,7 @@ class Fused(Loop):
                 self.optimizer.zero_grad()
 
     def save(self) -> None:
-        """Continues with another optimizer, whose constructor got another seed."""
+        """Continues with a new optimizer, which was created with a different seed."""
         saved = through_file(self.optimizer.state_dict())
         self.optimizer.remove()
         self.optimizer = self.make(seed=9)
@@ -459,7 +459,7 @@ class Fused(Loop):
 
 
 def group_size(s: Settings) -> int:
-    """Elements of a row that share a scale."""
+    """Returns the number of elements of a row that share a scale."""
     return min(64, s.hidden & -s.hidden)
 
 
@@ -467,7 +467,7 @@ def group_size(s: Settings) -> int:
 
 
 def compare(s: Settings) -> None:
-    """Trains in both loops. Raises `AssertionError` with the first difference."""
+    """Trains both loops. Raises `AssertionError` at the first difference."""
     fused, ordinary = Fused(s), Ordinary(s)
     start = [param.detach().clone() for param in ordinary.net.parameters()]
     for step in range(s.steps):
@@ -490,19 +490,19 @@ def compare(s: Settings) -> None:
 
 
 def assert_close(where: str, s: Settings, got: Tensor, want: Tensor, first: Tensor) -> None:
-    """Two tensors differ no more than they may; plain PyTorch began with `first`."""
+    """Raises `AssertionError` if two tensors differ by more than the tolerance. first: the initial value."""
     assert (got.dtype, got.shape) == (want.dtype, want.shape), where
     if torch.equal(got, want) or (want.isnan().any() and torch.equal(got.isnan(), want.isnan())):
         return
     got, want = got.float(), want.float()
     difference, size, moved = (got - want).norm(), want.norm(), (want - first.float()).norm()
-    allowed = 1e-4 * moved + 1e-6 * size  # sums in another order
-    if s.state_storage != "float32":  # some states are rounded to a neighbor, 2⁻⁸ away
+    allowed = 1e-4 * moved + 1e-6 * size  # summation order
+    if s.state_storage != "float32":  # rounding picks a neighbor for some states, 2⁻⁸ away
         allowed += 2**-8 * moved
-    if s.sixteen_bits or s.rounds_gradients:  # some elements are rounded to a neighbor; a sign-like step changes sign
+    if s.sixteen_bits or s.rounds_gradients:  # some elements round to a neighbor; sign-like steps flip
         part = max(1 / 20 if s.rounds_gradients else 1 / 200, 1 / want.numel()) ** 0.5
         allowed += part * (2**-7 * size + (2 * moved if s.rounds_gradients else 0.0))
-    if s.codes and want.ndim > 1:  # some codes are the next ones
+    if s.codes and want.ndim > 1:  # some codes differ by one
         scale = want.abs().max() / (2 ** (int(s.codes.removeprefix("int")) - 1) - 1)
         allowed += 2 * scale * max(1, want.numel() / (20 if s.autocast else 200)) ** 0.5
     assert not s.exact and difference <= allowed, (

@@ -1,4 +1,4 @@
-"""Compilation at any size, in the tests and in all processes that they start: `scripts/test.sh --compiled`."""
+"""Compiles updates of any size in the tests and in processes that they start: `scripts/test.sh --compiled`."""
 
 import os
 
@@ -10,7 +10,7 @@ FORCED = bool(os.environ.get("LOWMEM_COMPILED"))
 
 
 def force() -> None:
-    """Makes `compile="auto"` compile every update, none of them in a stack, if that was asked for."""
+    """Makes `compile="auto"` compile every update, and turns off stacking, if the environment requests it."""
     if not (FORCED or INTERPRETED):
         return
     install()
@@ -23,7 +23,7 @@ def force() -> None:
 
 
 def compiles(test):
-    """Mark of tests that compile."""
+    """Marks tests that need a compiler."""
     from lowmem.step.compiled import has_compiler
 
     test = pytest.mark.skipif(not has_compiler("cpu"), reason="no C++ compiler")(test)
@@ -31,6 +31,7 @@ def compiles(test):
 
 
 def equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether a tensor has the bits of torch's AdamW, or its values where updates are compiled: they fuse multiply-adds
-    as the fused kernel of torch does, which does not in the last elements of a tensor that fill no vector."""
+    """Returns whether a tensor equals torch's AdamW: bit for bit, or closely if updates are compiled, which fuse the
+    multiply-adds of torch's fused kernel even in the last elements, which do not fill a vector.
+    """
     return torch.allclose(one, other, rtol=1e-5, atol=1e-6) if FORCED else torch.equal(one, other)

@@ -1,8 +1,8 @@
-"""Triton's interpreter with the arithmetic of the eager sweep, for tests of kernels on a CPU (TRITON_INTERPRET=1).
+"""Gives Triton's interpreter the arithmetic of the eager sweep, to test kernels on a CPU (TRITON_INTERPRET=1).
 
-triton 3.6, runtime/interpreter.py: it truncates to bfloat16, has no fused multiply-add and no libdevice, loops over
-elements in a reduction that it does not know, and needs an index that numpy 2.4 does not make of an array. torch's root
-on a CPU is not rounded correctly, unlike that of a GPU.
+The interpreter of triton 3.6 truncates to bfloat16, has no fused multiply-add and no libdevice, loops over elements in
+unknown reductions, and needs an index that numpy 2.4 does not create from an array. torch's square root on a CPU is not
+correctly rounded, unlike on a GPU.
 """
 
 import dataclasses
@@ -14,14 +14,14 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def _narrow(value):
-    """float32 to bfloat16 (as uint16): to nearest, ties to even."""
+    """Rounds float32 to the nearest bfloat16 (as uint16), with ties to even."""
     bits = value.astype(np.float32).view(np.uint32)
     rounded = (bits + (0x7FFF + (bits >> 16 & 1))) >> 16
     return np.where(np.isnan(value), 0x7FC0, rounded).astype(np.uint16)
 
 
 def install():
-    """Makes the interpreter exact. Called before the package's kernels are imported."""
+    """Makes the interpreter exact. It must be called before the package's kernels are imported."""
     if not INTERPRETED:
         return
     import triton.language as tl
@@ -31,7 +31,7 @@ def install():
     builder, handle = module.InterpreterBuilder, module.TensorHandle
 
     def fma(self, x, y, z):
-        """A product of float32 numbers is exact in float64. A sum rounded twice matters once in 2²⁹ times."""
+        """The product of float32 numbers is exact in float64. Rounding the sum twice matters once in 2²⁹ times."""
         wide = x.data.astype(np.float64) * y.data.astype(np.float64) + z.data.astype(np.float64)
         return handle(wide.astype(z.data.dtype), z.dtype.scalar)
 
@@ -70,7 +70,7 @@ def install():
         setattr(builder, name, casts(getattr(builder, name)))
 
     def call(self, *args, before=module.InterpretedFunction.__call__, **kwargs):
-        """The language of this package's functions has been patched by the kernel that calls them."""
+        """The calling kernel has already patched the language for this package's functions."""
         own = self.fn.__module__.startswith("lowmem.")
         return self.rewrite()(*args, **kwargs) if own else before(self, *args, **kwargs)
 

@@ -1,4 +1,4 @@
-"""Language models of Hugging Face, used as loops use them on one device and on ranks that share them."""
+"""Hugging Face language models in typical training loops, on one device and on ranks."""
 
 import functools
 import pickle
@@ -18,8 +18,8 @@ import lowmem
 from lowmem import placements
 from lowmem.layers.mlp import tile_mlps
 
-STEPS = 6  # DeepSpeed prefetches from the third on
-ROWS = 12  # a step, over all ranks
+STEPS = 6  # DeepSpeed prefetches from the third step on
+ROWS = 12  # rows per step, over all ranks
 SIZES = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
          "num_key_value_heads": 2, "use_cache": False}  # fmt: skip
 
@@ -39,7 +39,7 @@ def make(model="llama", dtype=torch.float32, checkpointing=False, mlp_tile=None,
 
 
 def at_the_root(rank, make, **options):
-    """All hooks fire in FSDP2's last callback."""
+    """Shards the model as a whole, so all hooks are called in FSDP2's last callback."""
     return fully_shard(make(), **options)
 
 
@@ -54,7 +54,7 @@ def kept_after_backward(rank, make):
 
 
 def mixed(rank, make):
-    """bfloat16 for both: gradients are summed in float32 and kept in float32."""
+    """Computes in bfloat16 and reduces gradients in float32."""
     return by_layer(rank, make, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
 
 
@@ -91,7 +91,7 @@ def usual(net, opt, rows_of, step):
 
 
 def with_scores(net, opt, rows_of, step):
-    """An evaluation between steps, and one between a forward and its backward."""
+    """Evaluates between steps, and between a forward and its backward."""
     score(net)
     loss = loss_of(net, rows_of(batch(step)))
     with torch.no_grad():
@@ -100,7 +100,7 @@ def with_scores(net, opt, rows_of, step):
 
 
 def in_parts(net, opt, rows_of, step):
-    """One to three micro-batches, and an evaluation between them."""
+    """Trains with one to three micro-batches, and evaluates after each."""
     parts = batch(step).tensor_split(1 + step % 3)
     for n, part in enumerate(parts, start=1):
         with opt.accumulate() if n < len(parts) else nullcontext():
@@ -125,8 +125,8 @@ LOOPS = {"plain": plain, "usual": usual, "with scores": with_scores, "in parts":
 
 
 def train(net, rows_of, settings, loop):
-    settings = settings if "rule" in settings else {"rule": "adamw", "eps": 1e-3, **settings}  # of no noise's making
-    named = dict(net.named_parameters())  # those that are cut: an evaluation leaves others in their place under FSDP2
+    settings = settings if "rule" in settings else {"rule": "adamw", "eps": 1e-3, **settings}  # eps suppresses noise
+    named = dict(net.named_parameters())  # sharded: after an evaluation, FSDP2 leaves unsharded ones
     opt = lowmem.FusedOptimizer(named.items(), model=net, **{"lr": 1e-2, **settings})
     scores, norms = [], []
     for step in range(STEPS):
@@ -159,5 +159,5 @@ def assert_as_one_device(results, alone, tolerance=1e-5):
         torch.testing.assert_close(weights, alone[0], rtol=tolerance, atol=tolerance)
         assert scores == pytest.approx(
             alone[1], rel=tolerance
-        )  # of the weights that are computed with, not of the stored ones
+        )  # scores of the weights in the computation, not the stored ones
         assert norms == pytest.approx(alone[2], rel=10 * tolerance)

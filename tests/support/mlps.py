@@ -10,7 +10,7 @@ GROUPS = SIZES | {"num_key_value_heads": 2, "pad_token_id": 0}
 GPT2 = {"vocab_size": 97, "n_embd": 32, "n_layer": 2, "n_head": 4, "use_cache": False}
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 
-# The class of transformers, its configuration, and where its MLPs are.
+# The name of the transformers class, its configuration, and the path to its layers.
 MODELS = {
     "Llama": ("Llama", GROUPS, "model.layers"),
     "Qwen2": ("Qwen2", GROUPS, "model.layers"),
@@ -35,7 +35,7 @@ def build(kind, sizes, checkpointing=False):
 
 
 def gradients(model):
-    """By name; they are taken off the parameters."""
+    """Returns the gradients by name, and clears `.grad`."""
     grads = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
     model.zero_grad()
     return grads
@@ -55,7 +55,7 @@ def assert_close(tiled, whole, tolerance=1e-6):
 
 
 class MLP(nn.Module):
-    """Of one layer: the gated one of Llama."""
+    """A gated MLP, as in Llama."""
 
     def __init__(self, hidden=32, wide=64, drop=0.0):
         super().__init__()

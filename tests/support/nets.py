@@ -1,4 +1,4 @@
-"""Models that several tests train, their data, weights, states and memory."""
+"""Models that several tests train, with their data, and helpers for weights, states and memory."""
 
 import io
 
@@ -13,7 +13,7 @@ from lowmem.placements.base import ParamEntry
 from lowmem.tiles.layout import Span
 
 STEPS = 10
-ROWS = 6  # a step, over all ranks: 6, 3 or 2 each
+ROWS = 6  # rows per step, over all ranks: 6, 3 or 2 on each
 LAYERS = 8
 
 
@@ -43,7 +43,7 @@ class Net(torch.nn.Module):
 
 
 class TwoLayers(torch.nn.Module):
-    """Two layers, `first` and `last`, of these sizes."""
+    """Two linear layers of these sizes, `first` and `last`."""
 
     def __init__(self, *sizes):
         super().__init__()
@@ -55,7 +55,7 @@ class TwoLayers(torch.nn.Module):
 
 
 class Chain(torch.nn.Module):
-    """One layer after the other."""
+    """Layers that are applied one after the other."""
 
     def __init__(self, *layers):
         super().__init__()
@@ -68,7 +68,7 @@ class Chain(torch.nn.Module):
 
 
 class Layers(torch.nn.Module):
-    """Layers of one shape that are taken in any order, or not at all."""
+    """Layers of the same shape that are applied in any order. Some may be left out."""
 
     def __init__(self, size=4, checkpointed=False):
         super().__init__()
@@ -83,30 +83,30 @@ class Layers(torch.nn.Module):
 
 
 def data():
-    """Ten batches for all ranks together."""
+    """Yields ten batches, each for all ranks together."""
     source = seeded(5)
     for step in range(STEPS):
         ids = torch.randint(7, (ROWS, 5), generator=source)
         if step % 3 == 1:
-            ids[1:, 0] = 2 * (ids[1:, 0] // 2)  # only the first rank, if any, has odd rows
+            ids[1:, 0] = 2 * (ids[1:, 0] // 2)  # only the first rank may have odd rows
         yield ids
 
 
 def give_gradients(opt, *pairs):
-    """`opt.backward` of a float32 loss with exactly these gradients, as (parameter, gradient or None) pairs."""
+    """Calls `opt.backward` with a loss that has exactly these gradients, given as (parameter, gradient or None)."""
     terms = [(param * grad).sum().float() for param, grad in pairs if grad is not None]
     return opt.backward(torch.stack(terms).sum())
 
 
 def through_file(thing, **options):
-    """Saves with `torch.save`, and loads."""
+    """Saves with `torch.save`, and returns the loaded result."""
     file = io.BytesIO()
     torch.save(thing, file)
     return torch.load(io.BytesIO(file.getvalue()), **options)
 
 
 def plain_step(opt, *losses, clip_norm=None):
-    """A step of an ordinary optimizer on the gradients of all losses. Returns their norm if it clips them."""
+    """Runs a step of an ordinary optimizer with the sum of all losses. Returns the norm if it clips."""
     for loss in losses:
         loss.backward()
     params = [param for group in opt.param_groups for param in group["params"]]
@@ -117,7 +117,7 @@ def plain_step(opt, *losses, clip_norm=None):
 
 
 def records_of(*params):
-    """Parameters called p0, p1, ..., as placements see them, for parts of a step without an optimizer."""
+    """Returns records of parameters p0, p1, ..., as placements see them, for tests without an optimizer."""
     spans = [Span(tuple(param.shape), 0, param.numel(), param.numel()) for param in params]
     return [ParamEntry(f"p{n}", p, span) for n, (p, span) in enumerate(zip(params, spans, strict=True))]
 
@@ -127,12 +127,12 @@ def weights(*nets):
 
 
 def full_weights(net):
-    """Copies of the weights by name, of all ranks if parameters are sharded."""
+    """Returns copies of the weights by name, gathered if they are sharded."""
     return {name: placements.full_tensor(param).clone() for name, param in net.named_parameters()}
 
 
 def states(opt):
-    """Copies of all states, by the name of their parameter and their own: "weight/exp_avg"."""
+    """Returns copies of all states by the names of the parameter and the state: "weight/exp_avg"."""
     saved = opt.named_state_dict()["state"]
     return {
         f"{owner}/{name}": torch.as_tensor(state).clone() for owner, of in saved.items() for name, state in of.items()
@@ -151,7 +151,7 @@ def assert_same(one, other):
 
 
 class Memory(MemTracker):
-    """Bytes on the default device while it is entered, of tensors in `held` too; `above` is what does not stay."""
+    """Tracks bytes on the default device, including tensors in `held`. above: the peak minus what remains."""
 
     def __init__(self, *held):
         super().__init__()

@@ -1,6 +1,6 @@
-"""Processes forked from a server that has imported the packages already: starting one takes no time.
+"""Starts processes by forking a server that has already imported the packages, so that starting is fast.
 
-A test may so start several, where the process is the point and how it was started is not.
+For tests that need separate processes but do not test how they are started.
 """
 
 import multiprocessing
@@ -18,10 +18,10 @@ from typing import Any, BinaryIO
 from matplotlib.figure import Figure
 from support import compiled
 
-# Seconds after which processes are taken for hung. No test waits for it, however slow or busy the machine is.
+# Seconds after which processes count as hung. No test waits that long, even on a slow or busy machine.
 PATIENCE = 600
 
-# Seconds that the other processes of a group have to end by themselves after one has failed.
+# Seconds in which the other processes of a group must end after one has failed.
 GRACE = 60
 
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -37,7 +37,7 @@ CONTEXT.set_forkserver_preload(
 
 
 def sketch(figure: Figure, file: BinaryIO, **options: Any) -> None:
-    """For `Figure.savefig` where pictures are not the point: drawing takes longer than a small run."""
+    """Replaces `Figure.savefig` in tests that do not need pictures, since drawing takes longer than a small run."""
     file.write(b"\x89PNG\r\n\x1a\n")
 
 
@@ -48,7 +48,7 @@ def free_port() -> int:
 
 
 class Launched:
-    """Processes that each run `python -m` with their words and environment, and draw nothing.
+    """Processes that each run `python -m` with their own arguments and environment, and draw no pictures.
 
     Standard output and standard error go to files.
     """
@@ -66,7 +66,7 @@ class Launched:
 
     @classmethod
     def ranks(cls, count: int, *words: str, environment: dict[str, str] | None = None) -> "Launched":
-        """`count` processes with the environment that torchrun gives its ranks; one without ranks if it is 0."""
+        """Starts `count` processes with the environment variables that torchrun sets. 0: one process without them."""
         environment = environment or dict(os.environ)
         if not count:
             return cls([(list(words), environment)])
@@ -79,12 +79,12 @@ class Launched:
         return str(Path(self._folder.name) / f"{kind}{rank}")
 
     def output(self, kind: str = "out") -> str:
-        """The output of all processes so far; `kind` is out or err."""
+        """Returns the output of all processes so far. kind: "out" or "err"."""
         files = (Path(self._file(kind, rank)) for rank in range(len(self.processes)))
         return "".join(file.read_text() for file in files if file.exists())
 
     def wait_for(self, text: str) -> None:
-        """Returns once a process has written `text`."""
+        """Waits until a process has written `text`."""
         end = time.monotonic() + PATIENCE
         while text not in self.output():
             assert any(process.is_alive() for process in self.processes), "it ended before: " + self.output("err")
@@ -92,7 +92,7 @@ class Launched:
             time.sleep(0.05)
 
     def finish(self) -> subprocess.CompletedProcess[str]:
-        """Waits for all processes; the status is the status of the first that failed."""
+        """Waits for all processes. The return code is the exit status of the first one that failed."""
         end, failed = time.monotonic() + PATIENCE, 0
         running = {process.sentinel: process for process in self.processes}
         while running and (left := end - time.monotonic()) > 0:
@@ -111,7 +111,7 @@ class Launched:
 
     @property
     def statuses(self) -> list[int | None]:
-        """Exit status of each process, None while it runs."""
+        """Exit status of each process, or None while it runs."""
         return [process.exitcode for process in self.processes]
 
 

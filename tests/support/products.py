@@ -1,4 +1,4 @@
-"""Cases of a test from the values of its parameters."""
+"""Combines the values of test parameters into cases."""
 
 import itertools
 import math
@@ -12,15 +12,15 @@ FULL = bool(os.environ.get("LOWMEM_FULL"))
 
 
 def sample(cases: Iterable[str], share: float) -> list[str]:
-    """A share of the cases, in their order, always the same one. All of them where LOWMEM_FULL is set."""
+    """Returns a share of the cases in their order, always the same ones, or all of them if LOWMEM_FULL is set."""
     every = list(cases)
     drawn = set(every if FULL else random.Random(0).sample(every, math.ceil(share * len(every))))
     return [case for case in every if case in drawn]
 
 
 def in_turn(*axes: Iterable[Any], full: bool = FULL) -> list[tuple[Any, ...]]:
-    """As many tuples as the longest axis has values, which have the values of each axis in turn; or the full product.
-    For axes of which one hardly depends on another.
+    """Returns as many tuples as the longest axis has values, cycling through the shorter axes, or the full product.
+    Suitable for axes that are nearly independent.
     """
     values = [list(axis) for axis in axes]
     if full:
@@ -29,10 +29,10 @@ def in_turn(*axes: Iterable[Any], full: bool = FULL) -> list[tuple[Any, ...]]:
 
 
 def pairwise(*axes: Iterable[Any], full: bool = FULL) -> list[tuple[Any, ...]]:
-    """Tuples of one value from each axis, such that every pair of values of two axes occurs in one of them.
+    """Returns tuples with one value from each axis, such that each pair of values of two axes occurs at least once.
 
-    That is far fewer than the full product of three axes or more, which `full` asks for (by default where the
-    environment variable LOWMEM_FULL is set). The same axes always give the same cases, in the order of the product.
+    For three axes or more, these are far fewer than the full product, which `full` selects (by default if LOWMEM_FULL
+    is set). The same axes always give the same cases, in the order of the product.
     """
     values = [list(axis) for axis in axes]
     sizes = [range(len(axis)) for axis in values]
@@ -40,7 +40,7 @@ def pairwise(*axes: Iterable[Any], full: bool = FULL) -> list[tuple[Any, ...]]:
         return list(itertools.product(*values))
     rows, used = [], Counter[tuple[int, int]]()
     columns = list(itertools.combinations(range(len(values)), 2))
-    missing = {(a, i, b, j): None for a, b in columns for i in sizes[a] for j in sizes[b]}  # a set with an order
+    missing = {(a, i, b, j): None for a, b in columns for i in sizes[a] for j in sizes[b]}  # an ordered set
 
     def pairs(row: dict[int, int]) -> Iterable[tuple[int, int, int, int]]:
         return ((a, row[a], b, row[b]) for a, b in itertools.combinations(sorted(row), 2))

@@ -1,4 +1,4 @@
-"""Ranks of a gloo process group, to run a test's function on: real processes that stay for the next one."""
+"""Runs a test's function on the ranks of a gloo process group: real processes, which later tests reuse."""
 
 import tempfile
 import time
@@ -10,19 +10,19 @@ import torch.distributed as dist
 from support import compiled
 from support.processes import CONTEXT, PATIENCE
 
-# DeepSpeed's zero.Init replaces it for the rest of the process.
+# DeepSpeed's zero.Init replaces this function for the rest of the process.
 LINEAR = torch.nn.functional.linear
 
-# Seconds that the other ranks have to answer after one has failed: they may wait for it.
+# Seconds in which the other ranks must answer after one has failed, since they may be waiting for it.
 GRACE = 5
 
 
 class RankError(AssertionError):
-    """A rank raised; its traceback is the message."""
+    """Raised if a rank raised an error. The message contains its traceback."""
 
 
 class Ranks:
-    """So many processes, each a rank of one group. Functions are named by their module, so they must not be nested."""
+    """`count` processes that are the ranks of one group. Functions are pickled by name, so they must not be nested."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -38,13 +38,13 @@ class Ranks:
         ]
         for process, (_, child) in zip(self._processes, pipes, strict=True):
             process.start()
-            child.close()  # so that a rank that dies closes its pipe
+            child.close()  # if the rank dies, its end of the pipe is closed
 
     def run(self, function, *args):
         """Returns the results of `function(rank, *args)` in the order of the ranks.
 
         Raises:
-            RankError: it raised on a rank, or hung.
+            RankError: the function raised an error on a rank, or hung.
         """
         for end in self._ends:
             end.send((function, args))

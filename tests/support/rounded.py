@@ -1,7 +1,7 @@
-"""Comparisons on a real GPU, where kernels of torch that compute the same round otherwise.
+"""Comparisons on a real GPU, where torch kernels for the same computation round differently.
 
-Its fused and foreach optimizers fuse multiply-adds that separate operations round twice, and a sum of rows depends on
-how many rows there are. On an H200 most float32 tensors differed by less than 1e-6 of their norm.
+Fused and foreach optimizers fuse multiply-adds that separate operations round twice, and the sum of a row depends on
+the number of rows. On an H200, most float32 tensors differed by less than 1e-6 of their norm.
 """
 
 import torch
@@ -12,7 +12,7 @@ _equal = torch.equal
 
 
 def equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors have the same values up to rounding."""
+    """Returns whether two tensors are equal up to rounding."""
     if one.device != other.device or _equal(one, other):
         return one.device == other.device
     if one.shape != other.shape or one.dtype != other.dtype or one.dtype not in _TOLERANCE:

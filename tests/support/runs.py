@@ -1,4 +1,4 @@
-"""Small runs: a model and data for every command, the command line in this process, and a folder that another uses."""
+"""Small command-line runs: a model and data for every command, running it in this process, and a used folder."""
 
 import contextlib
 import io
@@ -21,7 +21,7 @@ from lowmem.run.folder import RunFolder
 from scripts.make_model import make_model, train_tokenizer
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
-LONGEST = 2_000  # characters of a message
+LONGEST = 2_000  # maximum characters of an error message
 SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 SENTENCES = [f"the {a} {b} {c}" for a in ("old", "new") for b in ("cat", "dog") for c in ("sat", "ran", "ate", "hid")]
 
@@ -34,7 +34,7 @@ def assistant(text: str) -> list[dict[str, str]]:
     return [{"role": "assistant", "content": text}]
 
 
-# The files of `assets` and their rows.
+# The data files of `assets` and their rows.
 FILES: dict[str, list[dict[str, Any]]] = {
     "chats.jsonl": [{"messages": user(f"where {n}") + assistant(text)} for n, text in enumerate(SENTENCES)],
     "texts.jsonl": [{"text": text} for text in SENTENCES],
@@ -58,7 +58,7 @@ DATA = {
 GENERATION = {"num_generations": 2, "max_completion_length": 4}
 
 
-# A data set with a configuration for each command, as data sets of the Hub have.
+# A data set with a configuration for each command, like data sets on the Hub.
 ZEN: dict[str, list[dict[str, Any]]] = {
     "language_modeling": FILES["texts.jsonl"],
     "prompt_completion": [{"prompt": "the", "completion": text[3:]} for text in SENTENCES],
@@ -75,7 +75,7 @@ ZEN: dict[str, list[dict[str, Any]]] = {
 
 
 class Ended(NamedTuple):
-    """A command that has ended."""
+    """The result of a command."""
 
     status: int
     out: str
@@ -116,7 +116,7 @@ def write_rows(path: Path, rows: list[Any]) -> Path:
 
 
 def arguments(folder: Path, command: str = "sft", **changes: Any) -> dict[str, Any]:
-    """Arguments that train `command` in `folder`/run for two steps, by their names in a YAML file. None omits one."""
+    """Arguments that train `command` for two steps in `folder`/run, by their names in a YAML file. None omits one."""
     usual = {
         "output_dir": str(folder / "run"), "model_name_or_path": str(assets() / "model"),
         "datasets": [{"path": "json", "data_files": str(assets() / f"{DATA[command]}.jsonl")}],
@@ -131,7 +131,7 @@ def arguments(folder: Path, command: str = "sft", **changes: Any) -> dict[str, A
 
 
 def write(folder: Path, command: str = "sft", **changes: Any) -> Path:
-    """A YAML file in `folder` with `arguments`."""
+    """Writes a YAML file with `arguments` to `folder`."""
     folder.mkdir(exist_ok=True)
     path = folder / f"{command}.yaml"
     path.write_text(yaml.safe_dump(arguments(folder, command, **changes), sort_keys=False))
@@ -139,7 +139,7 @@ def write(folder: Path, command: str = "sft", **changes: Any) -> Path:
 
 
 def lowmem(*words: object) -> Ended:
-    """A command in this process. Raises its exceptions except SystemExit."""
+    """Runs a command in this process. Raises its exceptions except for SystemExit."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
@@ -151,7 +151,7 @@ def lowmem(*words: object) -> Ended:
 
 @contextlib.contextmanager
 def inside(folder: Path) -> Iterator[None]:
-    """`contextlib.chdir`, which Python 3.10 does not have."""
+    """Like `contextlib.chdir`, which Python 3.10 does not have."""
     before = Path.cwd()
     os.chdir(folder)
     try:
@@ -161,7 +161,7 @@ def inside(folder: Path) -> Iterator[None]:
 
 
 def train(folder: Path, command: str, *words: object) -> Ended:
-    """`lowmem`, in `folder`. A mistake of the user is one message of an acceptable length, and leaves no file."""
+    """Runs `lowmem` in `folder`. A user error must be one message of limited length and leave no files behind."""
     before = set(folder.rglob("*"))
     with inside(folder):
         ended = lowmem(command, *words)
@@ -174,14 +174,14 @@ def train(folder: Path, command: str, *words: object) -> Ended:
 
 
 def logged(run_dir: Path, name: str = "loss") -> list[float]:
-    """The values of a metric in the order in which they were logged."""
+    """Returns the values of a metric in the order in which they were logged."""
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return [record[name] for record in records if name in record]
 
 
 @contextlib.contextmanager
 def in_use(folder: Path) -> Iterator[None]:
-    """Another process uses a run folder and is killed in the end."""
+    """Inside the context, another process uses a run folder. It is killed at the end."""
     ours, its = CONTEXT.Pipe()
     other = CONTEXT.Process(target=_use, args=(folder, its), daemon=True)
     other.start()

@@ -1,4 +1,4 @@
-"""Models that the ranks of a group share, as DeepSpeed ZeRO-3 or FSDP2 cuts them."""
+"""Models whose parameters DeepSpeed ZeRO-3 or FSDP2 shards over the ranks of a group."""
 
 import functools
 import os
@@ -41,26 +41,26 @@ def settings_of(rule):
 
 
 def deepspeed_on(rank):
-    """DeepSpeed, ready on this rank of the group."""
+    """Returns DeepSpeed, initialized on this rank of the group."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(dist.get_world_size())}
     os.environ |= {"DS_ACCELERATOR": "cpu", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
     import deepspeed
 
-    # it would be compiled, for half a minute, and ranks that are killed leave a lock for which all others wait
+    # compiling it takes half a minute, and a rank that is killed meanwhile leaves a lock that blocks all others
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
     return deepspeed
 
 
 def engine(rank, net, stage, optimizer=None):
-    """`net` in an engine of DeepSpeed, which shards it after it was made."""
+    """Returns a DeepSpeed engine of `net`, which is sharded after its creation."""
     config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage}}
     config["zero_allow_untested_optimizer"] = True
     return deepspeed_on(rank).initialize(model=net, config=config, optimizer=optimizer)[0]
 
 
 def zero3(rank, make, *, built_whole=False, **options):
-    """`make()` under DeepSpeed without an optimizer; `options` are of its section zero_optimization."""
+    """Returns `make()` sharded by DeepSpeed without an optimizer. options: entries of zero_optimization."""
     deepspeed = deepspeed_on(rank)
     config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3, **options}}
     with deepspeed.zero.Init(config_dict_or_path=config, enabled=not built_whole):
@@ -69,12 +69,12 @@ def zero3(rank, make, *, built_whole=False, **options):
 
 
 def whole_first(rank, make, **options):
-    """`zero3` of a model with the random numbers of one device, which `zero.Init` would draw otherwise."""
+    """Like `zero3`, but the model has the initial weights of one device, unlike with `zero.Init`."""
     return zero3(rank, make, built_whole=True, **options)
 
 
 def fsdp2(rank, make, **options):
-    """`make()` with `fully_shard` on each child that can be called, and on all; `options` are its."""
+    """Returns `make()` with `fully_shard(**options)` on each callable child and on the root."""
     from torch.distributed.fsdp import fully_shard
 
     model = make()
@@ -85,7 +85,7 @@ def fsdp2(rank, make, **options):
 
 
 def by_layer(rank, make, **options):
-    """`fully_shard` on each decoder layer of a language model and on the rest together, as is usual."""
+    """Applies `fully_shard` to each decoder layer and to the rest of a language model, as is usual."""
     from torch.distributed.fsdp import fully_shard
 
     model = make()
@@ -104,11 +104,11 @@ KINDS = {"replicated": replicated, **SHARDS}
 
 def make():
     torch.manual_seed(0)
-    return Net(scalar=(1,))  # neither engine takes a parameter without dimensions
+    return Net(scalar=(1,))  # neither engine supports 0-D parameters
 
 
 def everyones(ids):
-    """All ranks take the same branches: those that take others would wait for one another, whatever the optimizer."""
+    """Makes all ranks take the same branches, since different ones would deadlock with any optimizer."""
     ids[:, 0] = ids[0, 0]
     return ids
 
@@ -152,7 +152,7 @@ def assert_alike(results, kind, alone):
     for rank in results:
         assert rank["placement"] == kind
         assert_same(rank["weights"], results[0]["weights"])
-        # sums over rows and elements are taken in another order
+        # sums over rows and elements have a different order
         torch.testing.assert_close(rank["weights"], alone["weights"], rtol=1e-5, atol=1e-5)
         assert rank["report"][:2] == alone["report"][:2]
         assert rank["report"][2] == pytest.approx(alone["report"][2], rel=1e-4)
@@ -161,7 +161,7 @@ def assert_alike(results, kind, alone):
 
 
 class Wide(torch.nn.Module):
-    """Slices of a MiB or more: smaller ones DeepSpeed does not put into files."""
+    """Parameters whose shards have a MiB or more. DeepSpeed does not put smaller ones into files."""
 
     def __init__(self):
         super().__init__()

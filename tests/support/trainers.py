@@ -1,4 +1,4 @@
-"""Trainers of transformers and TRL, each with a tiny model and data that suit it: one per row of a table."""
+"""A table of the trainers of transformers and TRL, each with a tiny model and suitable data."""
 
 import os
 from collections.abc import Callable
@@ -25,12 +25,12 @@ SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "nu
 @cache
 def tokenizer():
     tokenizer = train_tokenizer(SENTENCES, 300)
-    tokenizer.mask_token = "<|user|>"  # any token that the text does not have
+    tokenizer.mask_token = "<|user|>"  # any token that does not occur in the text
     return tokenizer
 
 
 def fused(cls):
-    """The class that a user writes."""
+    """Returns the class that a user would write."""
     return type(f"Fused{cls.__name__}", (FusedTrainerMixin, cls), {})
 
 
@@ -56,18 +56,18 @@ def t5():
 
 
 def tokens(labels: Callable[[list[int], int], object]):
-    """Sentences with the labels that a function of the tokens and the row number gives."""
+    """Returns tokenized sentences. A function of the tokens and the row number computes the labels."""
     rows = [(tokenizer()(sentence)["input_ids"], n) for n, sentence in enumerate(SENTENCES)]
     return [{"input_ids": ids, "attention_mask": [1] * len(ids), "labels": labels(ids, n)} for ids, n in rows]
 
 
 def plain(cls, config, model, collator, rows, **options):
-    """A trainer of transformers."""
+    """Returns a row for a trainer of transformers."""
     return cls, config, options, {"model": model, "data_collator": collator, "train_dataset": rows}
 
 
 def of_trl(name, rows, model, options, **keywords):
-    """A trainer of TRL and its configuration."""
+    """Returns a TRL trainer class and its configuration class."""
     data = {"train_dataset": Dataset.from_list(rows), "processing_class": tokenizer()}
     return getattr(trl, f"{name}Trainer"), getattr(trl, f"{name}Config"), options, {"model": model, **data, **keywords}
 
@@ -120,7 +120,7 @@ def reward():
 
 @cache
 def saved():
-    """A directory with the model, where TRL finds the reference model of a policy."""
+    """A directory with the saved model, from which TRL loads the reference model of a policy."""
     folder = TemporaryDirectory()
     llama().save_pretrained(folder.name)
     return folder
@@ -158,7 +158,7 @@ def distillation():
 # training arguments of each placement
 SHARDED = {
     "fsdp2": {"fsdp": True, "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}},
-    # without a threshold, every parameter of a small model would stay gathered
+    # with the default threshold, all parameters of a small model would stay gathered
     "zero3": {
         "deepspeed": {
             "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
@@ -170,7 +170,7 @@ SHARDED = {
 
 
 def require_sharding(kind):
-    """Skips FSDP2 where Accelerate wants a GPU for it."""
+    """Skips the test if Accelerate requires a GPU for FSDP2."""
     if kind == "fsdp2":
         try:
             FullyShardedDataParallelPlugin(fsdp_version=2)
@@ -179,7 +179,7 @@ def require_sharding(kind):
 
 
 def require(row):
-    """Skips a test of a trainer of TRL that is not in the installed version, or cannot be imported there."""
+    """Skips the test if the installed TRL does not have the trainer or cannot import it."""
     if (name := row.partition(",")[0]) in ("SFT", "DPO", "KTO", "Reward", "GRPO", "RLOO", "Distillation"):
         try:
             getattr(trl, f"{name}Trainer")
@@ -215,7 +215,7 @@ ROWS = {
 
 
 def quiet(folder, **arguments):
-    """Arguments of a short run in float32 that logs every step, and neither saves nor prints."""
+    """Returns arguments of a short float32 run that logs every step, saves nothing and prints nothing."""
     usual = {
         "output_dir": str(folder), "max_steps": 3, "per_device_train_batch_size": 2, "learning_rate": 1e-2,
         "logging_steps": 1, "save_strategy": "no", "report_to": "none", "disable_tqdm": True, "bf16": False,
@@ -225,31 +225,30 @@ def quiet(folder, **arguments):
 
 
 def build(row, folder, mixin, keywords=(), **arguments):
-    """The trainer of a row, with the mixin or without; `keywords` are of its constructor."""
+    """Creates the trainer of a row, with or without the mixin. keywords: arguments of its constructor."""
     require(row)
     cls, config, options, row_keywords = ROWS[row]()
     args = config(**quiet(folder, optim="adamw_torch", weight_decay=0.1) | options | arguments)
-    if mixin:  # with TRL's own head, whose bits are compared
+    if mixin:  # with TRL's head, for comparison bit for bit
         keywords = {"layers": LayersConfig(computed_gradients=False), **dict(keywords)}
     return (fused(cls) if mixin else cls)(args=args, **{**row_keywords, **dict(keywords)})
 
 
 def both(make):
-    """The trainer without the mixin and the one with it, both trained; `make` is told whether it has the mixin."""
+    """Trains without the mixin and with it. Returns both trainers. make: a function of whether the mixin is used."""
     trainers = []
-    for mixin in (False, True):  # one after the other: a trainer sets the seed when it is made
+    for mixin in (False, True):  # one after the other, since the constructor sets the seed
         trainers.append(make(mixin))
         trainers[-1].train()
     return trainers
 
 
 def losses(trainer):
-    """The losses that a trainer has logged."""
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
 def assert_same_run(fused, ordinary, approximate=("grad_norm",), other=()):
-    """The weights to the last bit, and what was logged but `other`; `approximate` is summed in another order."""
+    """Compares weights bit for bit, and logs except for `other`. approximate: sums differ in order."""
     pairs = zip(fused.model.parameters(), ordinary.model.parameters(), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
     for actual, expected in zip(fused.state.log_history, ordinary.state.log_history, strict=True):
@@ -264,10 +263,10 @@ def assert_same_run(fused, ordinary, approximate=("grad_norm",), other=()):
 
 @contextmanager
 def joined(rank):
-    """Lets the trainers that are built inside find the group that this rank is in."""
+    """Makes trainers that are created in the context use the process group of this rank."""
     before = dict(os.environ)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
-    os.environ["MASTER_PORT"] = "29500"  # read by Accelerate, and not used: the group exists
+    os.environ["MASTER_PORT"] = "29500"  # Accelerate reads it, but the group already exists
     try:
         yield
     finally:

@@ -1,7 +1,7 @@
-"""docs/how-to/troubleshooting.md: a test that provokes an entry of the page carries its heading as a mark.
+"""Tests that provoke an entry of docs/how-to/troubleshooting.md are marked with its heading.
 
 The mark has the first words: `@pytest.mark.troubleshooting("step ... is torn")`. If the heading quotes a message, the
-test has to see it.
+test must produce that message.
 """
 
 import re
@@ -21,25 +21,25 @@ HEADINGS = re.findall(r"^### (.+)$", PAGE, re.MULTILINE)
 
 
 def explained(words: str, *values: Any) -> Any:
-    """A row of a parametrized test that carries a heading, by its first words."""
+    """Returns a row of a parametrized test that is marked with a heading, given by its first words."""
     return pytest.param(*values, marks=pytest.mark.troubleshooting(words))
 
 
 def heading(words: str) -> str:
-    """The one heading that begins with these words."""
+    """Returns the heading that begins with these words. There must be exactly one."""
     (match,) = (each for each in HEADINGS if each.strip("`").startswith(words))
     return match
 
 
 def quotes(words: str, message: str) -> bool:
-    """Whether the heading that begins with these words quotes the message; `...` stands for names and numbers."""
+    """Returns whether this heading quotes the message. `...` stands for names and numbers."""
     parts = map(re.escape, heading(words).strip("`").split("..."))
     return re.search(".*".join(parts), message) is not None
 
 
 @contextmanager
 def heard() -> Iterator[list[str]]:
-    """The messages of all errors of the package that are made inside, and of all warnings."""
+    """Yields the list of messages of all package errors and all warnings that are created in the context."""
     messages: list[str] = []
     warn = warnings.warn
 

@@ -1,4 +1,4 @@
-"""Parameters that are updated by kernels and, as a reference, by the eager sweep from the same start."""
+"""Parameters that kernels update, and copies that the eager sweep updates as a reference."""
 
 from dataclasses import dataclass, field, replace
 
@@ -18,7 +18,7 @@ MARGIN = 4096  # elements
 
 @dataclass
 class Parameter:
-    """A parameter, and a copy that the eager sweep updates. rounding: also int8, int10, int12."""
+    """A parameter, and a copy that the eager sweep updates. rounding: may also be int8, int10 or int12."""
 
     rule: str
     shape: tuple[int, ...]
@@ -60,13 +60,13 @@ class Parameter:
         self.expected_small = {key: each.clone() for key, each in self.small.items()}
 
     def memory(self, sizes, dtype):
-        """A tensor of zeros between canaries."""
+        """Returns a tensor of zeros between canaries."""
         count, before = torch.Size(sizes).numel(), MARGIN + self.skewed
         self.buffers.append(torch.full((before + count + MARGIN,), 7, dtype=dtype))
         return self.buffers[-1][before : before + count].zero_().view(sizes)
 
     def is_intact(self):
-        """Whether nothing was written beside its tensors."""
+        """Returns whether only the tensors themselves were written, and no canary."""
         return all(bool((part == 7).all()) for each in self.buffers for part in (each[:MARGIN], each[-MARGIN:]))
 
     @property
@@ -107,7 +107,6 @@ class Parameter:
         return self.by_rule.scalars(self.hyper, step)
 
     def expect(self, grad, step, reading):
-        """Updates the reference."""
         held = {
             name: StoredTensor(s, tuple(self.expected[name, n] for n, _ in enumerate(s.parts)))
             for name, s in self.storages.items()
@@ -122,7 +121,7 @@ class Parameter:
         return sweep.square_sums, sizes
 
     def differences(self):
-        """Number of elements that differ, by tensor, and the largest difference relative to the largest element."""
+        """Returns by tensor the number of different elements and the largest relative difference."""
         found = {}
         for own, expected in ((self.tensors, self.expected), (self.small, self.expected_small)):
             for key, tensor in own.items():
@@ -133,17 +132,17 @@ class Parameter:
         return found
 
     def equalize(self):
-        """Begins the next step from the reference."""
+        """Copies the reference, so that the next step starts from equal tensors."""
         for own, expected in ((self.tensors, self.expected), (self.small, self.expected_small)):
             for key, tensor in own.items():
                 tensor.copy_(expected[key])
 
 
-KERNELS = {}  # of all tests
+KERNELS = {}  # shared by all tests
 
 
 def batches_of(parameters, reading, aligned=False, ranks=None):
-    """Yields parameters of one kind, and their batch."""
+    """Yields the parameters of each kind, with their batch."""
     from lowmem.kernels import Batch, Kernels, is_line
 
     kinds = {}
@@ -161,20 +160,19 @@ def batches_of(parameters, reading, aligned=False, ranks=None):
 
 
 def one(reading, n):
-    """The reading of one of several parameters."""
+    """Returns the reading of parameter `n` alone."""
     return replace(reading, **{name: each[n : n + 1] for (_, name), each in reading.tensors.items() if each.ndim})
 
 
 def run(batch, of, grads, step, reading):
-    """Updates the parameters of a batch."""
     numbers = [number for each in of for number in each.numbers(step).values()]
     keys = torch.tensor([each.key(step) for each in of], dtype=torch.int32)
     return batch.run(grads, torch.tensor(numbers, dtype=torch.float64), keys, reading)
 
 
 def update(parameters, steps=2, reading=None, aligned=False, spoil=None):
-    """Updates parameters by kernels and as expected. Each step begins from equal tensors. spoil: a parameter whose
-    gradient is infinite.
+    """Updates parameters by kernels and by the reference. Each step starts from equal tensors. spoil: name of a
+    parameter with an infinite gradient.
 
     Returns:
         By tensor, the number of elements that differ after some step, and the largest difference relative to the

@@ -1,4 +1,4 @@
-"""Small models of images and text, with their processors, and rows with images. None of them needs torchvision."""
+"""Small models of images and text, their processors, and rows with images. None of them needs torchvision."""
 
 import random
 from pathlib import Path
@@ -24,13 +24,13 @@ TOWER = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "nu
 
 
 def save(folder: Path, kind: str = "llava", **text: Any) -> Path:
-    """A directory with a model and its processor: one that scales images to one size, or one that cuts them up."""
+    """Saves a model and its processor, which scales images to one size or splits them, in a directory."""
     special = ["<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>"]
     tokenizer = train_tokenizer([*runs.SENTENCES, "where who 0123456789"], 300)
     tokenizer.add_special_tokens({"additional_special_tokens": special})
 
     def images(name: str, **options: Any) -> Any:
-        without_torchvision = f"{name}ImageProcessorPil"  # from transformers 5 on
+        without_torchvision = f"{name}ImageProcessorPil"  # in transformers 5 and later
         kind = getattr(transformers, without_torchvision, None) or getattr(transformers, f"{name}ImageProcessor")
         return kind(**options)
 
@@ -53,7 +53,7 @@ def save(folder: Path, kind: str = "llava", **text: Any) -> Path:
 
 
 def rows(folder: Path, count: int = 8, command: str = "sft") -> list[dict[str, Any]]:
-    """Rows of a command, each with an image of another size in `folder`."""
+    """Returns rows of a command, each with an image of a different size in `folder`."""
     source, found = random.Random(0), []
     for number in range(count):
         size, path = (32 + 8 * number, 40), folder / f"{number}.png"

@@ -1,5 +1,5 @@
 """The 8-bit formats, compared with FlashOptim's definitions in float64 (arXiv:2602.23349,
-github.com/databricks/flashoptim), and what they do at the ends of their ranges.
+github.com/databricks/flashoptim), and their behavior at the ends of their ranges.
 """
 
 import numpy as np
@@ -22,7 +22,7 @@ def expanded(y):
 
 
 def quantized(value, signed):
-    """Codes and scales of groups [..., 32]: of g companded, of g² linear in the root. Theirs has a code for zero."""
+    """FlashOptim's codes and scales of groups [..., 32]: g companded, g² linear in its root, with a code for zero."""
     value = value if signed else np.sqrt(value)
     scale = np.maximum(np.abs(value).max(-1, keepdims=True), 1e-12)
     codes = np.floor((companded(value / scale) * 127 if signed else value / scale * 255) + 0.5)
@@ -39,7 +39,7 @@ def exact(tensor):
 
 
 def groups_of_all_sizes(signed, count=2000):
-    """Groups of 32 of many sizes, with values of many sizes in each; float32."""
+    """Returns float32 groups of 32 whose scales, and whose values within a group, vary widely."""
     source = seeded(0)
     value = torch.randn(count, 32, generator=source) * torch.randn(count, 32, generator=source).exp()
     value *= 10 ** (torch.rand(count, 1, generator=source) * 40 - 30)
@@ -48,8 +48,8 @@ def groups_of_all_sizes(signed, count=2000):
 
 
 def test_codes_of_means_equal_flashoptim():
-    """Where the scale is a power of two, which both hold exactly, grids are the same and so are codes. A value within
-    float32 rounding of the middle between two codes may take the other one.
+    """Scales are powers of two, which both implementations represent exactly, so all codes are equal, except that
+    float32 rounding may change the code of a value halfway between two codes.
     """
     value = torch.rand(4000, 32) * 2 - 1
     value = value.sign() * value.abs() ** 3
@@ -69,7 +69,7 @@ def test_codes_of_means_equal_flashoptim():
 
 @SIGNED
 def test_a_scale_is_the_largest_value_rounded_up(signed):
-    """FlashOptim's is rounded to nearest in float16, which loses a group of 1e-30."""
+    """FlashOptim rounds scales to the nearest float16, which turns a group of 1e-30 into zeros."""
     value = groups_of_all_sizes(signed)
     _, scale = store(Moment(signed, draws=False), value)
     largest = value.abs().amax(-1, keepdim=True)
@@ -79,7 +79,7 @@ def test_a_scale_is_the_largest_value_rounded_up(signed):
 
 
 def test_a_square_is_only_zero_in_a_group_of_zeros():
-    """A second moment of zero would make an enormous step. Down to subnormals, of which the smallest is 2⁻¹⁴⁹."""
+    """A second moment of zero would cause an enormous step. The test includes subnormals down to about 2⁻¹⁴⁹."""
     value = torch.zeros(200, 32)
     value[:, 5] = torch.logspace(-44.8, 38, 200, dtype=torch.float64).float()
     value[:, 6] = value[:, 5] * 1e-12
@@ -88,14 +88,14 @@ def test_a_square_is_only_zero_in_a_group_of_zeros():
 
 
 def tails(exponent, sign, precision):
-    """Numbers with this exponent and all tails behind the first, second and last pattern of `precision` bits."""
+    """Returns numbers with this exponent, the first, second or last leading `precision` bits, and every tail."""
     heads = np.array([0, 1, (1 << precision) - 1], dtype=np.uint32)[:, None] << np.uint32(23 - precision)
     every = np.arange(1 << (23 - precision), dtype=np.uint32)
     pattern = (np.uint32(exponent) << np.uint32(23)) | heads | every | np.uint32((sign < 0) << 31)
     return pattern.flatten().view(np.float32)
 
 
-# Precision, exponents, and those at which residuals are of the weight's spacing.
+# Precision, exponents, and the exponents whose residuals are relative to the weight's spacing.
 FORMATS = [
     (torch.bfloat16, 7, [*range(1, 12), *range(12, 230, 11), *range(230, 255)], range(8, 234)),
     (torch.float16, 10, range(113, 143), range(113, 143)),
@@ -104,11 +104,11 @@ FORMATS = [
 
 @pytest.mark.parametrize(("dtype", "precision", "exponents", "usual"), FORMATS, ids=["bfloat16", "float16"])
 def test_residuals_equal_flashoptim(dtype, precision, exponents, usual):
-    """Rounded to nearest, for all tails: the same weight, and the residual of theirs: 127·e/h of
-    e = θ - θ', where h is half a spacing. It stands for the value within 1/508 of a spacing and float32 rounding.
+    """With rounding to nearest, weights and residuals equal FlashOptim's for all tails: 127·e/h of e = θ - θ', where h
+    is half a spacing. Decoded values are within 1/508 of a spacing, plus float32 rounding.
 
-    Where a spacing of bfloat16 is below 2⁻¹²⁶ or above 2¹⁰⁰, residuals are of that spacing: they correct less, and
-    never make the weight worse. Weights of such sizes do not occur.
+    Where a bfloat16 spacing is below 2⁻¹²⁶ or above 2¹⁰⁰, residuals use that limit instead. They correct less there and
+    never make a weight less accurate. Weights of such sizes do not occur.
     """
     storage = Compensated(dtype, 8)
     for exponent in exponents:

@@ -1,4 +1,4 @@
-"""The compiler: it may fail, and is loaded when the first update is compiled, on the thread that needs it."""
+"""The compiler may fail, and is loaded on the calling thread when the first update is compiled."""
 
 import logging
 import threading
@@ -23,7 +23,7 @@ pytestmark = [
 
 @pytest.fixture
 def fresh(monkeypatch):
-    """Nothing is compiled yet."""
+    """Clears the cache of traced code."""
     monkeypatch.setattr(compiled, "_TRACED", {})
 
 
@@ -39,8 +39,8 @@ def parameters():
 
 @pytest.mark.parametrize(("compile", "gpu"), [(True, True), ("auto", False)])
 def test_an_error_of_inductor(fresh, monkeypatch, caplog, compile, gpu):
-    """The step that it happens in is completed; with compile=True the next one raises before anything moves. Then it is
-    tried again."""
+    """The step in which it happens falls back to eager updates. With compile=True, the next step raises before its
+    first update. Compilation is then retried."""
     monkeypatch.setattr(compiled, "COMPILE_FROM", 0)
     graph.try_compiler("cpu")
     params, others = parameters(), parameters()
@@ -75,7 +75,7 @@ def test_an_error_of_inductor(fresh, monkeypatch, caplog, compile, gpu):
 
 
 def test_an_error_in_one_of_several_parts(fresh, monkeypatch):
-    """Code of several tiles is in parts, which are all compiled before the first one writes anything."""
+    """All parts of an update with several tiles are compiled before the first one writes anything."""
     graph.try_compiler("cpu")
     params, others = ([torch.nn.Parameter(torch.full((1009, 200), 2.0))] for _ in range(2))
     opt = lowmem.FusedOptimizer(params, rule="adalomo", lr=1e-2, compile=True)
@@ -96,7 +96,7 @@ def test_an_error_in_one_of_several_parts(fresh, monkeypatch):
 
 
 def stepped(optimizer, steps=2):
-    """A weight after updates by `optimizer(param)`, which returns a function of a gradient."""
+    """Returns a weight after updates by `optimizer(param)`, which returns a function of a gradient."""
     source = torch.Generator().manual_seed(0)
     param = torch.nn.Parameter(torch.randn(512, 96, generator=source))
     step = optimizer(param)
@@ -107,7 +107,7 @@ def stepped(optimizer, steps=2):
 
 @pytest.mark.parametrize("rule", ["adamw", "lomo"])
 def test_compiled_updates_round_as_the_kernels_of_torch(fresh, rule):
-    """Multiply-adds that they fuse are fused, and no others."""
+    """Compiled code fuses exactly the multiply-adds that torch's kernels fuse."""
 
     def ours(param):
         opt = lowmem.FusedOptimizer([param], rule=rule, lr=1e-2, weight_decay=0.0, compile=True, batching=False)
@@ -128,7 +128,7 @@ def test_compiled_updates_round_as_the_kernels_of_torch(fresh, rule):
 
 
 def test_code_compiled_by_a_different_version_is_not_used(fresh, monkeypatch, tmp_path):
-    """From Inductor's cache, whose key does not have what this package changes."""
+    """Inductor's own cache key does not include this package's changes to its code generation."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
 
     def hits():
@@ -144,20 +144,20 @@ def test_code_compiled_by_a_different_version_is_not_used(fresh, monkeypatch, tm
 
 
 def test_cuda_graphs_are_not_used(fresh):
-    """Whatever the environment asks of other code: they would copy each gradient."""
+    """They would copy each gradient, so they stay off even if the environment turns them on for other code."""
     skipped = counters["inductor"]["cudagraph_skips"]
     with config.patch({"triton.cudagraphs": True, "force_disable_caches": True}):
         opt = lowmem.FusedOptimizer(parameters()[1:2], rule="lomo", lr=1e-2, compile=True, batching=False)
         opt.backward(gradients(opt.param_groups[0]["params"], 1))
-    assert counters["inductor"]["cudagraph_skips"] == skipped  # counted where they are requested and there is no GPU
+    assert counters["inductor"]["cudagraph_skips"] == skipped  # Inductor counts a skip for each request without a GPU
 
 
 def test_no_thread_is_started():
-    """One that imports while the process forks, ends, or imports the same modules is waited for forever, or never."""
+    """A background thread that imports modules may deadlock with a fork, the interpreter's exit or another import."""
     before = threading.enumerate()
     opt = lowmem.FusedOptimizer(parameters(), rule="lion", lr=1e-2, compile=True)
     started = [thread for thread in threading.enumerate() if thread not in before]
-    # Inductor makes a progress bar that it does not show, and tqdm a thread for its first one
+    # Inductor creates a hidden progress bar, and tqdm starts a thread for its first one
     assert opt.compiled and all(type(thread).__name__ == "TMonitor" for thread in started)
 
 

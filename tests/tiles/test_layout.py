@@ -1,4 +1,4 @@
-"""How parameters are seen and cut: everything once, in memory as it lies."""
+"""Views and tiles of a parameter cover every element once, without copies."""
 
 import pytest
 import torch
@@ -63,7 +63,7 @@ def rects(draw):
 @given(rects(), st.integers(1, 2000))
 @settings(max_examples=300)
 def test_subdivide_covers_exactly_once(rect, tile):
-    """Every element is in one tile, no tile is larger than asked for, and each is one piece of memory."""
+    """Every element is in one tile, no tile exceeds the requested size, and each tile is contiguous."""
     met = torch.zeros([s.stop for s in (rect.batch, rect.rows, rect.cols)], dtype=torch.int)
     local = torch.zeros([s.stop - s.start for s in (rect.batch, rect.rows, rect.cols)])
     for part in rect.subdivide(tile):
@@ -79,7 +79,7 @@ def test_subdivide_covers_exactly_once(rect, tile):
 @given(views(), st.booleans(), st.data())
 @settings(max_examples=800)
 def test_a_layout_covers_its_elements_exactly_once(case, is_shard, data):
-    """Of a parameter, and of a flat shard of it: rectangles have its elements where they belong, and none is a copy."""
+    """The rectangles of a parameter or of a flat shard contain its elements in the right places, without copies."""
     shape, view = case
     whole = torch.arange(float(torch.Size(shape).numel())).view(shape)
     start, stop, local, layout = 0, whole.numel(), whole, Layout.of(shape, view)
@@ -97,7 +97,7 @@ def test_a_layout_covers_its_elements_exactly_once(case, is_shard, data):
 
 
 def test_a_range_of_a_matrix_is_three_rectangles():
-    """The end of a row, whole rows, the start of one."""
+    """They are the end of a row, whole rows, and the start of a row."""
     layout = Layout.of((6, 5), View.matrix(2), 8, 21)
     assert [block.rect.size for block in layout.rectangles] == [(1, 1, 2), (1, 2, 5), (1, 1, 1)]
     assert len(Layout.of((6, 5), View.vector(2), 8, 21).rectangles) == 1
@@ -106,7 +106,7 @@ def test_a_range_of_a_matrix_is_three_rectangles():
 
 @pytest.mark.parametrize("view", [View.matrix(2), View.vector(2)])
 def test_ranges_without_rows_have_complete_groups(view):
-    """Those of a rank that has none."""
+    """A rank without elements has such a range."""
     (codes,), (scales,) = (Layout.of((6, 64), view, 384, 384).views(torch.empty(0), group) for group in (1, 32))
     assert not codes.numel() and codes.shape[-1] == 32 * scales.shape[-1] > 0
 

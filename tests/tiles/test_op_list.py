@@ -1,6 +1,6 @@
-"""PyTorch's list of operations, with a quantized weight in place of a matrix: the same result, or our error.
+"""Runs PyTorch's list of operations on quantized weights: the result is that of a matrix, or LowmemError is raised.
 
-Without LOWMEM_FULL some of the operations, drawn by a seed, and a few inputs of each; with it all of them.
+Without LOWMEM_FULL, a seeded sample of operations runs with a few inputs each; with it, all operations and inputs.
 """
 
 import random
@@ -17,13 +17,13 @@ from lowmem.errors import LowmemError
 from lowmem.tiles.quantized import QuantizedWeight, plain
 from lowmem.tiles.storage import STORED_DTYPES, Integer
 
-# Without LOWMEM_FULL: how many operations are drawn, and how many inputs each has.
+# Number of operations and of inputs for each without LOWMEM_FULL.
 OPERATIONS, INPUTS = 25, 2
 
-# These take a weight, and are always among them.
+# Operations that accept a quantized weight and are always in the sample.
 TAKEN = {"nn.functional.embedding", "__getitem__", "half"}
 
-# These take a weight and write into another tensor.
+# Operations that accept a quantized weight and write into another tensor.
 PRODUCTS = {
     "mm", "addmm", "mv", "addmv", "bmm", "baddbmm", "addbmm", "matmul", "linalg.multi_dot", "nn.functional.linear",
 }  # fmt: skip
@@ -37,7 +37,7 @@ def can_be_quantized(value):
 
 
 def as_quantized(value):
-    """A quantized weight, with as many groups in a row and as many bits as its length allows."""
+    """Returns a quantized weight with as many groups per row and bits as its row length allows."""
     columns = value.shape[-1]
     group = columns // 2 if columns % 4 == 0 else columns
     return QuantizedWeight.of(value, Integer(10 if group % 4 == 0 else 12 if group % 2 == 0 else 8, group))
@@ -51,7 +51,7 @@ FORMS = [
 
 
 def outcome(function, leaves, spec):
-    """The results of a function, its arguments after the call, and their gradients."""
+    """Returns a function's results, its arguments after the call, and their gradients."""
     torch.manual_seed(0)
     arguments, keywords = tree_unflatten(leaves, spec)
     result = function(*arguments, **keywords)
@@ -69,12 +69,12 @@ def compare(got, expected, undefined):
             assert getattr(one, "shape", one) == getattr(other, "shape", other)
             continue
         if isinstance(one, QuantizedWeight) and one.format.group > 1 and not torch.equal(plain(one), other):
-            other = plain(one.of(other, one.format))  # written by copy_(): as near as it can be held
+            other = plain(one.of(other, one.format))  # copy_() has quantized the result
         torch.testing.assert_close(plain(one), other, equal_nan=True)
 
 
 def trial(function, arguments, keywords, places, form, undefined):
-    """Returns "equal", "refused", or a difference, for weights at some places among the leaves of the arguments."""
+    """Returns "equal", "refused", or a difference, if the leaves at these places of the arguments are quantized."""
     leaves, spec = tree_flatten((arguments, keywords))
     copies = [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     weights = [form(copy) if n in places else copy for n, copy in enumerate(copies)]
@@ -101,7 +101,7 @@ def trial(function, arguments, keywords, places, form, undefined):
 
 
 def into(op):
-    """An operation that writes into new tensors."""
+    """Returns an operation that writes into new tensors by `out=`."""
 
     def function(*arguments, **keywords):
         *matrices, options = tree_map(plain, (*arguments, keywords))
@@ -111,7 +111,7 @@ def into(op):
 
 
 def trials(op, dtype, limit):
-    """Each variant of an operation, with each input quantized alone and all together."""
+    """Yields the results for each variant of an operation, with inputs quantized one at a time and all together."""
     drawn, backward = random.Random(op.formatted_name), op.supports_autograd and op.supported_backward_dtypes("cpu")
     writes = into(op.op) if op.supports_out else None
     for function, requires_grad in (
@@ -134,8 +134,8 @@ def trials(op, dtype, limit):
 
 @pytest.mark.cpu_only("the list is of operations on a CPU")
 def test_every_operation_gives_the_result_of_the_matrix_or_raises(monkeypatch):
-    """Weights are decoded by compiled code for one of the dtypes."""
-    from torch.testing._internal.common_methods_invocations import op_db  # takes seconds, so that this is one test
+    """For one of the dtypes, weights are dequantized by compiled code."""
+    from torch.testing._internal.common_methods_invocations import op_db  # takes seconds, so there is only one test
 
     for module in ("common_utils", "opinfo.core"):  # reads the sources of all callers for each sample
         monkeypatch.setattr(f"torch.testing._internal.{module}.extract_test_fn", lambda: None, raising=False)

@@ -1,4 +1,4 @@
-"""Quantized weights, as autograd and torch see them, compared with an ordinary matrix of their values."""
+"""Autograd and torch functions treat a quantized weight like an ordinary matrix with its values."""
 
 import copy
 import os
@@ -22,7 +22,7 @@ from lowmem.tiles.storage import Integer
 
 
 def pair(bits=10, dtype=torch.bfloat16, shape=(96, 128), size=64):
-    """A quantized weight, and an ordinary parameter with its values."""
+    """Returns a quantized weight and an ordinary parameter with the same values."""
     torch.manual_seed(0)
     quantized = nn.Parameter(QuantizedWeight.of(torch.randn(shape).to(dtype), Integer(bits, size)))
     return quantized, nn.Parameter(plain(quantized))
@@ -37,14 +37,14 @@ def test_each_element_is_rounded_to_the_nearest_value(bits, dtype):
     unit = quantized.parts[-1].float().repeat_interleave(64, 1)
     assert ((decoded - weight.float()).abs() <= unit / 2).all()
     largest = weight.float().unflatten(1, (2, 64)).abs().amax(-1)
-    assert (unit[:, ::64] <= largest / (2 ** (bits - 1) - 1) * (1 + 2**-7)).all()  # every bit of the codes is used
+    assert (unit[:, ::64] <= largest / (2 ** (bits - 1) - 1) * (1 + 2**-7)).all()  # the codes use their whole range
     assert torch.equal(quantized.dequantize(), decoded.to(dtype))
     nbytes = sum(part.nbytes for part in quantized.parts)
     assert nbytes == 96 * 128 * (bits / 8 + 2 / 64)
 
 
 grouped_mm = getattr(F, "grouped_mm", None) or torch._grouped_mm  # torch 2.9 has the second
-OFFSETS = torch.tensor([3, 3, 9, 16], dtype=torch.int32)  # of tokens, sorted by experts; the second one has none
+OFFSETS = torch.tensor([3, 3, 9, 16], dtype=torch.int32)  # tokens sorted by expert; the second expert has none
 IDS = torch.tensor([[0, 3, 3], [95, 7, 0]])
 LABELS = torch.arange(0, 80, 4)
 
@@ -103,7 +103,7 @@ BFLOAT16 = [torch.bfloat16]
     ids=str,
 )
 def test_every_use_computes_the_bits_of_a_matrix(use, bits, dtype):
-    """The result and all gradients; the result also where there are none."""
+    """This applies to the result and all gradients, and to the result in no_grad and inference mode."""
     of_input, shape, function = {**USES, **GROUPED}[use]
     results = []
     for weight in pair(bits, dtype, shape):
@@ -118,7 +118,7 @@ def test_every_use_computes_the_bits_of_a_matrix(use, bits, dtype):
                 results[-1].append(function(x, weight))
     for got, expected in zip(*results, strict=True):
         assert got.dtype == expected.dtype
-        if function in SUMMED:  # in another order, for bfloat16 on CPUs without its instructions: the next number
+        if function in SUMMED:  # summed in another order: one bfloat16 spacing on CPUs without its instructions
             torch.testing.assert_close(got, expected, rtol=torch.finfo(dtype).eps, atol=1e-6)
         else:
             assert torch.equal(got, expected)
@@ -126,7 +126,7 @@ def test_every_use_computes_the_bits_of_a_matrix(use, bits, dtype):
 
 @pytest.mark.parametrize("trained", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("shape", [(5, 7, 128), (5, 128, 7)])  # the latter transposed, so that it is not one matrix
+@pytest.mark.parametrize("shape", [(5, 7, 128), (5, 128, 7)])  # the second is transposed, so it is not one matrix
 def test_autograd_saves_quantized_weights(shape, bias, trained):
     quantized, matrix = (weight.requires_grad_(trained) for weight in pair())
     x = torch.randn(shape).bfloat16()
@@ -135,7 +135,7 @@ def test_autograd_saves_quantized_weights(shape, bias, trained):
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
         out = F.linear(x, quantized, ones if bias else None)
     assert torch.equal(out, F.linear(x, matrix, ones if bias else None))
-    if trained or not bias or shape[-1] == 128:  # else torch expands a frozen weight, and saves it
+    if trained or not bias or shape[-1] == 128:  # otherwise torch expands and saves a frozen weight
         assert any(isinstance(each, QuantizedWeight) for each in saved)
         assert all(isinstance(each, QuantizedWeight) or each.numel() == x.numel() for each in saved)
 

@@ -11,7 +11,7 @@ from lowmem.tiles import rounding
 from lowmem.tiles.storage import Compensated, Uniform
 
 HALVES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-# the last two NaN have every bit of their mantissa set: adding to it would reach exponent and sign
+# the mantissas of the last two NaN are all ones: adding to them would carry into exponent and sign
 NOT_FINITE = torch.tensor([0x7F800000, -0x800000, 0x7FC00000, 0x7FFFFFFF, -1], dtype=torch.int32).view(torch.float32)
 
 
@@ -21,7 +21,7 @@ def same_bits(a, b):
 
 
 def floats_of_all_kinds():
-    """Each exponent and sign with edge and random mantissas: zeros, subnormals, ties, the largest; no Inf or NaN."""
+    """Returns finite floats of all exponents and both signs, including zeros, subnormals, ties and the largest."""
     mantissas = torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF, 0x17FFF, 0x18000, 0x7FFFFF, 0x7F8000, 0x7F7FFF])
     mantissas = torch.cat([mantissas, torch.randint(1 << 23, (500,))])
     bits = ((torch.arange(255) << 23)[:, None] + mantissas).flatten().int()
@@ -30,7 +30,7 @@ def floats_of_all_kinds():
 
 @HALVES
 def test_rounding_to_nearest_equals_a_cast(dtype):
-    """Up to 2¹⁰⁰ in bfloat16, from where on some of the rounding is left to a cast."""
+    """For bfloat16 up to 2¹⁰⁰ only; beyond that, part of the rounding is left to a cast."""
     value = floats_of_all_kinds()
     value = torch.cat([value[value.abs() < 2.0**100] if dtype == torch.bfloat16 else value, NOT_FINITE])
     rounded = rounding.nearest(value, dtype)
@@ -54,7 +54,7 @@ def split(value, dtype):
 
 
 def test_bfloat16_and_its_residual_are_the_bits_of_a_float32():
-    """The weight is the nearest one, and a tie goes away from zero; the residual is the low 16 bits."""
+    """The weight is the nearest bfloat16, with ties away from zero, and the residual is the low 16 bits."""
     value = floats_of_all_kinds()
     stored, high, low = split(value, torch.bfloat16)
     assert same_bits(rounding.widen(stored, high, low), value)
@@ -65,7 +65,7 @@ def test_bfloat16_and_its_residual_are_the_bits_of_a_float32():
 
 
 def test_float16_and_its_residual():
-    """Exact for a normal float16, whose 10 bits and 16 of residual hold float32's 23; below 2⁻¹⁴ within 2⁻⁴⁰."""
+    """Float16's 10 bits and the residual's 16 hold float32's 23, so normal values are exact, others within 2⁻⁴⁰."""
     value = floats_of_all_kinds()
     value = value[value.abs() < 65520]  # larger ones round to infinity
     stored, high, low = split(value, torch.float16)
@@ -88,8 +88,8 @@ def test_the_residual_of_a_non_finite_value_is_zero(bits, dtype):
 
 
 def test_noise_looks_random():
-    """Each of 32 bits is a fair coin and independent of the same bit of the neighbour, within 5 standard errors of 2¹⁸
-    coins; keys are all different."""
+    """Each of 32 bits is a fair coin and independent of the same bit of its neighbor, within 5 standard errors of 2¹⁸
+    coins. All keys differ."""
     rows = rounding.mix(torch.arange(512, dtype=torch.int32) + rounding.noise_key(0, 1, "w"))
     bits = rounding.mix(rows[:, None] + torch.arange(512, dtype=torch.int32))
     limit = 5 * 0.5 / math.sqrt(bits.numel())
@@ -105,8 +105,8 @@ def test_noise_looks_random():
 
 @pytest.mark.parametrize("count", [16, 23])
 def test_random_bits_of_an_update_are_fair_and_independent(count):
-    """None of the upper 16 bits of one agrees with one of another more often than two coins do, within 5 standard
-    errors of 2¹⁸ pairs, and their numbers do not correlate."""
+    """The upper 16 bits of different draws agree no more often than coins do, within 5 standard errors of 2¹⁸ pairs,
+    and the draws do not correlate as numbers."""
     word = rounding.mix(rounding.mix(torch.arange(512, dtype=torch.int32) + 77)[:, None] + torch.arange(512))
     word = word.to(torch.int32)
     draws = [rounding.random_bits(word, number, count) for number in range(4)]

@@ -12,7 +12,7 @@ from lowmem.tiles.storage import Compensated, Float, Integer, Moment, Uniform, r
 HALVES = (torch.bfloat16, torch.float16)
 SIZES = (32, 64, 128)
 
-# Every storage, with the bytes that it needs per element.
+# Every storage format, with its bytes per element.
 STORAGES = {
     **{Float(dtype): 2.0 for dtype in HALVES},
     **{Float(dtype, draws=True): 2.0 for dtype in HALVES},
@@ -24,7 +24,7 @@ STORAGES = {
 }
 DRAWING = [storage for storage in STORAGES if storage.draws]
 GROUPED = [storage for storage in STORAGES if storage.group > 1]
-# test_flashoptim.py has residuals of 8 bits and squares, of which a value at a border may change once.
+# Values on the border between two codes may change once in 8-bit residuals and squares: see test_flashoptim.py.
 STAYING = [
     storage
     for storage in STORAGES
@@ -33,18 +33,18 @@ STAYING = [
 ]
 each = partial(pytest.mark.parametrize, "storage", ids=repr)
 
-NUMBERS = 1 << 23  # random numbers that an element may get
+NUMBERS = 1 << 23  # possible random numbers of an element
 MIDDLE, LAST = NUMBERS // 2, NUMBERS - 1
-LENGTH = 128  # of a row: whole groups of every storage
+LENGTH = 128  # row length, which every group size divides
 
 
 def store(storage, value, number=MIDDLE, stored=None):
-    """Returns the tensors for a value, rounded by one of the random numbers, or by one for each element."""
+    """Returns the tensors that store a value, rounded with one random number, or with one per element."""
     number = torch.as_tensor(number, dtype=torch.int32).expand(value.shape)
     uniform = Uniform(lambda count: number >> 23 - count)
     parts = storage.encode(value, uniform) if stored is None else storage.update(value, uniform, stored)
     tensors = tuple(part.to(spec.dtype) for part, spec in zip(parts, storage.parts, strict=True))
-    if not storage.is_cast and value.isfinite().all():  # every part is a number that its dtype has
+    if not storage.is_cast and value.isfinite().all():  # every part fits its dtype exactly
         assert all(torch.equal(tensor.float(), part.float()) for tensor, part in zip(tensors, parts, strict=True))
     return tensors
 
@@ -63,7 +63,7 @@ def random_rows(storage, rows=4):
 
 
 def in_groups(storage, value, largest):
-    """A line of values in groups [n, group], each of which begins with the largest value, which sets its scale."""
+    """Splits a line of values into groups [n, group]. Each begins with the largest value, which sets its scale."""
     if storage.group == 1:
         return value, lambda groups: groups
     rest = storage.group - 1
@@ -79,11 +79,11 @@ def test_bytes_per_element(storage):
     assert nbytes / value.numel() == storage.bytes_per_element == STORAGES[storage]
 
 
-# -- values between two that it has ------------------------------------------------------------------------------------
+# -- values between two representable ones -----------------------------------------------------------------------------
 
 
 def neighbours(storage, scale):
-    """Values that a storage has, the next one of each, and the largest one of a group; float64."""
+    """Returns representable values, the next larger ones, and the largest value of a group, in float64."""
     if isinstance(storage, Moment):
         codes = np.arange(-127, 128) if storage.signed else np.arange(1, 257)
         values = (codes / (254 - np.abs(codes)) if storage.signed else (codes / 256) ** 2) * scale
@@ -95,23 +95,23 @@ def neighbours(storage, scale):
     smallest = 2.0**-24 if storage.dtype == torch.float16 else 2.0**-133
     low = torch.tensor([1.0, -3.0, 1e-3, 300.0, 60000.0, smallest * 4], dtype=storage.dtype)
     low, high = low.double().cpu().numpy(), torch.nextafter(low, low * torch.inf).double().cpu().numpy()
-    if isinstance(storage, Compensated):  # 254 parts of a spacing; none of a subnormal one
+    if isinstance(storage, Compensated):  # 254 steps per spacing, but none for subnormals
         parts = low[:4, None] + (high - low)[:4, None] * np.arange(255) / 254
         low, high = parts[:, :-1].flatten(), parts[:, 1:].flatten()
     return low, high, None
 
 
 def error_of_a_chance(storage, scale):
-    """How far the chance of a value may be from its part of the way, because of float32 rounding."""
+    """Returns the allowed error of the probability of rounding up, which comes from float32 rounding."""
     if isinstance(storage, Moment):
         return 2.0**-14
     if isinstance(storage, Integer) and math.frexp(scale)[0] != 0.5:
-        return 2.0**-11  # a value is a multiple of such a scale to 12 bits behind the point
+        return 2.0**-11  # multiples of such a scale have 12 fractional bits
     return 2.0**-16 if isinstance(storage, Float) else 2.0**-22
 
 
 def first_numbers(storage, groups, first):
-    """How many random numbers, from 0 on, give each element the value that 0 gives it: by bisection."""
+    """Returns by bisection how many random numbers, from 0 on, round each element as 0 does."""
     least, most = torch.zeros(groups.shape, dtype=torch.int32), torch.full(groups.shape, NUMBERS, dtype=torch.int32)
     for _ in range(24):
         middle = (least + most) // 2
@@ -123,7 +123,7 @@ def first_numbers(storage, groups, first):
 @each(DRAWING)
 @pytest.mark.parametrize("scale", [2.0**-10, 1.5 * 2.0**-20])
 def test_the_mean_over_all_random_numbers_is_the_value(storage, scale):
-    """Between all neighbours: either is met, and the mean over the 2²³ equally likely numbers has no bias."""
+    """Both neighbors of a value occur, and the mean over the 2²³ equally likely random numbers is unbiased."""
     low, high, largest = neighbours(storage, scale)
     fractions = np.array([0.0, 1e-3, 0.05, 0.3, 0.5, 0.95])[:, None]
     value = torch.as_tensor(low + fractions * (high - low)).float().flatten()
@@ -135,7 +135,7 @@ def test_the_mean_over_all_random_numbers_is_the_value(storage, scale):
     distance = torch.as_tensor(np.abs(high - low))
     limit = error_of_a_chance(storage, scale) * distance
     assert ((mean - value.double().view(mean.shape)).abs() <= limit).all()
-    extremes = torch.stack([first, last])[:, 2:]  # as float32 a small fraction may be 0 or less
+    extremes = torch.stack([first, last])[:, 2:]  # a small fraction may round to 0 or less in float32
     for end, expected in ((extremes.amin(0), np.minimum(low, high)), (extremes.amax(0), np.maximum(low, high))):
         expected = torch.as_tensor(expected).expand(end.shape)
         torch.testing.assert_close(end, expected, rtol=3e-7, atol=0)
@@ -153,7 +153,7 @@ def test_rounding_to_nearest(storage):
 
 @each(STORAGES)
 def test_storage_is_monotonic(storage):
-    """Whatever the random numbers, if they are the same."""
+    """A larger value is never stored as a smaller one, if both use the same random number."""
     largest = 1.7
     line = torch.linspace(-largest if signed(storage) else 0, largest, 100_000)
     groups, without_largest = in_groups(storage, line, largest)
@@ -168,7 +168,7 @@ def test_storage_is_monotonic(storage):
 
 @each(STAYING)
 def test_storing_twice_does_not_change_a_bit(storage):
-    """Whatever the random numbers, in groups of any size: with every significand of a bfloat16 scale."""
+    """For any random numbers and group sizes, and for every significand of a bfloat16 scale."""
     significands = torch.arange(128, 256)[:, None] * 2.0**-7
     for exponent in (-10, 0, 10) if getattr(storage, "dtype", None) == torch.float16 else (-100, 0, 100):
         stored = store(storage, random_rows(storage, 128) * significands * 2.0**exponent)
@@ -180,7 +180,7 @@ def test_storing_twice_does_not_change_a_bit(storage):
 @each(STORAGES)
 @pytest.mark.parametrize("number", [0, LAST])
 def test_zeros_stay_zeros(storage, number):
-    """In groups of zeros, and of a signed value in every other group."""
+    """In groups of zeros, and for signed formats in all other groups."""
     value = random_rows(storage)
     value[1], value[2], value[3, 4] = 0.0, -0.0, 0.0
     nothing = tuple(torch.zeros(4, LENGTH // part.group, dtype=part.dtype) for part in storage.parts)
@@ -193,7 +193,7 @@ def test_zeros_stay_zeros(storage, number):
 
 @each([Compensated(torch.bfloat16), Compensated(torch.bfloat16, 8)])
 def test_a_masked_weight_is_zero(storage):
-    """Also if it was set through `.data`, so that it still has its residual."""
+    """A mask applied through `.data` leaves the residual in place, which must not revive the weight."""
     weight, *residual = store(storage, random_rows(storage))
     assert not storage.decode((torch.zeros_like(weight), *residual)).any()
 
@@ -201,7 +201,7 @@ def test_a_masked_weight_is_zero(storage):
 @each(STORAGES)
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_a_non_finite_value_affects_only_its_group(storage, bad):
-    """The group is as any other again once its values are finite."""
+    """The group recovers once its values are finite."""
     value = random_rows(storage)
     spoilt, number = value.clone(), torch.randint(NUMBERS, value.shape)
     spoilt[1, 7] = bad if signed(storage) else abs(bad)
@@ -219,7 +219,7 @@ def test_a_non_finite_value_affects_only_its_group(storage, bad):
 @each(GROUPED)
 @pytest.mark.parametrize("exponent", [-119, -100, -30, 0, 100, 126])
 def test_groups_of_any_size(storage, exponent):
-    """Of which float16 would lose the smallest and the largest."""
+    """A float16 scale would lose the smallest and the largest groups."""
     value = torch.linspace(-1.0 if signed(storage) else 0.0, 1.0, LENGTH)[torch.randperm(LENGTH)] * 2.0**exponent
     for number in (0, MIDDLE, LAST):
         actual = decoded(storage, value, number)
@@ -232,7 +232,7 @@ INTEGERS = [storage for storage in STORAGES if isinstance(storage, Integer)]
 
 
 def packed(storage, whole, scale):
-    """The parts for whole multiples of a scale, by Python: the elements of a byte are a part of the group apart."""
+    """Packs multiples of a scale in plain Python. Elements that share a byte are evenly spaced in their group."""
     low, lows = storage.bits - 8, []
     for group in whole.view(-1, storage.size).tolist() if low else ():
         apart = storage.size * low // 8
@@ -275,7 +275,7 @@ def test_scales_stay_while_the_largest_element_fits(storage):
 
 @each(INTEGERS)
 def test_values_too_small_for_a_normal_scale(storage):
-    """They are rounded at random to multiples of the smallest normal number."""
+    """Such values are rounded stochastically to multiples of the smallest normal number."""
     least = 2.0**-126
     value = torch.linspace(-3 * least, 3 * least, storage.size)
     numbers = torch.arange(0, NUMBERS, 1 << 11, dtype=torch.int32)[:, None]

@@ -1,4 +1,4 @@
-"""Storages of weights and states in the updates of an optimizer, one of them registered from outside."""
+"""Storage formats of weights and states in optimizer updates, including one that a third party registered."""
 
 import itertools
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ GROUP = 64
 
 @dataclass(frozen=True)
 class Int8(Storage):
-    """Codes from -127 to 127 and a power of two per group of 64 elements of a row."""
+    """Codes from -127 to 127, and a power-of-two scale per group of 64 elements of a row."""
 
     dtype: torch.dtype = torch.bfloat16
     signed: bool = True
@@ -74,7 +74,7 @@ def start(shape, count=1, dtype=torch.float32):
 
 
 def train(shape, *, steps=3, count=1, dtype=torch.float32, size=1.0, **options):
-    """Parameters after some steps, and everything that the optimizer stores for them, after each step."""
+    """Returns the parameters and all stored tensors of the optimizer after each step."""
     params = [torch.nn.Parameter(value) for value in start(shape, count, dtype)]
     settings = {"rule": "adamw", "lr": 1e-2, "weight_decay": 0.0, "compile": False, **options}
     if settings["rule"] == "lomo":
@@ -95,11 +95,11 @@ def gradients(shape, steps, count=1):
     return [[torch.randn(shape, generator=source) for _ in range(count)] for _ in range(steps)]
 
 
-# -- as plain torch, which stores its values in between ----------------------------------------------------------------
+# -- compared with plain torch that quantizes its states ---------------------------------------------------------------
 
 
 def powers_of_two(value):
-    """Independent of the sweep: row by row, group by group, in float64."""
+    """Quantizes in float64, independently of the sweep."""
     rows = value.double().reshape(-1, GROUP)
     scale = 2.0 ** torch.ceil(torch.log2(rows.abs().amax(-1, keepdim=True) / 127))
     return torch.where(scale > 0, (rows / scale).round() * scale, 0.0).reshape(value.shape).float()
@@ -128,13 +128,13 @@ STORED = {
 @pytest.mark.parametrize("shape", [(64,), (5, 128), (3, 4, 64), (2, 2, 3, 64)])
 @pytest.mark.parametrize("case", STORED)
 def test_updates_equal_plain_torch(case, shape):
-    """Few values are so near to the middle of two codes that float32 rounding takes the other one."""
+    """Float32 rounding changes the code of only a few values halfway between two codes."""
     options, functions = STORED[case]
     *_, end = train(shape, steps=5, **options)
     expected = adamw(start(shape)[0], gradients(shape, 5), *functions)
     exact = adamw(start(shape)[0], gradients(shape, 5))
     assert ((end["param0"] - expected).abs() > 1e-5).float().mean() < 0.01
-    assert ((end["param0"] - exact).abs() > 1e-5).float().mean() > 0.5  # the measure can tell
+    assert ((end["param0"] - exact).abs() > 1e-5).float().mean() > 0.5  # the tolerance detects quantization
 
 
 # -- bits that do not change -------------------------------------------------------------------------------------------
@@ -152,7 +152,7 @@ many = pytest.mark.parametrize("options", MANY.values(), ids=MANY)
 @many
 @pytest.mark.parametrize("shape", [(8192,), (6, 1024)])
 def test_tiles_and_stacks_do_not_change_a_bit(options, shape, monkeypatch):
-    """Rows in several tiles; parameters in stacks or alone."""
+    """Rows are split into several tiles, and parameters are stacked or updated alone."""
     expected = train(shape, count=3, batching=False, **options)
     assert not torch.equal(expected[0]["param0"], expected[-1]["param0"])
     for tile in (stored.CPU_TILE, 1024):
@@ -172,7 +172,7 @@ def test_zero_updates_keep_every_bit_of_the_weight(options, unmoved):
 
 @pytest.mark.parametrize("name", INTEGERS)
 def test_scales_stay_from_update_to_update(name):
-    """Where weights change little, a group takes another scale once at most, which then has room; most codes stay."""
+    """If weights change little, a group's scale changes at most once, leaving headroom, and most codes stay."""
     history = train((6, 1024), steps=10, lr=1e-5, rule="lomo", rounding=name, dtype=torch.bfloat16)
     changes = sum((one["param0/unit"] != other["param0/unit"]).int() for one, other in itertools.pairwise(history))
     assert changes.max() <= 1
@@ -183,7 +183,7 @@ def test_scales_stay_from_update_to_update(name):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.troubleshooting("bfloat16 weights stop learning")
 def test_small_steps_move_16_bit_weights(dtype):
-    """200 steps, each a thousandth of a weight's spacing at most: nearest stalls, the others go where float32 goes."""
+    """200 steps of at most a thousandth of a spacing: "nearest" stalls, the others follow float32."""
     begin, grad = 1 + torch.rand(64, 64), torch.ones(64, 64)
     begin, moved = begin.to(dtype), {}
     spacing = torch.finfo(dtype).eps
@@ -200,13 +200,13 @@ def test_small_steps_move_16_bit_weights(dtype):
             value = storage.of_weight(name, dtype).decode((param.detach(), *residual))
         moved[name] = value.double() - begin.double()
     assert moved["nearest"].abs().max() == 0
-    # bfloat16 keeps all of float32; float16's residual has 2 bits more than float32 at this size
+    # bfloat16 and its residual hold a whole float32; float16 and its residual have 2 bits more at this size
     assert torch.equal(moved["compensated"], moved["float32"])
     assert torch.equal(moved["master"], moved["float32"])
     # 0.2 of a spacing on average over 4096 weights, whose mean has a standard error of 0.4/64 of a spacing
     error, mean = 5 * 0.4 / 64 * spacing, moved["float32"].mean()
     assert (moved["stochastic"].mean() - mean).abs() <= error
-    assert (moved["compensated8"].mean() - mean).abs() <= error / 254  # a residual is one of 254 parts of a spacing
+    assert (moved["compensated8"].mean() - mean).abs() <= error / 254  # a residual has 254 steps per spacing
 
 
 # -- compiled ----------------------------------------------------------------------------------------------------------
@@ -235,7 +235,7 @@ def test_compiled_code_keeps_non_finite_values(signed):
 @compiles
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16] if FULL else [torch.bfloat16])
 def test_compiled_residuals(dtype):
-    """Zeros have a residual of zero, and not the integer that vector code makes of NaN."""
+    """Zeros must have a residual of zero, not the integer into which vector code converts NaN."""
     value = torch.cat([torch.zeros(32), torch.logspace(-44, 4, 500, dtype=torch.float64).float(), torch.randn(500)])
 
     def store(value):

@@ -1,4 +1,4 @@
-"""The sweep: tiles cover exactly once, and nothing depends on them. Nothing is compiled here."""
+"""Tiles of a sweep cover every element once, and results do not depend on the tile size. Nothing is compiled here."""
 
 import copy
 import functools
@@ -23,12 +23,12 @@ from lowmem.tiles.tile import Fields, Sums
 MIB = 1 << 20
 RULES = sorted(TABLE)
 ROUNDINGS = ("nearest", "stochastic", "compensated", "master")
-ELEMENTWISE = ("lomo", "adamw", "lion")  # their results are of one element each: no sums to take in another order
+ELEMENTWISE = ("lomo", "adamw", "lion")  # each result depends on one element, so no sums change their order
 OPTIONS = {"adafactor": {"min_dim_size_to_factor": 4, "beta1": 0.9}, "lans": {"variant": "step"}}
 
 
 def update(rule, shape, *, dtype=torch.bfloat16, rounding_name="nearest", steps=2, tile=None, grads=None):
-    """A parameter and its states after some updates by a rule, from a fixed start; lr changes with each step."""
+    """Returns a parameter and its states after updates from a fixed start. lr changes with each step."""
     hyper = OPTIONS.get(rule, {})
     rule, source = resolve(rule), seeded(0)
     param = torch.randn(shape, generator=source).to(dtype)
@@ -54,7 +54,6 @@ def update(rule, shape, *, dtype=torch.bfloat16, rounding_name="nearest", steps=
 
 
 def key(number):
-    """Returns the key of a parameter's random bits."""
     return torch.tensor(number, dtype=torch.int32)
 
 
@@ -66,14 +65,14 @@ def new_states(spec, shape, dtype):
 
 
 def with_storages(spec, states):
-    """States as a sweep takes them: with a storage if they have the parameter's size."""
+    """Returns states as a sweep takes them: elementwise states have a storage format."""
     full = {name for name, each in spec.states.items() if each.extent == "full"}
     return {name: StoredTensor(Float(t.dtype), (t,)) if name in full else t for name, t in states.items()}
 
 
 def assert_same_to_float32_rounding(got, want):
-    """Some float32 roundings apart, each 2.4e-7 for weights up to 4: of a bfloat16 weight that may be a whole spacing,
-    if it lies at a tie, which few do; with its residual it is the float32 value itself."""
+    """Allows a few float32 roundings, each 2.4e-7 for weights up to 4. At a tie, which is rare, they may change a
+    bfloat16 weight by a whole spacing; with its residual, the weight is a float32 value."""
     (got_param, got_states), (want_param, want_states) = got, want
     if "residual" in want_states:
         got_value, want_value = (rounding.widen(p, s["residual"], s["residual_low"]) for p, s in (got, want))
@@ -82,7 +81,7 @@ def assert_same_to_float32_rounding(got, want):
         torch.testing.assert_close(got_param, want_param, rtol=2**-7, atol=2e-6)
         assert (got_param != want_param).sum() <= 1 + 0.01 * got_param.numel()
     for name in want_states.keys() - {"residual", "residual_low"}:
-        size = 5e-6 * want_states[name].abs().max().item()  # a momentum is a sum of steps of both signs
+        size = 5e-6 * want_states[name].abs().max().item()  # terms of a momentum may cancel
         torch.testing.assert_close(got_states[name], want_states[name], rtol=1e-6, atol=size)
 
 
@@ -91,7 +90,7 @@ SHAPES = [(), (1,), (300,), (7, 40), (1, 9), (9, 1), (3, 8, 10)]
 
 @pytest.mark.parametrize(("rule", "shape", "rounding_name"), pairwise(RULES, SHAPES, ROUNDINGS))
 def test_updates_do_not_depend_on_the_tile(rule, shape, rounding_name):
-    """Elementwise rules agree bit for bit. The sums of the others are in another order."""
+    """Elementwise rules agree bit for bit. Other rules sum in a different order."""
     whole, whole_states = update(rule, shape, rounding_name=rounding_name, tile=1 << 20)
     for tile in (3, 50):
         parts, states = update(rule, shape, rounding_name=rounding_name, tile=tile)
@@ -109,7 +108,7 @@ def everything(t):
 
 @given(st.tuples(*[st.integers(1, 9)] * 3), st.integers(1, 100), st.booleans())
 def test_reduce_sums_over_tiles(shape, tile, clipped):
-    """Rows, columns, totals and the gradient's own norm, the last before its clip; float64 sums are the reference."""
+    """Sums by row, by column and in total, and the gradient's norm before clipping, match float64 sums."""
     param, grad = torch.randn(shape), torch.randn(shape)
     limit = torch.tensor(0.5) if clipped else None
     reading = Reading(inverse_scale=torch.tensor(2.0), limit=limit)
@@ -130,7 +129,7 @@ def test_reduce_sums_over_tiles(shape, tile, clipped):
 @pytest.mark.filterwarnings("ignore:Expected a tensor")
 @pytest.mark.parametrize(("rule", "rounding_name"), in_turn(RULES, ROUNDINGS))
 def test_temporaries_of_one_update(rule, rounding_name):
-    """A 2048 x 2048 bfloat16 parameter is 8 MiB, a float32 copy of it 16; an update stays below 8 with all it needs."""
+    """A float32 copy of the parameter (bfloat16, 8 MiB) has 16 MiB; all temporaries together stay below 8."""
     rule, shape = resolve(rule), (2048, 2048)
     param, grad = torch.randn(shape).bfloat16(), torch.randn(shape).bfloat16()
     spec = rule.spec("w", shape, {**rule.defaults, "rounding": rounding_name})
@@ -149,12 +148,12 @@ MANY = 1 << 34
 
 
 def halfway(t):
-    """Between two bfloat16 neighbours of 1, so that rounding at random shows one random bit."""
+    """Returns a value halfway between two bfloat16 numbers, so stochastic rounding reveals one random bit."""
     return {"param": t.param + (1 + 2.0**-8)}
 
 
 def rounded_at(start, count=64, tile=None, seed=7):
-    """Returns the columns from `start` on as a shard with these columns rounds them."""
+    """Returns the columns from `start` on, rounded as a shard with these columns."""
     shard = torch.zeros(count, dtype=torch.bfloat16)
     weight = StoredTensor(Float(torch.bfloat16, draws=True), (shard,))
     layout = Layout.of((MANY,), View.vector(1), start, start + count)
@@ -173,7 +172,7 @@ def test_noise_of_a_column_does_not_depend_on_tiles_and_shards(border):
 
 
 def test_noise_of_fewer_columns_has_not_changed():
-    """A resumed run continues with the same bits."""
+    """Resumed runs must continue with the same random bits."""
     col = torch.arange(64, dtype=torch.int32) + ((1 << 31) - 64)
     bits = rounding.mix(rounding.mix(torch.tensor(7, dtype=torch.int32)) + col)
     want = torch.where(rounding.random_bits(bits, 0, 16) < 1 << 15, 1 + 2.0**-7, 1.0).bfloat16()
@@ -185,7 +184,7 @@ def both_halfway(t):
 
 
 def test_each_row_and_each_tensor_has_its_own_noise():
-    """Two stacked parameters have a state, and each has two slices of three rows."""
+    """Two stacked parameters, each with two slices of three rows, and their state: 24 different rows."""
     shape, rounds = (4, 3, 64), Float(torch.bfloat16, draws=True)
     weight, state = (StoredTensor(rounds, (torch.zeros(shape, dtype=torch.bfloat16),)) for _ in range(2))
     keys = torch.tensor([[7], [7 << 20]], dtype=torch.int32)
@@ -198,7 +197,7 @@ def test_each_row_and_each_tensor_has_its_own_noise():
 @pytest.mark.parametrize("tile", [stored.GPU_TILE, stored.CPU_TILE])
 @pytest.mark.parametrize(("first", "last"), [(0, MANY), ((1 << 31) - 7, (1 << 32) + 9), (5, 1000)])
 def test_tiles_of_many_columns(first, last, tile):
-    """They are cut where int32 ends, and cover every column once."""
+    """Tiles are split at the limits of int32 and cover every column once."""
     layout = Layout.of((MANY,), View.vector(1), first, last)
     cols = sorted((place.rect.cols.start, place.rect.cols.stop) for place in layout.places(tile))
     assert [start for start, _ in cols] == [first, *(stop for _, stop in cols[:-1])]
@@ -207,7 +206,7 @@ def test_tiles_of_many_columns(first, last, tile):
 
 
 class Three:
-    """Three ranks, whose tensors are one, two and three times these."""
+    """Simulates three ranks, whose tensors are one, two and three times the given ones."""
 
     def all_reduce(self, tensors, *, largest=False):
         return [tensor * (3 if largest else 6) for tensor in tensors]
@@ -219,7 +218,7 @@ def test_sums_and_maxima_over_ranks():
 
 
 def test_a_tensor_that_is_missing_is_a_missing_attribute():
-    """So that hasattr and copy work on the tensors of a tile."""
+    """An AttributeError is required for hasattr and copy to work."""
     fields = Fields({("row", "r"): torch.ones(2)}, "row")
     assert hasattr(fields, "r") and not hasattr(fields, "c") and torch.equal(copy.copy(fields).r, fields.r)
     with pytest.raises(AttributeError, match="'c' was passed to the sweep"):

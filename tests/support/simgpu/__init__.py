@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 SOURCE = Path(__file__).with_name("device.cpp")
-# Compiled libraries, shared by all processes and by the next run of the suite.
+# Compiled libraries, which all processes and later runs of the suite share.
 CACHE = Path(tempfile.gettempdir()) / f"lowmem-tests-simgpu-{os.getuid()}"
 FLAGS = ["-std=c++20", "-O2", "-fPIC", "-shared", "-w"]
 
@@ -47,13 +47,13 @@ library: ctypes.CDLL
 
 
 def compiler() -> str | None:
-    """Returns the C++ compiler of this machine, None if there is none."""
+    """Returns the C++ compiler of this machine, or None."""
     return next(filter(None, map(shutil.which, (os.environ.get("CXX", "c++"), "g++", "clang++"))), None)
 
 
 def build() -> Path:
-    """Returns the path of the library, compiled unless it has been for this version of PyTorch and this source."""
-    torch = Path(importlib.util.find_spec("torch").origin).parent  # not imported: the library has to be there first
+    """Returns the path of the library. Compiles it unless it exists for this version of PyTorch and this source."""
+    torch = Path(importlib.util.find_spec("torch").origin).parent  # not imported: the library must be loaded first
     includes = [f"-I{torch}/include", f"-I{torch}/include/torch/csrc/api/include"]
     links = [f"-L{torch}/lib", "-ltorch_cpu", "-ltorch", "-lc10", f"-Wl,-rpath,{torch}/lib"]
     options = [compiler(), *FLAGS, *includes, *links, importlib.metadata.version("torch")]
@@ -61,7 +61,7 @@ def build() -> Path:
     target = CACHE / f"{key}.so"
     CACHE.mkdir(exist_ok=True)
     with (CACHE / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # processes that start together build it once
+        fcntl.flock(lock, fcntl.LOCK_EX)  # only one of the processes that start together builds it
         if not target.exists():
             unfinished = target.with_suffix(".unfinished")
             subprocess.run([compiler(), *FLAGS, *includes, SOURCE, "-o", unfinished, *links], check=True)
@@ -120,7 +120,7 @@ events: list[Event] = []
 
 @contextmanager
 def watch(*kinds: str) -> Iterator[list[Event]]:
-    """Yields a list, which has the events of these kinds (all by default) that happened inside once it is left."""
+    """Yields a list to which the events of these kinds (default: all) are added at the end of the context."""
     first, inside = len(events), []
     try:
         yield inside
@@ -130,7 +130,7 @@ def watch(*kinds: str) -> Iterator[list[Event]]:
 
 @contextmanager
 def provoke(*kinds: str) -> Iterator[list[Event]]:
-    """As `watch`, for faults on purpose: nobody else is told of these events."""
+    """Like `watch`, for deliberate faults: these events are not reported anywhere else."""
     first = len(events)
     with watch(*kinds) as inside:
         yield inside
@@ -138,7 +138,7 @@ def provoke(*kinds: str) -> Iterator[list[Event]]:
 
 
 def summary(listed: list[Event]) -> str:
-    """Returns a table of events with one row for each line of code and kind, the most frequent first."""
+    """Returns a table of events with one row per line of code and kind, the most frequent first."""
     counts = Counter((event.kind, event.what, event.where) for event in listed)
     return "\n".join(f"{count:6d} {kind:9s} {what} @ {where}" for (kind, what, where), count in counts.most_common())
 
@@ -147,7 +147,7 @@ def summary(listed: list[Event]) -> str:
 def _report(kind, what, size):
     try:
         events.append(Event(kind.decode(), what.decode(), size, _where(), threading.get_ident()))
-    except Exception:  # which ctypes would print without the line
+    except Exception:  # ctypes would print it without the line
         traceback.print_exc()
 
 

@@ -28,7 +28,7 @@ def index_of(device=None):
 
 
 def always(value, count):
-    """Functions that return a value. Each is a separate object, because torch._dynamo makes a table of them."""
+    """Returns functions that return a value: separate objects, because torch._dynamo puts them into a table."""
     return [lambda *_, value=value, **__: value for _ in range(count)]
 
 
@@ -64,7 +64,7 @@ _maybe_exchange_device = _exchange_device
 
 
 class device:
-    """Context manager: makes another device the current one. None and -1 change nothing."""
+    """Context manager that changes the current device. None and -1 change nothing."""
 
     def __init__(self, device):
         self._index = index_of(device)
@@ -123,7 +123,7 @@ class Event(torch.Event):
         return super().record(current_stream() if stream is None else stream)
 
     def elapsed_time(self, end_event):
-        return 1.0  # ms; there is no time
+        return 1.0  # ms; time is not simulated
 
 
 def current_stream(device=None):
@@ -182,7 +182,7 @@ def memory_reserved(device=None):
     return simgpu.library.sim_reserved(index_of(device))
 
 
-max_memory_reserved = memory_reserved  # nothing is given back to the system
+max_memory_reserved = memory_reserved  # no memory is returned to the system
 
 
 def memory_stats(device=None):
@@ -215,7 +215,7 @@ def mem_get_info(device=None):
 
 
 def _record_memory_history(**options):
-    """Does nothing: there is no history."""
+    """Does nothing, since there is no history."""
 
 
 def _dump_snapshot(filename):
@@ -230,7 +230,7 @@ def cudart():
 
 
 class DefaultGenerator:
-    """The generator from which operations without one draw: `get_state` and `set_state` as torch.random calls them."""
+    """The default generator of a device. torch.random calls `get_state` and `set_state`."""
 
     def __init__(self, index):
         self.device, self._index = torch.device("cuda", index), index
@@ -302,12 +302,12 @@ for name, value in dict(globals()).items():
 torch.cuda.default_generators = default_generators
 
 torch.version.cuda = "13.0"
-torch.cuda._initialized = True  # else torch.utils.checkpoint does not restore random numbers
+torch.cuda._initialized = True  # otherwise torch.utils.checkpoint does not restore random numbers
 torch.backends.cuda.is_built = lambda: True
 torch.accelerator.empty_cache = empty_cache
 torch.random._seed_custom_device = lambda seed: None
 
-# Functions in C that a CPU build lacks. Each is a separate object, because torch._dynamo makes a table of them.
+# C functions that a CPU build lacks. They are separate objects, because torch._dynamo puts them into a table.
 torch._C._cuda_getCurrentRawStream = lambda device: 0
 torch._C._cuda_isCurrentStreamCapturing = lambda: False
 torch._C._cuda_sleep = lambda cycles: None
@@ -319,7 +319,7 @@ torch._C._cuda_getArchFlags = lambda: "sm_90"
 torch._C._cuda_synchronize = lambda: synchronize()
 torch._C._cuda_emptyCache = lambda: None
 
-# Storages of a CPU build are made on the CPU alone. Here they are copied as tensors.
+# A CPU build creates storages only on the CPU, so they are copied as tensors.
 storage_to, storage_clone = torch.storage._to, torch.storage._StorageBase.clone
 storage_resize = torch.UntypedStorage.resize_
 
