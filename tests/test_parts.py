@@ -24,9 +24,8 @@ PARTS = {
     ],
     "TRITON_INTERPRET": ["kernels/test_kernels.py"],
 }  # fmt: skip
-# Slow tests and variants of other tests, which run only with LOWMEM_FULL.
-MORE = "shards_of_ranks or aligned_tensors or quantized_weights or programs_of_a_launch or storages_in_groups"
-MORE += " or options_of_adafactor or sums_equal_grad or narrow_gradients"
+# Tests that resemble others; only with LOWMEM_FULL.
+MORE = "sums_equal_grad or narrow_gradients"
 
 
 @pytest.mark.skipif(simgpu.compiler() is None, reason="needs a C++ compiler")
