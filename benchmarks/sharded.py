@@ -137,7 +137,7 @@ METHODS = {
 PEERS = {name.partition(",")[0]: name for name in METHODS}  # the last method in each placement
 
 
-class StepValues(TorchDispatchMode):
+class SentBytes(TorchDispatchMode):
     """Counts the bytes that a rank sends in collectives.
 
     Args:
@@ -195,7 +195,7 @@ def measure(name: str, options: Options, rank: int) -> Figures:
         step([loss])
         step([loss])  # the tracker has already seen all tensors that live between steps
 
-    sent = StepValues(options.ranks, sharded=method.place not in (full_model, data_parallel))
+    sent = SentBytes(options.ranks, sharded=method.place not in (full_model, data_parallel))
     with reduce_scatter_as_nccl(), sent:
         step([loss])
     return {

@@ -138,7 +138,7 @@ def find_units(model: nn.Module) -> list[Unit]:
     layers are the children of the module list with the most elements.
 
     Raises:
-        UnsupportedError: there are no repeated layers.
+        UnsupportedError: the model does not have repeated layers.
     """
     modules = list(model.modules())
     classes = {name for module in modules for name in getattr(module, "_no_split_modules", None) or ()}

@@ -1,4 +1,4 @@
-"""Any `torch.optim.Optimizer` subclass as a rule. It steps on one parameter at a time, as if there were no others."""
+"""Any `torch.optim.Optimizer` subclass as a rule. It updates each parameter separately."""
 
 import importlib
 import inspect

@@ -101,7 +101,7 @@ def free_on_host() -> int:
 
 def plan_elsewhere(recipe: Recipe, memory: int) -> tuple[dict[str, Any] | None, str]:
     """Plans a run in another process, so that it does not affect this one. Returns the figures and the text of the
-    plan, or None and the reason why there is no plan.
+    plan, or None and the reason why planning failed.
     """
     env = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHER_VARIABLES)}
     device = "cpu" if recipe.training.device.type == "cpu" else "gpu"

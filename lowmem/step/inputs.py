@@ -28,7 +28,7 @@ class StepValues:
     offsets: Mapping[AddedGroup, int]  # index of each group's first number
     keys: Tensor  # keys of the parameters' random bits, int32
     key_indices: Mapping[ParamRecord, int]  # index of the key of each parameter whose storages use random bits
-    reading: Reading  # how gradients are read if there is no decision before the updates
+    reading: Reading  # how gradients are read unless a decision is made before the updates
 
     @functools.cached_property
     def scalars(self) -> Mapping[AddedGroup, Scalars]:
