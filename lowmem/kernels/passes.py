@@ -11,9 +11,8 @@ from lowmem.kernels.inputs import Columns, KernelScalars, TileSize
 from lowmem.kernels.printing import TRITON_TYPES, Lines, Printer, Value, arg, op_name, source_of
 from lowmem.tiles.graph import Sizes
 from lowmem.tiles.rounding import mix
-from lowmem.tiles.storage import StoredTensor
-from lowmem.tiles.tile import DIMS, RawTile, Sums
-from lowmem.tiles.traced import GRAD, Arguments, Graph, Kind, Pass, reading_of
+from lowmem.tiles.tile import DIMS
+from lowmem.tiles.traced import GRAD, Arguments, Graph, Kind, Pass
 
 LOWEST = 'float("-inf")'
 
@@ -23,13 +22,12 @@ NOISE_LINE, NOISE_KEY, NOISE_HIGH, NOISE_LOW = (("noise_part", name) for name in
 
 def trace_tile(kind: Kind, reached: Pass, tile: TileSize) -> Graph:
     """Traces the function of a pass for a tile. If the pass writes, the results are the tensors of the tile."""
-    storages = dict(kind.storages)
     sizes = Sizes()
     shape = (1, tile.rows, tile.cols)
     tensors = {
         (name, n): sizes.tensor((1, tile.rows, tile.cols // part.group), part.dtype, kind.device)
-        for name in dict.fromkeys((GRAD, "param", *reached.full.values()))
-        for n, part in enumerate(storages[name].parts)
+        for name, storage in reached.storages(kind).items()
+        for n, part in enumerate(storage.parts)
     }
     args: Arguments = dict(tensors)
     for key, dtype, tail in reached.args:
@@ -42,19 +40,13 @@ def trace_tile(kind: Kind, reached: Pass, tile: TileSize) -> Graph:
             args[key] = sizes.tensor(() if tail is None else here, dtype, kind.device)
 
     def results_of(values: Arguments) -> dict[Any, Tensor]:
-        def held(name: str) -> StoredTensor:
-            return StoredTensor(storages[name], tuple(values[name, n] for n, _ in enumerate(storages[name].parts)))
-
         vectors = {key: values[key] for key, *_ in reached.args if key[0] not in ("reading", "noise")}
         if NOISE_LINE in values:
             noise = mix(values[NOISE_LINE] + values[NOISE_KEY])
             noise = torch.where(values[NOISE_HIGH] != 0, mix(noise + values[NOISE_HIGH]), noise)
             vectors["noise", ""] = noise + values[NOISE_LOW]
-        full = {name: held(state) for name, state in reached.full.items()}
-        sums = reached.body(RawTile(values[GRAD, 0], held("param"), reading_of(values), full, vectors)) or Sums()
-        if reached.sums is None:
-            return {key: values[key] for key in tensors if key[0] != GRAD}
-        return {(each, name): value for each, name, value in sums.items()}
+        sums = reached.run(kind, values, vectors)
+        return {key: values[key] for key in tensors} if reached.sums is None else sums
 
     return Graph.of(results_of, args)
 

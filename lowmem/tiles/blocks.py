@@ -18,9 +18,8 @@ from torch import Tensor
 
 from lowmem.tiles.graph import realized, tied
 from lowmem.tiles.layout import Layout, Place, Rect
-from lowmem.tiles.storage import StoredTensor
-from lowmem.tiles.tile import DIMS, RawTile, Sums
-from lowmem.tiles.traced import GRAD, Arguments, Key, Kind, Pass, reading_of
+from lowmem.tiles.tile import DIMS, Vectors
+from lowmem.tiles.traced import GRAD, Arguments, Kind, Pass
 
 # Form of a tile: (it has several batch slices, each slice is one row). Part of the cache key.
 Form = tuple[bool, bool]
@@ -125,16 +124,16 @@ def shape_of(grad: Tensor) -> tuple[Any, Any, Any]:
     return (batch, 1, count * width) if height == 1 else (batch, count * height, width)
 
 
-def run_in_blocks(kind: Kind, reached: Pass, args: Arguments) -> dict[Key, Tensor]:
-    """Calls the function of a pass with a tile in blocks, and returns the sums of the tile by kind and name.
+def run_in_blocks(kind: Kind, reached: Pass, args: Arguments) -> Vectors:
+    """Calls the function of a pass with a tile in blocks, and returns the sums of the tile.
 
     args: includes the vectors of the pass: row [b, r], col [b, c], and scalar [b] or [].
     """
-    storages, held = dict(kind.storages), dict[str, StoredTensor]()
-    for name in reached.reads:
-        parts = tuple(args[name, n].flatten(3) for n, _ in enumerate(storages[name].parts))
-        held[name] = StoredTensor(storages[name], parts)
-    (grad,), full = held[GRAD].parts, {name: held[state] for name, state in reached.full.items()}
+    storages = reached.storages(kind)
+    args = args | {
+        (name, n): args[name, n].flatten(3) for name, storage in storages.items() for n, _ in enumerate(storage.parts)
+    }
+    grad = args[GRAD, 0]
     batch, count, height, width = grad.shape
     is_line = height == 1
 
@@ -150,11 +149,10 @@ def run_in_blocks(kind: Kind, reached: Pass, args: Arguments) -> dict[Key, Tenso
 
     vectors = {key: args[key] for key, *_ in reached.args if key[0] != "reading"}
     here = {key: broadcast(key[0], realized(value)) if value.ndim else value for key, value in vectors.items()}
-    values = reached.body(RawTile(grad, held["param"], reading_of(args), full, here)) or Sums()
-    return {(each, name): value for each, name, value in _summed(values, grad, is_line).items()}
+    return _summed(reached.run(kind, args, here), grad, is_line)
 
 
-def _summed(values: Sums, grad: Tensor, is_line: bool) -> Sums:
+def _summed(values: Vectors, grad: Tensor, is_line: bool) -> Vectors:
     """Returns the sums of a tile in blocks. Lines are summed first, in vector registers and one loop for all sums."""
 
     first = grad[..., :1, :1]
@@ -162,17 +160,20 @@ def _summed(values: Sums, grad: Tensor, is_line: bool) -> Sums:
     def lines(value: Tensor) -> Tensor:
         return tied(value, first)
 
-    row, col = {name: lines(value).sum(-1) for name, value in values.row.items()}, values.col
+    def of(kind: str) -> Vectors:
+        return {key: value for key, value in values.items() if key[0] == kind}
+
+    row, col = {key: lines(value).sum(-1) for key, value in of("row").items()}, of("col")
     if row and col:  # column sums follow in the same loop over blocks, while the block is in the cache
         of_block = next(iter(row.values())).sum(-1)[..., None, None]
-        col = {name: tied(value, of_block) for name, value in col.items()}
+        col = {key: tied(value, of_block) for key, value in col.items()}
 
     def rows(value: Tensor, fold: Callable[..., Tensor]) -> Tensor:
         return fold(value.flatten(1), -1, keepdim=True) if is_line else value.flatten(1)
 
-    return Sums(
-        {name: rows(value, torch.sum) for name, value in row.items()},
-        {name: value.sum(-2).flatten(1) if is_line else value.sum(-2).sum(-2) for name, value in col.items()},
-        {name: lines(value).sum(-1).flatten(1).sum(-1) for name, value in values.scalar.items()},
-        {name: rows(lines(value).amax(-1), torch.amax) for name, value in values.row_max.items()},
-    )
+    return {
+        **{key: rows(value, torch.sum) for key, value in row.items()},
+        **{key: value.sum(-2).flatten(1) if is_line else value.sum(-2).sum(-2) for key, value in col.items()},
+        **{key: lines(value).sum(-1).flatten(1).sum(-1) for key, value in of("scalar").items()},
+        **{key: rows(lines(value).amax(-1), torch.amax) for key, value in of("row_max").items()},
+    }

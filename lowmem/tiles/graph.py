@@ -42,12 +42,6 @@ Function = Callable[..., Any]
 _LOCK = threading.Lock()
 
 
-def known(options: dict[str, Any]) -> dict[str, Any]:
-    """Returns the options that the installed Inductor supports. In torch 2.9 it cannot round divisions."""
-    names = torch._inductor.list_options()
-    return {name: value for name, value in options.items() if name in names}
-
-
 @functools.cache
 def try_compiler(device: str) -> None:
     """Compiles a tiny function for a device type, and raises the compiler's error if that fails."""
@@ -119,7 +113,7 @@ def compiled(graph: fx.GraphModule, sizes: Sizes, args: Sequence[Tensor | Size])
     from torch._inductor.compile_fx import compile_fx
 
     on_cpu = all(arg.device.type == "cpu" for arg in args if isinstance(arg, Tensor))
-    patches = known(OPTIONS if on_cpu else GPU_OPTIONS)
+    patches = OPTIONS if on_cpu else GPU_OPTIONS
     tracing = torch._guards.tracing(torch._guards.TracingContext(sizes.mode))
     with _LOCK, _own_keys(), _vector_code(), tracing, torch.no_grad():
         return compile_fx(graph, list(args), config_patches=patches)  # type: ignore[return-value]

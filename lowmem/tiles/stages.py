@@ -22,9 +22,9 @@ from torch import Tensor, fx
 from lowmem.tiles.blocks import Form, blocks, form_of, run_in_blocks, shape_of
 from lowmem.tiles.graph import Function, Sizes, compiled, module
 from lowmem.tiles.layout import Place
-from lowmem.tiles.storage import StoredTensor
+from lowmem.tiles.storage import Storage, StoredTensor
 from lowmem.tiles.stored import StoredTiles
-from lowmem.tiles.tile import RawTile, Sums, extent
+from lowmem.tiles.tile import RawTile, Vectors, extent
 from lowmem.tiles.traced import GRAD, OVER_TILES, Arguments, Graph, Kind, Pass, Signature, TracedUpdate, fake, sized
 
 TILE = 8, 1024, 16, 4096  # size hint for Inductor: [b, n, m, c] of a tile of a large parameter
@@ -52,15 +52,18 @@ class Code:
 
 
 class TileCode:
-    """A function of one tile, compiled for each form of tiles. names: names of the tile's tensors, which are passed in
-    blocks.  args: the other arguments.  graph: traces the function, given fake arguments.
+    """A function of one tile, compiled for each form of tiles. storages: storages of the tile's tensors, which are
+    passed in blocks.  args: the other arguments.  graph: traces the function, given fake arguments.
     """
 
     def __init__(
-        self, kind: Kind, names: Iterable[str], args: Signature, graph: Callable[[Arguments, Sizes], Graph]
+        self,
+        kind: Kind,
+        storages: Mapping[str, Storage],
+        args: Signature,
+        graph: Callable[[Arguments, Sizes], Graph],
     ) -> None:
-        self._kind, self._args, self._graph = kind, args, graph
-        self._storages = {name: dict(kind.storages)[name] for name in names}
+        self._kind, self._storages, self._args, self._graph = kind, storages, args, graph
         self._codes: dict[Form, Code] = {}
 
     def codes(self, forms: Iterable[Form]) -> list[Code]:
@@ -171,16 +174,16 @@ class Stage(TileCode):
 
     def __init__(self, kind: Kind, reached: Pass, before: Code | None) -> None:
         function = functools.partial(run_in_blocks, kind, reached)
-        super().__init__(kind, reached.reads, reached.args, lambda args, _: Graph.of(function, args))
+        super().__init__(kind, reached.storages(kind), reached.args, lambda args, _: Graph.of(function, args))
         self.reached, self.before = reached, before
 
-    def __call__(self, raw: RawTile) -> Sums:
+    def __call__(self, raw: RawTile) -> Vectors:
         size = raw.grad.shape[0], raw.grad.shape[1], raw.grad.shape[2]
         full = {name: each.parts for name, each in raw.full.items()}
         args = self.in_blocks({GRAD: (raw.grad,), "param": raw.param.parts, **full}, size) | raw.reading.tensors
         for key, value in raw.vectors.items():
             args[key] = value.reshape(extent(key[0], size)).contiguous() if value.ndim else value
-        return Sums.of((*key, value) for key, value in self._codes[form_of(size)](args).items())
+        return self._codes[form_of(size)](args)
 
 
 class Stages:
@@ -225,6 +228,6 @@ class Stages:
             if stage.reached.sums is None:
                 tiles.each(stage, full, vectors)
             else:
-                sums = tiles.total(stage, full, vectors).items()
-                args |= {("sum", (n, i)): value for i, (*_, value) in enumerate(sums)}
+                sums = tiles.total(stage, full, vectors).values()
+                args |= {("sum", (n, i)): value for i, value in enumerate(sums)}
         return results

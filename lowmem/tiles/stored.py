@@ -13,7 +13,7 @@ from lowmem.tiles.layout import Layout, Place, cut
 from lowmem.tiles.rounding import mix
 from lowmem.tiles.storage import Storage, StoredTensor, Uniform
 from lowmem.tiles.sweep import Reading, Scalars, States, Tiles
-from lowmem.tiles.tile import DIMS, RawTile, Sums, Vectors, extent, summed
+from lowmem.tiles.tile import DIMS, RawTile, Vectors, extent, summed
 
 # Elements per tile. On a CPU the float32 temporaries of a tile should fit into the cache. On a GPU, larger tiles mean
 # fewer launches. All passes that sum use the same tile size, because it affects the last bits of a sum.
@@ -79,12 +79,12 @@ class StoredTiles(Tiles):
     def complete_grad(self) -> Tensor:
         return self.grad
 
-    def reduce(self, body: Callable[[RawTile], Sums], full: States, vectors: Vectors) -> Sums:
+    def reduce(self, body: Callable[[RawTile], Vectors], full: States, vectors: Vectors) -> Vectors:
         return self.total(lambda raw: summed(body(raw)), full, vectors)
 
-    def total(self, body: Callable[[RawTile], Sums], full: States, vectors: Vectors) -> Sums:
+    def total(self, body: Callable[[RawTile], Vectors], full: States, vectors: Vectors) -> Vectors:
         """Like `reduce`, for a `body` that already sums over the tile."""
-        total = Sums()
+        total = Vectors()
         one_tile = len(self.places) == 1 and self.places[0].rect.size == self.shape
         for place, raw in self.over(self.places, full, vectors):
             if one_tile:
@@ -93,17 +93,17 @@ class StoredTiles(Tiles):
                 self._add(total, place, body(raw))
         return total if self.ranks is None else over_ranks(self.ranks, total)
 
-    def _add(self, total: Sums, place: Place, part: Sums) -> None:
+    def _add(self, total: Vectors, place: Place, part: Vectors) -> None:
         """Adds the sums of a tile, row [b, r], col [b, c], scalar [b], to the sums of the parameter."""
-        for kind, name, value in part.items():
-            largest, into = kind == "row_max", getattr(total, kind)
-            if name not in into:
+        for key, value in part.items():
+            kind, largest = key[0], key[0] == "row_max"
+            if key not in total:
                 start = -torch.inf if largest else 0.0
-                into[name] = torch.full(extent(kind, self.shape), start, dtype=torch.float32, device=self.device)
-            here = into[name][tuple(place.rect[d] for d in DIMS[kind])]
+                total[key] = torch.full(extent(kind, self.shape), start, dtype=torch.float32, device=self.device)
+            here = total[key][tuple(place.rect[d] for d in DIMS[kind])]
             (torch.maximum if largest else torch.add)(here, value, out=here)
 
-    def each(self, body: Callable[[RawTile], Sums | None], full: States, vectors: Vectors) -> None:
+    def each(self, body: Callable[[RawTile], Vectors | None], full: States, vectors: Vectors) -> None:
         for _, raw in self.over(self.places, full, vectors):
             body(raw)
 
@@ -148,14 +148,14 @@ def _at(place: Place, storage: Storage, views: Sequence[Sequence[Tensor]]) -> St
     return StoredTensor(storage, tuple(cut(each[place.rectangle], place.inner, part.group) for each, part in pairs))
 
 
-def over_ranks(ranks: RankGroup, local: Sums) -> Sums:
+def over_ranks(ranks: RankGroup, local: Vectors) -> Vectors:
     """Returns the sums over all ranks."""
-    total: list[tuple[str, str, Tensor]] = []
+    total = Vectors()
     for largest in (False, True):
-        sums = [each for each in local.items() if (each[0] == "row_max") is largest]
-        values = ranks.all_reduce([value for *_, value in sums], largest=largest) if sums else []
-        total += [(kind, name, value) for (kind, name, _), value in zip(sums, values, strict=True)]
-    return Sums.of(total)
+        sums = {key: value for key, value in local.items() if (key[0] == "row_max") is largest}
+        if sums:
+            total |= zip(sums, ranks.all_reduce([*sums.values()], largest=largest), strict=True)
+    return total
 
 
 def begin_storage(layout: Layout, weight: StoredTensor) -> None:

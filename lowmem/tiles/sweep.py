@@ -98,7 +98,7 @@ class Tiles(ABC):
     scalars: Scalars
 
     @abstractmethod
-    def reduce(self, body: Callable[[RawTile], Sums], full: States, vectors: Vectors) -> Sums:
+    def reduce(self, body: Callable[[RawTile], Vectors], full: States, vectors: Vectors) -> Vectors:
         """Sums the results of `body` over the tiles of all ranks, and returns row [B, R], col [B, C], scalar [B].
 
         Args:
@@ -107,7 +107,7 @@ class Tiles(ABC):
         """
 
     @abstractmethod
-    def each(self, body: Callable[[RawTile], Sums | None], full: States, vectors: Vectors) -> None:
+    def each(self, body: Callable[[RawTile], Vectors | None], full: States, vectors: Vectors) -> None:
         """Calls `body`, which writes to its tile, with every tile of this process."""
 
     @abstractmethod
@@ -210,7 +210,7 @@ class Sweep:
         takes a separate pass, unless the gradient was measured before the sweep.
         """
         measure = self._measured is None and self._tiles.reading.square_sums is None
-        sums = self._tiles.reduce(functools.partial(reduce_tile, fn, measure), *_split(given))
+        sums = Sums.of(self._tiles.reduce(functools.partial(reduce_tile, fn, measure), *_split(given)))
         if measure:
             self._measured = sums.scalar.pop(SQUARE)
         return sums

@@ -5,7 +5,7 @@ blocks, [b, n, m, c], or a single row is in parts, [b, n, 1, m] (`tiles/blocks.p
 """
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -46,18 +46,17 @@ class Sums:
     row_max: Named = field(default_factory=dict)
 
     @classmethod
-    def of(cls, items: Iterable[tuple[str, str, Tensor]]) -> "Sums":
-        """Undoes `items`."""
+    def of(cls, vectors: Vectors) -> "Sums":
+        """Undoes `vectors`."""
         sums = cls()
-        for kind, name, value in items:
+        for (kind, name), value in vectors.items():
             getattr(sums, kind)[name] = value
         return sums
 
-    def items(self) -> Iterator[tuple[str, str, Tensor]]:
-        """Yields (kind, name, value) of each sum."""
-        for kind, named in vars(self).items():
-            for name, value in named.items():
-                yield kind, name, value
+    @property
+    def vectors(self) -> Vectors:
+        """The tensors by kind and name."""
+        return {(kind, name): value for kind, named in vars(self).items() for name, value in named.items()}
 
 
 @dataclass(frozen=True)
@@ -185,20 +184,25 @@ ApplyFn = Callable[[Tile], Named]
 # Name of the scalar sum that is the squared norm of the gradient.
 SQUARE = "square of the gradient"
 
+# Kind of a sum → the dimensions of a tile [b, r, c] that are summed.
+_SUMMED: dict[str, Any] = {"row": -1, "col": -2, "scalar": (-2, -1)}
 
-def reduce_tile(fn: ReduceFn, measure: bool, raw: RawTile) -> Sums:
+
+def reduce_tile(fn: ReduceFn, measure: bool, raw: RawTile) -> Vectors:
     """Returns the tensors [b, r, c] to sum that `fn` returns, and if `measure`, also the squared gradient."""
     tile = Tile(raw)
     values = fn(tile)
-    return replace(values, scalar={**values.scalar, SQUARE: tile.unclipped_square}) if measure else values
+    if measure:
+        values = replace(values, scalar={**values.scalar, SQUARE: tile.unclipped_square})
+    return values.vectors
 
 
-def summed(values: Sums) -> Sums:
+def summed(values: Vectors) -> Vectors:
     """Returns the sums of a tile: row [b, r], col [b, c], scalar [b]."""
-    row = {name: value.sum(-1) for name, value in values.row.items()}
-    col = {name: value.sum(-2) for name, value in values.col.items()}
-    scalar = {name: value.sum((-2, -1)) for name, value in values.scalar.items()}
-    return Sums(row, col, scalar, {name: value.amax(-1) for name, value in values.row_max.items()})
+    return {
+        (kind, name): value.amax(-1) if kind == "row_max" else value.sum(_SUMMED[kind])
+        for (kind, name), value in values.items()
+    }
 
 
 def apply_tile(fn: ApplyFn, raw: RawTile) -> None:

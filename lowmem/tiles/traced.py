@@ -18,7 +18,7 @@ from lowmem.errors import UnsupportedError
 from lowmem.tiles.graph import Size, Sizes, trace
 from lowmem.tiles.storage import Storage, StoredTensor
 from lowmem.tiles.sweep import Scalars, States, Sweep, Tiles
-from lowmem.tiles.tile import DIMS, RawTile, Reading, Sums, Vectors, extent
+from lowmem.tiles.tile import DIMS, RawTile, Reading, Vectors, extent
 
 # Size hint [B, R, C] for compilers, from a large parameter. It determines how loops are divided among threads or GPU
 # blocks, and which sums are long enough to be split (4,096 and more in Inductor).
@@ -119,17 +119,26 @@ class Pass(NamedTuple):
     None if the pass calls `apply`, so that no pass follows.  node: its arguments are vectors and its users are sums.
     """
 
-    body: Callable[[RawTile], Sums | None]
+    body: Callable[[RawTile], Vectors | None]
     full: Mapping[str, str]
     args: Signature
     vectors: Sequence[Key]
     sums: Sequence[Key] | None
     node: Any = None
 
-    @property
-    def reads(self) -> Sequence[str]:
-        """Names of a tile's tensors that the pass reads."""
-        return GRAD, "param", *self.full.values()
+    def storages(self, kind: Kind) -> dict[str, Storage]:
+        """Returns the storages of a tile's tensors that the pass reads, by name."""
+        storages = dict(kind.storages)
+        return {name: storages[name] for name in (GRAD, "param", *self.full.values())}
+
+    def run(self, kind: Kind, args: Arguments, vectors: Vectors) -> Vectors:
+        """Calls the function with these vectors, and with the tensors of a tile and of the reading among `args`."""
+        tensors = {
+            name: StoredTensor(storage, tuple(args[name, n] for n, _ in enumerate(storage.parts)))
+            for name, storage in self.storages(kind).items()
+        }
+        full = {name: tensors[state] for name, state in self.full.items()}
+        return self.body(RawTile(args[GRAD, 0], tensors["param"], reading_of(args), full, vectors)) or {}
 
 
 class TracedUpdate(NamedTuple):
@@ -172,26 +181,25 @@ class Passes(Tiles):
         assert self._key is not None
         return self._key
 
-    def reduce(self, body: Callable[[RawTile], Sums], full: States, vectors: Vectors) -> Sums:
+    def reduce(self, body: Callable[[RawTile], Vectors], full: States, vectors: Vectors) -> Vectors:
         return self._record(body, full, vectors, writes=False)
 
-    def each(self, body: Callable[[RawTile], Sums | None], full: States, vectors: Vectors) -> None:
+    def each(self, body: Callable[[RawTile], Vectors | None], full: States, vectors: Vectors) -> None:
         self._record(body, full, vectors, writes=True)
 
-    def _record(self, body: Any, full: States, vectors: Vectors, writes: bool) -> Sums:
+    def _record(self, body: Any, full: States, vectors: Vectors, writes: bool) -> Vectors:
         read = {key: v.reshape(extent(key[0], self.shape)).contiguous() if v.ndim else v for key, v in vectors.items()}
         reading = {key: value for key, value in self.reading.tensors.items() if not value.ndim}
         args, sums = signature({**reading, **self.scalars.singles, **read}), list[Key]()
         if not writes:
             with _disable_current_modes():  # runs a small tile to learn the names of the sums
                 here = {key: torch.zeros(() if tail is None else (1, 1, 1), dtype=dtype) for key, dtype, tail in args}
-                values = body(RawTile(self._grad, self.weight, reading_of(here), full, here))
-                sums = [(kind, name) for kind, name, _ in values.items()]
+                sums = [*body(RawTile(self._grad, self.weight, reading_of(here), full, here))]
         names = {name: self._names[held] for name, held in full.items()}
         self.passes.append(Pass(body, names, args, tuple(read), None if writes else sums))
         kinds = [kind for kind, _ in sums]
         totals = OVER_TILES([*read.values()], len(self.passes) - 1, kinds, self.shape, self.device)
-        return Sums.of((*key, value) for key, value in zip(sums, totals, strict=True))
+        return dict(zip(sums, totals, strict=True))
 
 
 def trace_update(kind: Kind, update: Callable[[Sweep, dict[str, Any]], Tensor | None], alike: int = 1) -> TracedUpdate:

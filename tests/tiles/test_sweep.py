@@ -213,8 +213,9 @@ class Three:
 
 
 def test_sums_and_maxima_over_ranks():
-    sums = stored.over_ranks(Three(), Sums(row={"r": torch.ones(1, 2)}, row_max={"m": torch.ones(1, 2)}))
-    assert sums.row["r"].tolist() == [[6.0, 6.0]] and sums.row_max["m"].tolist() == [[3.0, 3.0]]
+    row, row_max = ("row", "r"), ("row_max", "m")
+    sums = stored.over_ranks(Three(), {row: torch.ones(1, 2), row_max: torch.ones(1, 2)})
+    assert sums[row].tolist() == [[6.0, 6.0]] and sums[row_max].tolist() == [[3.0, 3.0]]
 
 
 def test_a_tensor_that_is_missing_is_a_missing_attribute():
