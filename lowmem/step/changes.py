@@ -1,12 +1,12 @@
 """Measures the share of weights that a step changes, on a sample. Rounding to nearest may leave most unchanged."""
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
-from lowmem.step.record import ParamRecord
+from lowmem.step.record import Operands, ParamRecord
 from lowmem.tiles.layout import cut
 from lowmem.tiles.storage import StoredTensor
 
@@ -35,12 +35,13 @@ class Changes:
         self._share = torch.full((), torch.nan, device=device)  # share in the last measured step
         self._step, self.is_due = 1, True
 
-    def watch(self, records: Sequence[ParamRecord], weight: StoredTensor, grad: Tensor) -> Callable[[], None] | None:
+    def watch(self, operands: Operands) -> Callable[[], None] | None:
         """Samples a weight, or a stack of weights, before its update. Returns a function to call after the update,
         which counts the changes, or None if the weight is not in the sample.
         """
         if not self.is_due:
             return None
+        records, _, weight, grad, _ = operands
         if not self._sampled:
             trained = [record for record in self._records.values() if record.trained]
             self._sampled.update(trained[:: -(-len(trained) // PARAMETERS) or 1])

@@ -6,7 +6,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
@@ -21,7 +21,7 @@ from lowmem.placements.ranks import on_rank
 from lowmem.rules import ParamSpec, UpdateRule
 from lowmem.step.parameters import Parameters
 from lowmem.step.program import Program, Result
-from lowmem.step.record import ParamRecord
+from lowmem.step.record import Operands, ParamRecord
 from lowmem.tiles.blocks import Form, divisible_places, form_of
 from lowmem.tiles.graph import try_compiler
 from lowmem.tiles.layout import Place
@@ -50,8 +50,8 @@ _TRACED: WeakKeyDictionary[Any, dict[tuple[ParamSpec, Kind] | Kind, "Code | None
 class BoundUpdate(NamedTuple):
     """The compiled update of one parameter, with the arguments that do not change from step to step."""
 
-    key: Any  # result of `update_key`
-    form: Any  # form of its reading
+    key: Any  # `Operands.key`
+    form: Any  # form of its reading, and names of its numbers
     update: Update
     places: Sequence[Place]  # positions of its tiles
     args: Arguments  # views of its states
@@ -123,53 +123,49 @@ class Compilation:
             failure, self.failure = self.failure, None
             raise ConfigError(f"compile=True, but compiling failed; use 'auto' or False: {failure}")
 
-    def run(self, record: ParamRecord, tiles: StoredTiles, states: Mapping[str, Tensor]) -> Result | None:
+    def run(self, operands: Operands, tiles: StoredTiles) -> Result | None:
         """Updates a parameter as `Program.run` does, but with compiled code. Returns None if it has no compiled code.
 
         Every rank calls it for the same parameters, even if its shard is empty.
         """
-        bound = self.bind(record, tiles, states)
+        bound = self.bind(operands, tiles)
         if bound is None:
             return None
         assert not isinstance(bound.update, Kernels)
         args = bound.args | _numbers(tiles)
-        results = bound.update.run(tiles, bound.places, args, record.program.full_states(states))
+        results = bound.update.run(tiles, bound.places, args, operands.program.full_states(operands.states))
         return Result.of(results, tiles.reading)
 
     def by_kernels(self, record: ParamRecord) -> bool:
         """Returns whether kernels update a parameter, unless its tensors do not allow it."""
         return self.active and record.param.device.type in KERNELS and not record.program.rule.materializes
 
-    def is_current(self, record: ParamRecord, bound: BoundUpdate, key: tuple[Any, ...]) -> bool:
-        """Returns whether `bind` would return the same update again, if the form of the reading has not changed."""
-        return self._bound.get(record) is bound and bound.key == key
+    def is_current(self, operands: Operands, bound: BoundUpdate) -> bool:
+        """Returns whether `bind` would return the same update again, if its form has not changed."""
+        return self._bound.get(operands.records[0]) is bound and bound.key == operands.key
 
-    def bind(
-        self, record: ParamRecord, tiles: StoredTiles, states: Mapping[str, Any], offsets: tuple[int, int] = (0, 0)
-    ) -> BoundUpdate | None:
+    def bind(self, operands: Operands, tiles: StoredTiles) -> BoundUpdate | None:
         """Returns the compiled update of a parameter, or None if it has no compiled code. Every rank calls it for the
-        same parameters, even if its shard is empty. offsets: see `kernel_updates.PendingUpdate`.
+        same parameters, even if its shard is empty.
         """
-        if record.program.rule.materializes:
+        (record,), bound = operands.records, None
+        if not record.program.rule.materializes:
+            key, form = None if is_observed() else operands.key, (tiles.reading.form, tiles.scalars.names)
+            bound = self._bound.get(record)
+            if bound is None or bound.key != key or bound.form != form:
+                bound = self._bind(operands, tiles, key, form)
+        if bound is None:
             self._warn(record)
-            return None
-        key = None
-        if not is_observed():
-            key = update_key(record, tiles.grad, tiles.weight.parts, states, tiles.scalars.names, offsets)
-        bound = self._bound.get(record)
-        if bound is None or bound.key != key or bound.form != tiles.reading.form:
-            bound = self._bind(record, tiles, states, key)
-            if bound is None:
-                self._warn(record)
         return bound
 
-    def _bind(self, record: ParamRecord, tiles: StoredTiles, states: Mapping[str, Any], key: Any) -> BoundUpdate | None:
+    def _bind(self, operands: Operands, tiles: StoredTiles, key: Any, form: Any) -> BoundUpdate | None:
         """Finds or compiles the code of an update and prepares its constant arguments, unless `key` is None."""
+        (record,), program = operands.records, operands.program
         self._bound.pop(record, None)
-        program, tensors = record.program, {name: state for name, state in states.items() if torch.is_tensor(state)}
+        tensors = {name: state for name, state in operands.states.items() if torch.is_tensor(state)}
         data = {name: tensor.data for name, tensor in tensors.items()}  # their views do not keep the states alive
         full = program.full_states(data)
-        variant, places, fits = _variant_of(record, tiles, data)
+        variant, places, fits = _variant_of(operands._replace(states=data), tiles)
         fits = fits and key is not None
         several = self._parameters.placement.several
         if not (fits or several):
@@ -177,7 +173,7 @@ class Compilation:
         args: Arguments = {}
         for name, state in program.small_states.items() if fits else ():
             args[state.extent, name] = data[name].view((*extent(state.extent, tiles.shape), *state.extra))
-        code_key = tiles.grad.dtype, tiles.scalars.names, tiles.reading.form, variant
+        code_key = tiles.grad.dtype, form, variant
         if code_key not in program.compiled and (program, code_key) not in self._unsettled:
             kind = Kind(
                 ((GRAD, Float(tiles.grad.dtype)), ("param", program.weight), *program.states.items()),
@@ -199,7 +195,7 @@ class Compilation:
             args = {}
         bound = self._bound
         alive = [ref(state, lambda _: bound.pop(record, None)) for state in tensors.values()]
-        bound[record] = BoundUpdate(key, tiles.reading.form, update, places, args, alive)
+        bound[record] = BoundUpdate(key, form, update, places, args, alive)
         return bound[record]
 
     def _warn(self, record: ParamRecord) -> None:
@@ -247,35 +243,17 @@ def is_observed() -> bool:
     return _get_current_dispatch_mode() is not None
 
 
-def update_key(
-    record: ParamRecord,
-    grad: Tensor,
-    parts: Sequence[Tensor],
-    states: Mapping[str, Any],
-    numbers: tuple[str, ...],
-    offsets: tuple[int, int],
-) -> tuple[Any, ...]:
-    """Returns the properties that a bound update depends on, except for the form of its reading.
-
-    For the arguments, see `kernel_updates.PendingUpdate`. `states` may have other values, from users.
-    """
-    pointers = [each.data_ptr() for each in (*parts, *states.values()) if isinstance(each, Tensor)]
-    return record.program, grad.dtype, grad.is_contiguous(), grad.data_ptr() % 16 == 0, numbers, offsets, pointers
-
-
-def _variant_of(
-    record: ParamRecord, tiles: StoredTiles, states: Mapping[str, Tensor]
-) -> tuple[tuple[bool, Any], Sequence[Place], bool]:
+def _variant_of(operands: Operands, tiles: StoredTiles) -> tuple[tuple[bool, Any], Sequence[Place], bool]:
     """Returns the variant of a parameter's code (the arguments of `Code.update_for`), the places of its tiles for
     Inductor, and whether compiled code can update these tensors.
     """
-    program, grad = record.program, tiles.grad
-    parts = *tiles.weight.parts, *(part for state in program.full_states(states).values() for part in state.parts)
+    program, grad, states = operands.program, operands.grad, operands.program.full_states(operands.states)
+    parts = *operands.weight.parts, *(part for state in states.values() for part in state.parts)
     dtypes = [part.dtype for storage in (program.weight, *program.states.values()) for part in storage.parts]
     fits = [part.dtype for part in parts] == dtypes
     fits = fits and all(each.is_contiguous() and each.device == tiles.device for each in (grad, *parts))
     if tiles.device.type in KERNELS:
-        member = member_of(record, tiles, states, (0, 0))
+        member = member_of(operands)
         # shards are treated as unaligned, because ranks would have to agree on alignment
         aligned = program.ranks is None and member.is_aligned and grad.data_ptr() % 16 == 0
         return (tiles.shape[1] == 1, aligned), (), fits and member.fits
@@ -351,15 +329,13 @@ def compiled_update(program: Program, kind: Kind, variant: Any) -> Update | None
     return update
 
 
-def member_of(
-    record: ParamRecord, tiles: StoredTiles, states: Mapping[str, Tensor], offsets: tuple[int, int]
-) -> Member:
-    """Returns the tensors of a parameter as kernel arguments."""
-    program = record.program
-    full = {"param": tiles.weight, **program.full_states(states)}
+def member_of(operands: Operands, group: int = 0, key: int = 0) -> Member:
+    """Returns the tensors of a parameter as kernel arguments. group, key: see `Member`."""
+    program, states = operands.program, operands.states
+    full = {"param": operands.weight, **program.full_states(states)}
     parts = {(name, n): part for name, each in full.items() for n, part in enumerate(each.parts)}
     small = {(str(state.extent), name): states[name] for name, state in program.small_states.items()}
-    return Member(program.layout, parts, small, *offsets)
+    return Member(program.layout, parts, small, group, key)
 
 
 def is_traceable(rule: UpdateRule) -> bool:

@@ -4,6 +4,7 @@ import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,9 +12,8 @@ from torch import Tensor
 from lowmem.step.clipping import Clipping, Decision
 from lowmem.step.cycle import StepCycle
 from lowmem.step.parameters import Parameters
-from lowmem.step.record import AddedGroup, ParamRecord, shared_program
+from lowmem.step.record import AddedGroup, Operands, ParamRecord
 from lowmem.tiles.rounding import noise_key
-from lowmem.tiles.storage import StoredTensor
 from lowmem.tiles.stored import StoredTiles
 from lowmem.tiles.sweep import Reading, Scalars
 from lowmem.tiles.transfers import to_device
@@ -28,6 +28,7 @@ class StepValues:
     offsets: Mapping[AddedGroup, int]  # index of each group's first number
     keys: Tensor  # keys of the parameters' random bits, int32
     key_indices: Mapping[ParamRecord, int]  # index of the key of each parameter whose storages use random bits
+    version: int  # changes with `names` and `key_indices`
     reading: Reading  # how gradients are read unless a decision is made before the updates
 
     @functools.cached_property
@@ -53,6 +54,8 @@ class StepInputs:
     def __init__(self, parameters: Parameters, cycle: StepCycle, clipping: Clipping) -> None:
         self._parameters, self._cycle, self._clipping = parameters, cycle, clipping
         self._numbers: dict[AddedGroup, Mapping[str, float]] = {}
+        self._positions: tuple[Any, ...] = ()
+        self._version = 0
         self._by_device: dict[torch.device, StepValues] = {}
 
     def begin(self, step: int) -> None:
@@ -67,12 +70,16 @@ class StepInputs:
             offsets = accumulate(map(len, self._numbers.values()), initial=0)
             drawing = [each for each in self._parameters.records.values() if each.claimed and each.program.draws]
             keys = [noise_key(self._cycle.seed, self._cycle.step, each.name) for each in drawing]
+            names = {group: tuple(of_group) for group, of_group in self._numbers.items()}
+            if (positions := (names, drawing)) != self._positions:
+                self._positions, self._version = positions, self._version + 1
             self._by_device[device] = StepValues(
                 to_device(numbers, torch.float64, device),
-                {group: tuple(of_group) for group, of_group in self._numbers.items()},
+                names,
                 dict(zip(self._numbers, offsets, strict=False)),  # there is one more offset than groups
                 to_device(keys, torch.int32, device),
                 {record: n for n, record in enumerate(drawing)},
+                self._version,
                 Reading(*self._clipping.factors(device)),
             )
         return self._by_device[device]
@@ -83,17 +90,10 @@ class StepInputs:
             return self.on(grad.device).reading
         return self._clipping.reading(records, grad, decision)
 
-    def tiles(
-        self,
-        records: Sequence[ParamRecord],
-        weight: StoredTensor,
-        grad: Tensor,
-        decision: Decision | None,
-        *,
-        tile: int | None = None,
-    ) -> StoredTiles:
+    def tiles(self, operands: Operands, decision: Decision | None, *, tile: int | None = None) -> StoredTiles:
         """Returns the tiles of a parameter, or of a stack of parameters. tile: see `StoredTiles`."""
-        program, values, keys = shared_program(records), self.on(grad.device), None
+        records, _, weight, grad, _ = operands
+        program, values, keys = operands.program, self.on(grad.device), None
         if program.draws:
             of_each = [values.key_of[record] for record in records]
             keys = of_each[0] if len(of_each) == 1 else torch.stack(of_each)[:, None]

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -10,7 +10,7 @@ from lowmem.errors import StepError
 from lowmem.placements.base import ParamEntry, Shard
 from lowmem.rules import ENGINE_KEYS, UpdateRule
 from lowmem.step.program import Program, Result, make_program, rounding_of
-from lowmem.tiles.storage import ROUNDED_DTYPES
+from lowmem.tiles.storage import ROUNDED_DTYPES, StoredTensor
 
 Group = dict[str, Any]
 
@@ -137,10 +137,27 @@ class ParamRecord(ParamEntry):
             )
 
 
-def shared_program(records: Sequence[ParamRecord]) -> Program:
-    """Returns the program of a parameter, or of a stack of parameters that have the same program."""
-    program = records[0].program
-    return program if len(records) == 1 else program.stacked(len(records))
+class Operands(NamedTuple):
+    """The operands of an update: a parameter, or a stack of parameters that have the same program."""
+
+    records: Sequence[ParamRecord]
+    shard: Tensor  # the result of `Shard.read`, or a stack of them
+    weight: StoredTensor  # the shard and the other tensors of its storage
+    grad: Tensor
+    states: dict[str, Any]
+
+    @property
+    def program(self) -> Program:
+        """The program of the parameter, or of the stack."""
+        program = self.records[0].program
+        return program if len(self.records) == 1 else program.stacked(len(self.records))
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """The properties that the compiled update of a parameter depends on. `states` may have values of users."""
+        tensors = [each for each in (*self.weight.parts, *self.states.values()) if isinstance(each, Tensor)]
+        grad, pointers = self.grad, [each.data_ptr() for each in tensors]
+        return self.records[0].program, grad.dtype, grad.is_contiguous(), grad.data_ptr() % 16 == 0, pointers
 
 
 def store(records: Sequence[ParamRecord], result: Result) -> None:

@@ -13,10 +13,10 @@ from lowmem.step.clipping import Clipping, Decision
 from lowmem.step.compiled import Compilation, is_traceable
 from lowmem.step.cycle import StepCycle
 from lowmem.step.inputs import StepInputs
-from lowmem.step.kernel_updates import KernelUpdates, PendingUpdate
+from lowmem.step.kernel_updates import KernelUpdates
 from lowmem.step.parameters import Parameters
 from lowmem.step.program import Program, Result
-from lowmem.step.record import ParamRecord, shared_program, store
+from lowmem.step.record import Operands, ParamRecord, store
 from lowmem.step.room import unused_memory
 from lowmem.tiles.quantized import tensors_of
 from lowmem.tiles.storage import Float, RoundedCopy, StoredTensor
@@ -229,31 +229,37 @@ class Updates:
 
     def _update_one(self, record: ParamRecord, grad: Tensor, decision: Decision | None) -> None:
         self.begin_state(record)
-        param, shard = record.param, self._shard.read(record.param)
-        with self._shard.lend(param, self._states[param]) as state, self._shard.lend(param, record.extra) as extra:
-            weight = StoredTensor(record.program.weight, (*tensors_of(shard), *extra.values()))
-            self._run([record], weight, grad, state, decision)
-        record.written(self._shard, shard)
+        lend, param = self._shard.lend, record.param
+        with lend(param, self._states[param]) as states, lend(param, record.extra) as extra:
+            operands = self._operands(record, grad, states, extra)
+            if self.compilation.by_kernels(record):
+                self._run_kernels([operands], decision)
+            else:
+                self._run(operands, decision)
+
+    def _operands(
+        self, record: ParamRecord, grad: Tensor, states: dict[str, Any], extra: dict[str, Tensor]
+    ) -> Operands:
+        """Returns the operands of a parameter's update. extra: the other tensors of its weight's storage."""
+        shard = self._shard.read(record.param)
+        weight = StoredTensor(record.program.weight, (*tensors_of(shard), *extra.values()))
+        return Operands([record], shard, weight, grad, states)
 
     def _update_queue(self, queue: Queue, decision: Decision | None) -> None:
         """Updates the parameters in a queue by kernels."""
-        gradients, prepare = queue.take(), self._kernels.prepare
+        gradients = queue.take()
+        if self._shard.moves:
+            for record, grad in gradients:
+                self._update_one(record, grad, decision)
+            return
         for record, _ in gradients:
             self.begin_state(record)
-        if gradients and not self._shard.moves:
-            pending = [prepare(each, grad, self._states[each.param], each.extra) for each, grad in gradients]
-            self._run_kernels(pending, decision)
-            return
-        for record, grad in gradients:
-            lend, param = self._shard.lend, record.param
-            with lend(param, self._states[param]) as state, lend(param, record.extra) as extra:
-                self._run_kernels([prepare(record, grad, state, extra)], decision)
+        self._run_kernels([self._operands(r, grad, self._states[r.param], r.extra) for r, grad in gradients], decision)
 
-    def _run_kernels(self, pending: Sequence[PendingUpdate], decision: Decision | None) -> None:
+    def _run_kernels(self, operands: Sequence[Operands], decision: Decision | None) -> None:
         """Updates parameters by kernels, and those that kernels cannot update one by one."""
-        for each in self._kernels.update(pending, decision):
-            self._run([each.record], each.weight, each.grad, each.states, decision)
-            each.record.written(self._shard, each.shard)
+        for each in self._kernels.update(operands, decision) if operands else ():
+            self._run(each, decision)
 
     def _update_shards(self) -> None:
         """Measures the waiting shards in one collective, and updates their parameters."""
@@ -288,40 +294,35 @@ class Updates:
         columns = [shards, *([record.extra[name] for record in records] for name in records[0].extra)]
         columns += [[self._states[record.param][name] for record in records] for name in names]
         stacked, parts = [torch.stack(column) for column in columns], len(program.weight.parts)
-        state = dict(zip(names, stacked[parts:], strict=True))
-        self._run(records, StoredTensor(program.weight, tuple(stacked[:parts])), torch.stack(grads), state, decision)
+        weight, states = (
+            StoredTensor(program.weight, tuple(stacked[:parts])),
+            dict(zip(names, stacked[parts:], strict=True)),
+        )
+        self._run(Operands(records, stacked[0], weight, torch.stack(grads), states), decision)
         for column, changed in zip(columns, stacked, strict=True):
             torch._foreach_copy_(column, changed.unbind())
         for record, shard in zip(records, shards, strict=True):
-            if not is_full:
-                self._shard.write(record.param, shard)
-            if record.extra:
-                record.version = self._shard.version(record.param)
+            record.written(self._shard, shard)
 
-    def _run(
-        self,
-        records: Sequence[ParamRecord],
-        weight: StoredTensor,
-        grad: Tensor,
-        state: dict[str, Any],
-        decision: Decision | None,
-    ) -> None:
-        """Runs the program of parameters on their tensors, and stores the results in their records."""
+    def _run(self, operands: Operands, decision: Decision | None) -> None:
+        """Runs the program of a parameter or a stack on its tensors, and stores the results in the records."""
         self.cycle.moved = True
-        first, result = records[0], None
-        count_changes = self.changes.watch(records, weight, grad)
+        first, result = operands.records[0], None
+        count_changes = self.changes.watch(operands)
         is_small = first.program.span.numel <= SMALL
         # compiled code on a GPU does not allocate temporaries of the size of a tile
-        planned = self.compilation.active and not is_small and grad.device.type == "meta"
-        tiles = self._inputs.tiles(records, weight, grad, decision, tile=PLANNED_TILE if planned else None)
+        planned = self.compilation.active and not is_small and operands.grad.device.type == "meta"
+        tiles = self._inputs.tiles(operands, decision, tile=PLANNED_TILE if planned else None)
         eager = self._batching and is_small
         if self.compilation.active and not (eager or self.compilation.by_kernels(first)):
-            result = self.compilation.run(first, tiles, state)
+            result = self.compilation.run(operands, tiles)
         if result is None:
-            result = self.observer.update(shared_program(records), tiles, state)
-        store(records, result)
+            result = self.observer.update(operands.program, tiles, operands.states)
+        store(operands.records, result)
         if count_changes is not None:
             count_changes()
+        if len(operands.records) == 1:
+            first.written(self._shard, operands.shard)
 
 
 def initial_tensors(program: Program, names: Iterable[str], shard: Tensor) -> dict[str, Tensor]:

@@ -19,6 +19,7 @@ import lowmem
 from lowmem.rules.rule import TABLE, ParamSpec, UpdateRule
 from lowmem.step import compiled
 from lowmem.step.compiled import has_compiler
+from lowmem.step.record import Operands
 from lowmem.tiles import stages, storage
 from lowmem.tiles.blocks import BLOCK_SUMS, blocks
 from lowmem.tiles.layout import Layout, View
@@ -327,7 +328,7 @@ def test_memory_in_another_order_is_updated_by_tiles(as_traced, monkeypatch):
         opt = lowmem.FusedOptimizer([weight, other], rule="adalomo", lr=0.1, compile=compile, batching=False)
         for _ in range(2):
             opt.backward(weight.square().sum() + other.sum())
-        assert all(result is None or args[2].weight.parts[0].is_contiguous() for args, result in ran)
+        assert all(result is None or args[1].weight.parts[0].is_contiguous() for args, result in ran)
         results.append(([weight, other], opt))
     assert_same(*results)
 
@@ -380,12 +381,10 @@ def test_many_columns_compiled():
     opt = lowmem.FusedOptimizer([param], rule="lomo", lr=1.0, weight_decay=0.0, rounding="stochastic")
     record, weights = opt._records[param], torch.zeros(2, count, dtype=torch.bfloat16)
     scalars, key = Scalars.of(record.rule.scalars(record.group.live, 1)), torch.tensor(7, dtype=torch.int32)
-    tiles = [
-        StoredTiles(layout, StoredTensor(record.program.weight, (w,)), grad, NO_READING, scalars, keys=key)
-        for w in weights
-    ]
+    stored = [StoredTensor(record.program.weight, (w,)) for w in weights]
+    tiles = [StoredTiles(layout, each, grad, NO_READING, scalars, keys=key) for each in stored]
     record.rule.update(Sweep(tiles[0]), record.program.spec, {})
-    opt._updates.compilation.run(record, tiles[1], {})
+    opt._updates.compilation.run(Operands([record], weights[1], stored[1], grad, {}), tiles[1])
     assert weights.unique().numel() == 2 and torch.equal(*weights)
 
 

@@ -122,9 +122,9 @@ def stacks(monkeypatch):
     seen = []
     run = updates.Updates._run
 
-    def noted(self, records, *args):
-        seen.append((len(records), records[0].param.numel()))
-        run(self, records, *args)
+    def noted(self, operands, decision):
+        seen.append((len(operands.records), operands.records[0].param.numel()))
+        run(self, operands, decision)
 
     monkeypatch.setattr(updates.Updates, "_run", noted)
     return seen
