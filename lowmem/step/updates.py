@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowmem.kernels import Batch
+from lowmem.step.batches import KernelBatches
 from lowmem.step.changes import Changes
 from lowmem.step.clipping import Clipping, Decision
 from lowmem.step.compiled import Compilation, is_traceable
 from lowmem.step.cycle import StepCycle
 from lowmem.step.inputs import StepInputs
-from lowmem.step.kernel_updates import KernelUpdates
 from lowmem.step.parameters import Parameters
 from lowmem.step.program import Program, Result
 from lowmem.step.record import Operands, ParamRecord, store
@@ -93,7 +94,7 @@ class Updates:
         self.changes = Changes(parameters.records, parameters.device)
         self.compilation = Compilation(parameters)
         self._inputs = StepInputs(parameters, cycle, clipping)
-        self._kernels = KernelUpdates(parameters.shard, cycle, self._inputs, self.compilation, self.changes)
+        self._batches = KernelBatches(self._inputs, self.compilation)
         self._large, self._small = Queue(), Queue()  # wait for kernels
         self._shards = Queue()  # wait to be measured
         self._stacks: dict[tuple[Program, torch.dtype], Queue] = defaultdict(Queue)  # wait for a full stack
@@ -117,7 +118,7 @@ class Updates:
         """Begins a step: every rule computes the numbers of its groups, or raises."""
         self._inputs.begin(step)
         self.compilation.begin(step)
-        self._kernels.begin()
+        self._batches.begin()
         self._free.clear()
         self._steps += 1
         for record in self._parameters.records.values():
@@ -258,8 +259,25 @@ class Updates:
 
     def _run_kernels(self, operands: Sequence[Operands], decision: Decision | None) -> None:
         """Updates parameters by kernels, and those that kernels cannot update one by one."""
-        for each in self._kernels.update(operands, decision) if operands else ():
+        remaining = dict(enumerate(operands))
+        for members, batch in self._batches.of(operands, decision) if operands else ():
+            self._launch([remaining.pop(n) for n in members], batch, decision)
+        for each in remaining.values():
             self._run(each, decision)
+
+    def _launch(self, members: Sequence[Operands], batch: Batch, decision: Decision | None) -> None:
+        """Updates parameters by the kernels of a batch, and stores the results in their records."""
+        self.cycle.moved = True
+        counts = [self.changes.watch(each) for each in members] if self.changes.is_due else []
+        records, grads = [each.records[0] for each in members], [each.grad for each in members]
+        values, reading = self._inputs.on(batch.device), self._inputs.reading(records, grads[0], decision)
+        store(records, Result.of(batch.run(grads, values.numbers, values.keys, reading), reading))
+        for count_changes in filter(None, counts):
+            count_changes()
+        shards = [each.shard for each in members]
+        torch.autograd.graph.increment_version(shards)  # torch does not see the kernels' writes
+        for record, shard in zip(records, shards, strict=True):
+            record.written(self._shard, shard)
 
     def _update_shards(self) -> None:
         """Measures the waiting shards in one collective, and updates their parameters."""

@@ -41,7 +41,6 @@ class StoredTiles(Tiles):
         reading: how the gradient is processed when it is read.
         scalars: the numbers of the rule.
         members: number of stacked parameters.
-        keys: seed of each member's random bits, int32 [members, 1], a scalar for one member, or None if not needed.
         ranks: the ranks that the parameter is sharded over; None if it is not sharded.
         tile: elements per tile; None for the default.
         chosen_places: the positions of the tiles; None for tiles of `tile` elements.
@@ -107,10 +106,6 @@ class StoredTiles(Tiles):
         for _, raw in self.over(self.places, full, vectors):
             body(raw)
 
-    def noise_keys(self) -> Tensor:
-        assert self.keys is not None
-        return self.keys
-
     def over(self, places: Sequence[Place], full: States, vectors: Vectors) -> Iterator[tuple[Place, RawTile]]:
         """Yields the tiles. Every second pass runs backwards, to start with tiles that are in the cache."""
         order = places if self._passes % 2 == 0 else places[::-1]
@@ -121,7 +116,8 @@ class StoredTiles(Tiles):
             grad = cut(grads[place.rectangle], place.inner)
             states = {name: _at(place, state.storage, views[name]) for name, state in full.items()}
             here = {key: self._part(key[0], value, place) for key, value in vectors.items()}
-            yield place, self._raw(grad, _at(place, self.weight.storage, weight), states, here)
+            param = _at(place, self.weight.storage, weight)
+            yield place, RawTile(grad, param, self.reading, states, {**self.scalars.singles, **here})
 
     def _part(self, kind: str, value: Tensor, place: Place) -> Tensor:
         """Returns the part of a parameter's vector for one tile, broadcastable to [b, r, c]."""

@@ -88,12 +88,14 @@ class Tiles(ABC):
         weight: the parameter with its storage.
         reading: how the gradient is processed when it is read.
         scalars: the numbers of the rule.
+        keys: seed of each member's random bits, int32 [members, 1], a scalar for one member, or None if not needed.
     """
 
     shape: tuple[int, int, int]
     members: int
     device: torch.device
     weight: StoredTensor
+    keys: Tensor | None
     reading: Reading
     scalars: Scalars
 
@@ -111,10 +113,6 @@ class Tiles(ABC):
         """Calls `body`, which writes to its tile, with every tile of this process."""
 
     @abstractmethod
-    def noise_keys(self) -> Tensor:
-        """Returns the seeds of the parameters' random bits: int32 [members, 1], or a scalar for one parameter."""
-
-    @abstractmethod
     def complete_grad(self) -> Tensor:
         """Returns the gradient as one tensor with the weight's shape."""
 
@@ -125,12 +123,9 @@ class Tiles(ABC):
             vectors["finite", ""] = finite.view(-1, 1).expand(self.members, batch // self.members).reshape(batch)
         if draws:  # int32 arithmetic may wrap
             line = torch.arange(batch * rows // self.members, dtype=torch.int32, device=self.device)
-            vectors["noise", ""] = mix(line + self.noise_keys())
+            assert self.keys is not None
+            vectors["noise", ""] = mix(line + self.keys)
         return vectors
-
-    def _raw(self, grad: Tensor, param: StoredTensor, full: States, vectors: Vectors) -> RawTile:
-        """Returns a tile. grad: [b, r, c].  vectors: the parts for this tile."""
-        return RawTile(grad, param, self.reading, full, {**self.scalars.singles, **vectors})
 
 
 def _split(given: TileInputs) -> tuple[States, Vectors]:

@@ -163,7 +163,7 @@ class Passes(Tiles):
     def __init__(self, kind: Kind, args: Arguments) -> None:
         self.members, self.device, self.passes = 1, kind.device, list[Pass]()
         self.shape = args["size", 0], args["size", 1], args["size", 2]
-        self.reading, self._key = reading_of(args), args.get(("key", ""))
+        self.reading, self.keys = reading_of(args), args.get(("key", ""))
         self.scalars = Scalars(kind.numbers, args["numbers", "single"], args["numbers", "double"])
         with _disable_current_modes():
             self.full = {name: self._one_group(storage, kind.group) for name, storage in kind.storages}
@@ -176,10 +176,6 @@ class Passes(Tiles):
 
     def complete_grad(self) -> Tensor:
         raise UnsupportedError("the rule steps on the parameter as one tensor")
-
-    def noise_keys(self) -> Tensor:
-        assert self._key is not None
-        return self._key
 
     def reduce(self, body: Callable[[RawTile], Vectors], full: States, vectors: Vectors) -> Vectors:
         return self._record(body, full, vectors, writes=False)
