@@ -75,7 +75,8 @@ class BetweenPasses:
                 return int(tail[0]) if tail else of_slice
             return key[0] if key[0] in (ROW, COL) else ONE
         if node in self.sums:
-            kind = self._kind_of_sum(node)
+            number, n = self.sums[node]
+            kind, _ = self.update.passes[number].sums[n]
             if kind == "scalar":
                 return of_slice
             return COL if kind == "col" else ROW
@@ -92,12 +93,6 @@ class BetweenPasses:
         if len(sides) > 1:
             raise UnsupportedError(f"{node.format_node()} combines rows and columns")
         return next(iter(sides))
-
-    def _kind_of_sum(self, node: fx.Node) -> str:
-        number, n = self.sums[node]
-        sums = self.update.passes[number].sums
-        assert sums is not None
-        return sums[n][0]
 
     def is_sum(self, node: fx.Node) -> bool:
         """Returns whether a node reduces one of the sides."""

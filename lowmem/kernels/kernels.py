@@ -69,7 +69,7 @@ class Kernels:
         """Yields the name, constants and number of warps of each kernel."""
         for name, _ in self.source.steps:
             yield name, (), WARPS_BETWEEN if name.startswith("between") else self.source.tile.warps
-        kinds = {kind for each in self.source.update.passes for kind, _ in each.sums or ()}
+        kinds = {kind for each in self.source.update.passes for kind, _ in each.sums}
         for largest in {kind == "row_max" for kind in kinds}:
             yield "fold", (largest, *FOLD), WARPS_FOLD
 

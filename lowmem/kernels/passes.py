@@ -46,7 +46,7 @@ def trace_tile(kind: Kind, reached: Pass, tile: TileSize) -> Graph:
             noise = torch.where(values[NOISE_HIGH] != 0, mix(noise + values[NOISE_HIGH]), noise)
             vectors["noise", ""] = noise + values[NOISE_LOW]
         sums = reached.run(kind, values, vectors)
-        return {key: values[key] for key in tensors} if reached.sums is None else sums
+        return {key: values[key] for key in tensors} if reached.writes else sums
 
     return Graph.of(results_of, args)
 
@@ -202,7 +202,7 @@ def pass_text(
     """Returns the source of the kernel for pass `number`."""
     graph = trace_tile(scalars.update.kind, reached, tile)
     printer = TilePrinter(scalars, columns, reached, graph, tile, aligned=aligned)
-    if reached.sums is None:
+    if reached.writes:
         printer.write_tensors(graph.results)
     else:
         printer.write_sums(number, graph.results)

@@ -12,7 +12,7 @@ LINE_TILE = TileSize(1, 2048, 16)
 
 def is_line(update: TracedUpdate, *, one_row: bool) -> bool:
     """Returns whether parameters are updated as single lines. one_row: whether they have one row per slice."""
-    kinds = {kind for each in update.passes for kind, _ in (*each.vectors, *(each.sums or ()))}
+    kinds = {kind for each in update.passes for kind, _ in (*each.vectors, *each.sums)}
     return one_row and not kinds & {"row", "col", "row_max"}
 
 

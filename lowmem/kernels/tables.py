@@ -118,7 +118,7 @@ class Tables:
 
     def _sums(self, number: int, largest: bool) -> Iterator[tuple[tuple[int, int], str]]:
         """Yields (key, kind) of the sums or the maxima of a pass that `fold` computes."""
-        for n, (kind, _) in enumerate(self._source.update.passes[number].sums or ()):
+        for n, (kind, _) in enumerate(self._source.update.passes[number].sums):
             if (kind == "row_max") is largest and (kind != "scalar" or self._totals_of_scalars):
                 yield (number, n), kind
 
@@ -133,7 +133,7 @@ class Tables:
                 assign("total", key, self._lengths[kind])
             self.totals[number, largest] = slice(start, self.size)
         for number, each in enumerate(self._source.update.passes):
-            for n, (kind, _) in enumerate(each.sums or ()):
+            for n, (kind, _) in enumerate(each.sums):
                 if kind == "scalar" and not self._totals_of_scalars:  # the code between passes adds them, also later
                     assign("partial", (number, n), self._counts)
         for node, kind in self._source.vectors.items():

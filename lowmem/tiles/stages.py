@@ -202,9 +202,9 @@ class Stages:
 
         for n, reached in enumerate(passes):
             results, end = dict(zip(reached.vectors, reached.node.args[0], strict=True)), reached.node
-            if reached.sums is None:
+            if reached.writes:
                 results, end = {**results, **graph.results}, graph.module.graph.output_node()
-            copies = results or reached.sums is None
+            copies = results or reached.writes
             before = Code(copied(self._update, inputs, results, end, sums_of), sizes) if copies else None
             stages.append(Stage(kind, reached, before))
             inputs |= {("sum", (n, each.args[1])): each.meta["val"] for each in reached.node.users}
@@ -225,7 +225,7 @@ class Stages:
             results = {} if stage.before is None else stage.before(args)
             full = {state: held[state] for state in stage.reached.full.values()}
             vectors = {key: results[key] for key in stage.reached.vectors}
-            if stage.reached.sums is None:
+            if stage.reached.writes:
                 tiles.each(stage, full, vectors)
             else:
                 sums = tiles.total(stage, full, vectors).values()

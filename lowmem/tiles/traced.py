@@ -115,15 +115,17 @@ class Pass(NamedTuple):
     """A pass over the tiles.
 
     body: its function.  full: the states that it reads, by the names that it uses.  args: the other arguments of a tile
-    (scalars of the reading, numbers of the rule, and vectors).  vectors: their names.  sums: kind and name of each, or
-    None if the pass calls `apply`, so that no pass follows.  node: its arguments are vectors and its users are sums.
+    (scalars of the reading, numbers of the rule, and vectors).  vectors: their names.  sums: kind and name of each.
+    writes: whether the pass calls `apply`, so that no pass follows.  node: its arguments are vectors and its users are
+    sums.
     """
 
     body: Callable[[RawTile], Vectors | None]
     full: Mapping[str, str]
     args: Signature
     vectors: Sequence[Key]
-    sums: Sequence[Key] | None
+    sums: Sequence[Key]
+    writes: bool
     node: Any = None
 
     def storages(self, kind: Kind) -> dict[str, Storage]:
@@ -192,7 +194,7 @@ class Passes(Tiles):
                 here = {key: torch.zeros(() if tail is None else (1, 1, 1), dtype=dtype) for key, dtype, tail in args}
                 sums = [*body(RawTile(self._grad, self.weight, reading_of(here), full, here))]
         names = {name: self._names[held] for name, held in full.items()}
-        self.passes.append(Pass(body, names, args, tuple(read), None if writes else sums))
+        self.passes.append(Pass(body, names, args, tuple(read), sums, writes))
         kinds = [kind for kind, _ in sums]
         totals = OVER_TILES([*read.values()], len(self.passes) - 1, kinds, self.shape, self.device)
         return dict(zip(sums, totals, strict=True))
@@ -220,7 +222,7 @@ def trace_update(kind: Kind, update: Callable[[Sweep, dict[str, Any]], Tensor | 
         return results if sizes is None else {**results, "sizes": sizes.view(-1)}
 
     graph = Graph.of(results_of, args)
-    if not passes or any((each.sums is None) != (each is passes[-1]) for each in passes):
+    if not passes or any(each.writes != (each is passes[-1]) for each in passes):
         raise UnsupportedError("the rule does not end with its only pass that writes")
     nodes = graph.module.graph.find_nodes(op="call_function", target=OVER_TILES)
     return TracedUpdate(
