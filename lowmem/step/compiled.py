@@ -159,44 +159,41 @@ class Compilation:
         return bound
 
     def _bind(self, operands: Operands, tiles: StoredTiles, key: Any, form: Any) -> BoundUpdate | None:
-        """Finds or compiles the code of an update and prepares its constant arguments, unless `key` is None."""
-        (record,), program = operands.records, operands.program
-        self._bound.pop(record, None)
+        """Binds an update, unless `key` is None, to its code and to its constant arguments."""
+        (record,), program, bound = operands.records, operands.program, self._bound
+        bound.pop(record, None)
         tensors = {name: state for name, state in operands.states.items() if torch.is_tensor(state)}
         data = {name: tensor.data for name, tensor in tensors.items()}  # their views do not keep the states alive
-        full = program.full_states(data)
         variant, places, fits = _variant_of(operands._replace(states=data), tiles)
-        fits = fits and key is not None
-        several = self._parameters.placement.several
-        if not (fits or several):
+        small: Arguments | None = None
+        if fits and key is not None:
+            small = {
+                (state.extent, name): data[name].view((*extent(state.extent, tiles.shape), *state.extra))
+                for name, state in program.small_states.items()
+            }
+        update = self._code(program, tiles, (tiles.grad.dtype, form, variant), small)
+        if update is None or small is None:
             return None
-        args: Arguments = {}
-        for name, state in program.small_states.items() if fits else ():
-            args[state.extent, name] = data[name].view((*extent(state.extent, tiles.shape), *state.extra))
-        code_key = tiles.grad.dtype, form, variant
-        if code_key not in program.compiled and (program, code_key) not in self._unsettled:
-            kind = Kind(
-                ((GRAD, Float(tiles.grad.dtype)), ("param", program.weight), *program.states.items()),
-                program.group,
-                signature(args | _numbers(tiles)),
-                tiles.device,
-                batched=tiles.shape[0] > 1,
-                numbers=tiles.scalars.names,
-            )
-            self._unsettled[program, code_key] = self._compile(program, kind, variant) if fits else None
-            if program.ranks is not None or not several:  # sharded: all ranks update in the same order
-                self.settle()
-        update: Update | None = program.compiled.get(code_key)
-        if update is None or not fits:
-            return None
+        args = {} if isinstance(update, Kernels) else small  # kernels read addresses from tables
         if isinstance(update, OneTile):
+            full = program.full_states(data)
             args |= update.in_blocks({name: state.parts for name, state in full.items()}, places[0].rect.size)
-        if isinstance(update, Kernels):  # they read addresses from tables
-            args = {}
-        bound = self._bound
         alive = [ref(state, lambda _: bound.pop(record, None)) for state in tensors.values()]
         bound[record] = BoundUpdate(key, form, update, places, args, alive)
         return bound[record]
+
+    def _code(self, program: Program, tiles: StoredTiles, key: Any, small: Arguments | None) -> Update | None:
+        """Returns the code of an update, which is compiled if it is new, or None. key: in `Program.compiled`.  small:
+        the small states; None if code cannot update the tensors of this rank.
+        """
+        several = self._parameters.placement.several
+        if small is None and not several:
+            return None
+        if key not in program.compiled and (program, key) not in self._unsettled:
+            self._unsettled[program, key] = None if small is None else self._compile(program, tiles, key[-1], small)
+            if program.ranks is not None or not several:  # sharded: all ranks update in the same order
+                self.settle()
+        return program.compiled.get(key)
 
     def _warn(self, record: ParamRecord) -> None:
         """Warns once about an update that is not compiled although compile=True. Compiler errors are raised instead."""
@@ -211,8 +208,16 @@ class Compilation:
                 cause,
             )  # fmt: skip
 
-    def _compile(self, program: Program, kind: Kind, variant: Any) -> Update | None:
+    def _compile(self, program: Program, tiles: StoredTiles, variant: Any, small: Arguments) -> Update | None:
         """Compiles an update. Returns None if this fails, or has failed in this step, or the rule cannot be traced."""
+        kind = Kind(
+            ((GRAD, Float(tiles.grad.dtype)), ("param", program.weight), *program.states.items()),
+            program.group,
+            signature(small | _numbers(tiles)),
+            tiles.device,
+            batched=tiles.shape[0] > 1,
+            numbers=tiles.scalars.names,
+        )
         update, start = None, time.perf_counter()
         try:
             update = compiled_update(program, kind, variant) if self._error is None else None

@@ -117,7 +117,7 @@ class Hooks:
         finally:
             param.requires_grad_(requires_grad)
 
-    def claim(self, record: ParamRecord) -> None:
+    def own(self, record: ParamRecord) -> None:
         """Makes this optimizer the only one that updates a parameter. Raises `StepError` if another one does."""
         if _owner(record.param) not in (None, self):
             gc.collect()  # an unused optimizer may be part of a reference cycle, as it is with an LR scheduler

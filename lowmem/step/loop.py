@@ -261,7 +261,7 @@ def claim(record: ParamRecord, parameters: Parameters, hooks: Hooks) -> None:
             "last dimension of a real parameter, and compute with torch.view_as_complex(param)"
         )
     record.choose_program(shard, state if record.extra or state else None)
-    hooks.claim(record)
+    hooks.own(record)
 
 
 def _refuse_loss(loss: Any) -> None:
