@@ -24,7 +24,7 @@ from lowmem.step.parameters import Parameters, States
 from lowmem.step.record import AddedGroup, ParamRecord
 from lowmem.step.report import LastStep, Report
 from lowmem.step.updates import Updates
-from lowmem.tiles.quantized import in_codes
+from lowmem.tiles.quantized import has_quantized_weights
 
 
 class FusedOptimizer(torch.optim.Optimizer):
@@ -68,7 +68,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         groups = config.param_groups(params) if config.groups else list(params)
         if not groups:
             raise ConfigError("no parameters were given")
-        if config.weight_format is not None and not (model and in_codes(model)):
+        if config.weight_format is not None and not (model and has_quantized_weights(model)):
             raise ConfigError(
                 f"weight_format={config.weight_format!r} is an option of trainers. In a loop, call "
                 f"lowmem.quantize_(model, {config.weight_format!r}) before you create the optimizer, and omit it here"

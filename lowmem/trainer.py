@@ -32,7 +32,7 @@ from lowmem.optimizer import FusedOptimizer
 from lowmem.options import FusedConfig, LayersConfig
 from lowmem.placements import find
 from lowmem.step.record import weights_in_words
-from lowmem.tiles.quantized import in_codes
+from lowmem.tiles.quantized import has_quantized_weights
 
 logger = logging.getLogger(__name__)
 
@@ -299,7 +299,7 @@ class FusedTrainerMixin(Trainer):
         model = self.model
         ordinary = not (getattr(model, "hf_quantizer", None) or getattr(model, "peft_config", None))
         by_weight = is_peft_model(model) or (isinstance(model, PreTrainedModel) and ordinary)
-        if not (by_weight or self._inputs.sharding is not None or in_codes(model)):
+        if not (by_weight or self._inputs.sharding is not None or has_quantized_weights(model)):
             super().save_model(output_dir, _internal_call)
             return
         self._shard()

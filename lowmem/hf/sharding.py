@@ -25,7 +25,7 @@ from lowmem.hf import check_version
 from lowmem.options import DynamicScale, FusedConfig
 from lowmem.placements.ranks import set_timeout
 from lowmem.placements.streamed import stream
-from lowmem.tiles.quantized import in_codes
+from lowmem.tiles.quantized import has_quantized_weights
 
 # Keys of a DeepSpeed configuration that have no effect: the accepted values, and the reason or alternative.
 _WITHOUT_EFFECT: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -178,7 +178,7 @@ class Zero3Sharding(Sharding):
     def shard(self, model: Any, accelerator: Any) -> None:
         if getattr(self._engine, "module", None) is model:
             return
-        if in_codes(model):
+        if has_quantized_weights(model):
             raise UnsupportedError(
                 "deepspeed: ZeRO-3 cannot shard quantized weights. Use FSDP2 (fsdp), or omit weight_format"
             )
@@ -275,7 +275,7 @@ class FSDP2Sharding(Sharding):
         if isinstance(model, FSDPModule):
             return
         _require_process_group("fsdp")
-        if self._args.fsdp_plugin_args.get("cpu_ram_efficient_loading") and in_codes(model):
+        if self._args.fsdp_plugin_args.get("cpu_ram_efficient_loading") and has_quantized_weights(model):
             raise UnsupportedError(
                 "fsdp: cpu_ram_efficient_loading can only broadcast ordinary weights. Set it to false with "
                 "fused.weight_format"

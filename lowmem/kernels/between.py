@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from lowmem.errors import UnsupportedError
-from lowmem.kernels.inputs import Columns, KernelScalars
+from lowmem.kernels.arguments import Columns, KernelScalars
 from lowmem.kernels.printing import REDUCTIONS, Lines, Printer, Value, arg, closure, op_name, source_of
 
 BLOCK = 4096  # elements per iteration of a loop

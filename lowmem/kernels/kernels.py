@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lowmem.kernels.inputs import ARGS
+from lowmem.kernels.arguments import ARGS
 from lowmem.kernels.source import Source
 from lowmem.kernels.tables import FOLD, Member, Tables
 from lowmem.tiles.stored import RankGroup

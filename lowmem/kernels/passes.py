@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, fx
 
 from lowmem.errors import UnsupportedError
-from lowmem.kernels.inputs import Columns, KernelScalars, TileSize
+from lowmem.kernels.arguments import Columns, KernelScalars, TileSize
 from lowmem.kernels.printing import TRITON_TYPES, Lines, Printer, Value, arg, op_name, source_of
 from lowmem.tiles.graph import Sizes
 from lowmem.tiles.rounding import mix

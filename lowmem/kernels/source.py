@@ -1,7 +1,7 @@
 """Source code of all kernels of an update."""
 
+from lowmem.kernels.arguments import Columns, KernelScalars, TileSize
 from lowmem.kernels.between import BetweenPasses
-from lowmem.kernels.inputs import Columns, KernelScalars, TileSize
 from lowmem.kernels.passes import pass_text
 from lowmem.tiles.traced import TracedUpdate
 

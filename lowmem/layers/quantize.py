@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lowmem.errors import ConfigError, UnsupportedError, did_you_mean, require_known
 from lowmem.placements import find
-from lowmem.tiles.quantized import QuantizedWeight, in_codes, plain
+from lowmem.tiles.quantized import QuantizedWeight, has_quantized_weights, plain
 from lowmem.tiles.storage import LARGEST_GROUP, SMALLEST_GROUPED, STORED_DTYPES, WEIGHT_FORMATS, Integer
 
 logger = logging.getLogger(__name__)
@@ -98,7 +98,7 @@ def dequantize_(model: nn.Module) -> nn.Module:
         UnsupportedError: the model is sharded.
     """
     quantized = [names for _, names in _shared(model, lambda module, param: isinstance(param, QuantizedWeight))]
-    if in_codes(model) and not quantized:
+    if has_quantized_weights(model) and not quantized:
         raise UnsupportedError("the model is sharded. Use lowmem.placements.full_tensor(weight) for each weight")
     for names in quantized:
         _replace(model, names, plain)

@@ -22,7 +22,7 @@ from lowmem.run.fake_ranks import fake_ranks
 from lowmem.run.memory import ACTIVATIONS, BUFFERS, STATES, WEIGHTS, StepMemory
 from lowmem.run.recipe import Recipe
 from lowmem.step.room import HEADROOM
-from lowmem.tiles.quantized import in_codes, is_quantized
+from lowmem.tiles.quantized import has_quantized_weights, is_quantized
 
 # The device of fake tensors. A GPU is "meta", so that its tensors differ from those on the host.
 DEVICES = {"gpu": torch.device("meta"), "cpu": torch.device("cpu")}
@@ -163,7 +163,7 @@ def _phases(trainer: Any, step: StepMemory, ranks: int, *, on_cpu: bool, convert
     gathered = 0
     if sharded:
         gathered = max(weights) + max(weights) // ranks  # plus the padded shard
-    elif in_codes(trainer.model):
+    elif has_quantized_weights(trainer.model):
         gathered = max(weights)
     states = (step.items[STATES] + step.host_states) * (ranks if sharded else 1)
     # quantized weights are saved twice: rounded, as a model of transformers, and with the states of the optimizer
@@ -184,7 +184,7 @@ def _phases(trainer: Any, step: StepMemory, ranks: int, *, on_cpu: bool, convert
 
 def _load(trainer: Any, step: StepMemory, ranks: int, *, on_cpu: bool, converts: bool) -> Phase:
     """Returns the memory of loading. On the host, weights that are not converted are pages of the mapped files."""
-    placement, quantizes = trainer.optimizer.placement, in_codes(trainer.model)
+    placement, quantizes = trainer.optimizer.placement, has_quantized_weights(trainer.model)
     weights, unit = _weights(trainer.model), _largest_unit(trainer.model, placement)
     by_rows = placement == "fsdp2"
     more = on_host = 0  # bytes beyond the weights of the rank

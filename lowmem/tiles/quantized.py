@@ -280,7 +280,7 @@ def plain(tensor: Tensor) -> Tensor:
     return tensor.dequantize() if isinstance(tensor, QuantizedWeight) else tensor
 
 
-def in_codes(model: nn.Module) -> bool:
+def has_quantized_weights(model: nn.Module) -> bool:
     """Returns whether a model has quantized weights."""
     return any(map(is_quantized, model.parameters()))
 

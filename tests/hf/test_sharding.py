@@ -18,7 +18,7 @@ from lowmem import FusedConfig, LayersConfig, placements
 from lowmem.errors import LowmemError, UnsupportedError
 from lowmem.hf.arguments import Inputs
 from lowmem.hf.sharding import FSDP2Sharding, Zero3Sharding
-from lowmem.tiles.quantized import in_codes
+from lowmem.tiles.quantized import has_quantized_weights
 from lowmem.trainer import FusedTrainer
 
 
@@ -110,7 +110,7 @@ def quantized(rank, options, folder, resume=None):
         fused = FusedConfig(rule="adamw", state_storage="8bit", weight_format="int12")
         trainer = FusedTrainer(model=model.bfloat16().train(), args=args, train_dataset=rows, fused=fused)
         trainer.train(resume_from_checkpoint=resume)
-        assert in_codes(trainer.model)
+        assert has_quantized_weights(trainer.model)
     return losses(trainer), {name: placements.full_tensor(param) for name, param in trainer.model.named_parameters()}
 
 

@@ -10,7 +10,7 @@ from support.interpreted import INTERPRETED
 from support.products import FULL
 from support.updated import Parameter, batches_of, run, update
 
-from lowmem.kernels.inputs import TileSize
+from lowmem.kernels.arguments import TileSize
 from lowmem.kernels.kernels import Launch
 from lowmem.tiles.layout import Layout
 from lowmem.tiles.sweep import Reading

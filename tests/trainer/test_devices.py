@@ -12,7 +12,7 @@ from support.trainers import build
 from lowmem import FusedConfig
 from lowmem.errors import UnsupportedError
 from lowmem.options import LayersConfig
-from lowmem.tiles.quantized import QuantizedWeight, in_codes, tensors_of
+from lowmem.tiles.quantized import QuantizedWeight, has_quantized_weights, tensors_of
 
 GPUS = torch.cuda.device_count()
 ONE_DEVICE = pytest.mark.skipif(GPUS > 1, reason="one process trains on one GPU")
@@ -80,7 +80,7 @@ def test_weights_are_quantized_before_they_get_to_the_gpu(row, folder, tmp_path,
     keywords = {"model": str(folder), "fused": fused, "layers": LayersConfig()}
     options = {"optim": "adamw_torch_fused", "weight_decay": 0.0, "model_init_kwargs": {"dtype": "bfloat16"}}
     trainer = build(row, tmp_path, True, keywords, **options)
-    assert in_codes(trainer.model)
+    assert has_quantized_weights(trainer.model)
     parts = [part for param in trainer.model.parameters() for part in tensors_of(param)]
     assert {part.device.type for part in parts} == {"cuda"}
     others = [trainer.ref_model] if row == "DPO" else []

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 import lowmem
 from lowmem import FusedConfig
-from lowmem.tiles.quantized import QuantizedWeight, in_codes
+from lowmem.tiles.quantized import QuantizedWeight, has_quantized_weights
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_key_value_heads": 4}
 
@@ -37,7 +37,7 @@ def test_activation_checkpointing_does_not_change_training(trainer, tiny_llama):
 
 def test_the_saved_model_is_an_ordinary_model(trainer, tmp_path):
     run = trainer(max_steps=2)
-    assert in_codes(run.model)
+    assert has_quantized_weights(run.model)
     run.train()
     run.save_model(str(tmp_path / "saved"))
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "saved").to(run.model.device)
@@ -70,7 +70,7 @@ def test_a_quantized_policy_trains_as_its_matrices_do(tmp_path, monkeypatch):
         if not quantized:
             lowmem.dequantize_(model)
         run = trainers.build("GRPO", tmp_path, True, max_steps=1, beta=0.0, weight_decay=0.0)
-        assert in_codes(run.model) == quantized
+        assert has_quantized_weights(run.model) == quantized
         run.train()
         runs.append([entry["grad_norm"] for entry in run.state.log_history if "loss" in entry] + losses(run))
     assert runs[0] == pytest.approx(runs[1], rel=1e-5, abs=1e-6)

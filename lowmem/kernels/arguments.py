@@ -1,4 +1,4 @@
-"""The inputs of kernels: scalars, and tables with one row for each rectangle or slice that a program processes.
+"""The arguments of kernels: scalars, and tables with one row for each rectangle or slice that a program processes.
 
 programs  int32 [programs]: the row of the table that a program processes
 table     int64 [rectangles or slices, columns]: sizes, pointers, and offsets in the workspace
