@@ -146,6 +146,9 @@ class Updates:
 
     def _put_for_kernels(self, record: ParamRecord, grad: Tensor, decision: Decision | None, may_wait: int) -> None:
         """Stores a gradient until as many elements wait as may, and then updates their parameters."""
+        if self._shard.moves:  # gradients cannot wait for states that leave the device
+            self._update_one(record, grad, decision)
+            return
         size = record.program.span.numel
         if size <= SMALL:
             queue, most = self._small, STACK
@@ -154,7 +157,7 @@ class Updates:
         if queue.gradients and queue.elements + size > most:
             self._update_queue(queue, decision)
         queue.add(record, separate(grad) if size <= SMALL else grad)
-        if queue.elements >= most or self._shard.moves:
+        if queue.elements >= most:
             self._update_queue(queue, decision)
 
     def _free_elements(self, record: ParamRecord, grad: Tensor) -> int:
@@ -249,10 +252,6 @@ class Updates:
     def _update_queue(self, queue: Queue, decision: Decision | None) -> None:
         """Updates the parameters in a queue by kernels."""
         gradients = queue.take()
-        if self._shard.moves:
-            for record, grad in gradients:
-                self._update_one(record, grad, decision)
-            return
         for record, _ in gradients:
             self.begin_state(record)
         self._run_kernels([self._operands(r, grad, self._states[r.param], r.extra) for r, grad in gradients], decision)

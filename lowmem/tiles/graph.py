@@ -41,6 +41,9 @@ Function = Callable[..., Any]
 # Inductor compiles on one thread at a time.
 _LOCK = threading.Lock()
 
+# Part of Inductor's cache key, since cached code may predate the changes below.
+_VERSION = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
+
 
 @functools.cache
 def try_compiler(device: str) -> None:
@@ -115,19 +118,10 @@ def compiled(graph: fx.GraphModule, sizes: Sizes, args: Sequence[Tensor | Size])
     on_cpu = all(arg.device.type == "cpu" for arg in args if isinstance(arg, Tensor))
     patches = OPTIONS if on_cpu else GPU_OPTIONS
     tracing = torch._guards.tracing(torch._guards.TracingContext(sizes.mode))
-    with _LOCK, _own_keys(), _vector_code(), tracing, torch.no_grad():
+    config: Any = torch.compiler.config
+    own_keys = config.patch(cache_key_tag=f"{config.cache_key_tag} {_VERSION}")
+    with _LOCK, own_keys, _vector_code(), tracing, torch.no_grad():
         return compile_fx(graph, list(args), config_patches=patches)  # type: ignore[return-value]
-
-
-@functools.cache
-def _version() -> str:
-    return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
-
-
-def _own_keys() -> Any:
-    """Adds this file's hash to Inductor's cache key, since cached code may predate the changes below."""
-    config = torch.compiler.config
-    return config.patch(cache_key_tag=f"{config.cache_key_tag} {_version()}")  # type: ignore[attr-defined]
 
 
 @contextmanager
