@@ -45,7 +45,7 @@ def without_computing(*, kernels: bool = False, waiting: bool = False) -> Iterat
     replaced = {
         "_TRACED": {}, "missing_compiler": lambda device, tries: None, "KERNELS": {"cpu", "cuda"} if kernels else set()
     }  # fmt: skip
-    launches = {"compile": lambda self, device: None, "launch": lambda self, launch, args, device: None}
+    launches = {"compile": lambda self: None, "launch": lambda self, launch, args: None}
     with (
         mock.patch.object(stages, "compiled", first_results),
         mock.patch.multiple(compiled, **replaced),

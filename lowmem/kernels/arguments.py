@@ -63,7 +63,6 @@ class KernelScalars:
     Attributes:
         slots: node → the number of its slot.
         inputs: node → its key, for the inputs of the graph.
-        reading: names of the reading's tensors.
         args: names of the arguments of kernels.
     """
 
@@ -71,8 +70,7 @@ class KernelScalars:
         self.update = update
         self.slots = dict[fx.Node, int]()
         self.inputs = {node: key for key, node in update.graph.inputs.items()}
-        self.reading = [key[1] for key, *_ in update.kind.args if key[0] == "reading"]
-        self.args = (*ARGS, *(f"reading_{name}" for name in self.reading))
+        self.args = (*ARGS, *(f"reading_{name}" for (kind, name), *_ in update.kind.args if kind == "reading"))
 
     def known(self, node: fx.Node) -> Value | None:
         """Returns the value of a node that is a number of the rule or the reading, or a view of one; else None."""

@@ -46,7 +46,7 @@ class Kernels:
 
     def __init__(self, update: TracedUpdate, *, line: bool, aligned: bool) -> None:
         self.source = Source(update, line=line, aligned=aligned)
-        self._compiled: dict[torch.device, dict[Any, Any]] = {}  # kernels by name and constants
+        self._compiled: dict[Any, Any] = {}  # by name and constants
 
     @functools.cached_property
     def functions(self) -> dict[str, Any]:
@@ -73,24 +73,25 @@ class Kernels:
         for largest in {kind == "row_max" for kind in kinds}:
             yield "fold", (largest, *FOLD), WARPS_FOLD
 
-    def compile(self, device: torch.device) -> None:
-        """Compiles the kernels for a device, unless they are already compiled. Raises Triton's errors."""
-        if device in self._compiled:
+    def compile(self) -> None:
+        """Compiles the kernels, unless they are already compiled. Raises Triton's errors."""
+        if self._compiled:
             return
         compiled = dict[Any, Any]()
         kind = self.source.update.kind
+        device = kind.device
         types = ARG_TYPES | {f"reading_{key[1]}": dtype for key, dtype, _ in kind.args if key[0] == "reading"}
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             for name, constants, warps in self.variants:
                 function = self.functions[name]
                 args = [*(types[each] for each in function.arg_names if each in types), *constants]
                 compiled[name, constants] = function.warmup(*args, grid=(1,), num_warps=warps, **COMPILER_OPTIONS)
-        self._compiled[device] = compiled
+        self._compiled = compiled
 
-    def launch(self, launch: "Launch", args: Sequence[Any], device: torch.device) -> None:
-        """Launches a kernel on a device, which must be the current device."""
+    def launch(self, launch: "Launch", args: Sequence[Any]) -> None:
+        """Launches a kernel. The device of its arguments must be the current device."""
         args = (*launch.args, *args, *launch.constants)
-        if (kernel := self._compiled[device][launch.name, launch.constants]) is None:  # in Triton's interpreter
+        if (kernel := self._compiled[launch.name, launch.constants]) is None:  # in Triton's interpreter
             self.functions[launch.name][launch.grid,](*args)
         else:
             kernel[launch.grid, 1, 1](*args)
@@ -182,7 +183,7 @@ class Batch:
                     assert self._ranks is not None
                     work[each.part] = self._ranks.all_reduce([work[each.part]], largest=each.largest)[0]
                 else:
-                    self._kernels.launch(each, (work,) if each.name == "fold" else args, self.device)
+                    self._kernels.launch(each, (work,) if each.name == "fold" else args)
         return self._by_name
 
     def _send(self, pointers: list[int]) -> Tensor:

@@ -1,6 +1,5 @@
 """Compiles programs, once for each kind of parameters, and runs the compiled code."""
 
-import functools
 import importlib.util
 import logging
 import os
@@ -301,7 +300,7 @@ class KernelCode:
             line = is_line(self._update, one_row=one_row)
             self._kernels[one_row, aligned] = Kernels(self._update, line=line, aligned=aligned)
         kernels = self._kernels[one_row, aligned]
-        return kernels, [functools.partial(kernels.compile, self._update.kind.device)]
+        return kernels, [kernels.compile]
 
 
 Code = InductorCode | KernelCode

@@ -181,9 +181,9 @@ def test_programs_of_a_launch_write_to_places_of_their_own(case, monkeypatch):
         stored.append(places[np.broadcast_to(np.asarray(mask.data).ravel(), places.shape)])
         return masked(ptrs, value, mask, *rest)
 
-    def watched(self, step, args, device):
+    def watched(self, step, args):
         stored.clear()
-        launch(self, step, args, device)
+        launch(self, step, args)
         places = np.concatenate(stored)
         assert len(np.unique(places)) == len(places) > 0
         known = [*tensors, *(each for each in args if each.dtype in (F32, torch.float64))]

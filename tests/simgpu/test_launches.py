@@ -22,7 +22,7 @@ def test_kernels_get_the_pointers_of_the_gradients_of_their_step(monkeypatch):
 
     monkeypatch.setattr(Batch, "run", noted)
     with without_computing(kernels=True):
-        monkeypatch.setattr(Kernels, "launch", lambda self, launch, args, device: launched.append(args[0].clone()))
+        monkeypatch.setattr(Kernels, "launch", lambda self, launch, args: launched.append(args[0].clone()))
         params = [torch.nn.Parameter(torch.ones(200, 200, device="cuda")) for _ in range(3)]
         opt = lowmem.FusedOptimizer(params, rule="lion", compile=True)
         kept = []

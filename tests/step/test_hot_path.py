@@ -178,7 +178,7 @@ def test_gradients_for_which_memory_is_free_are_updated_together(policy, room, f
     monkeypatch.setattr(updates, "unused_memory", lambda device: room)
     params = [torch.nn.Parameter(torch.zeros(rows, 1024)) for rows in (2048, *[512] * 8)]
     with without_computing(kernels=True):
-        monkeypatch.setattr(Kernels, "launch", lambda self, launch, args, device: launched.update([launch.name]))
+        monkeypatch.setattr(Kernels, "launch", lambda self, launch, args: launched.update([launch.name]))
         opt = lowmem.FusedOptimizer(params, "adamw", compile=True, policy=policy)
         opt.backward(torch.stack([param.sum() for param in params]).sum())
         assert launched["pass_0"] == (9 if policy == "immediate" else 3)

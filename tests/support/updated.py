@@ -154,7 +154,7 @@ def batches_of(parameters, reading, aligned=False, ranks=None):
             traced = of[0].traced(one(reading, 0))
             line = is_line(traced, one_row=of[0].layout.shape[1] == 1)
             KERNELS[like, aligned] = Kernels(traced, line=line, aligned=aligned)
-            KERNELS[like, aligned].compile(torch.device("cpu"))
+            KERNELS[like, aligned].compile()
         members = [each.member(n * len(each.numbers(1)), n) for n, each in enumerate(of)]
         yield of, Batch(KERNELS[like, aligned], members, ranks)
 
