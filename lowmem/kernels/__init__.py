@@ -6,7 +6,6 @@ Triton is imported when the first kernels are created.
 """
 
 from lowmem.kernels.kernels import Batch, Kernels, try_compiler
-from lowmem.kernels.source import is_line
 from lowmem.kernels.tables import Member
 
-__all__ = ["Batch", "Kernels", "Member", "is_line", "try_compiler"]
+__all__ = ["Batch", "Kernels", "Member", "try_compiler"]

@@ -37,15 +37,15 @@ class Kernels:
     """The kernels of an update, for any number of parameters of any size.
 
     Args:
-        line: whether parameters are updated as single lines (`is_line`).
+        one_row: whether parameters have one row per slice, and may be updated as single lines.
         aligned: whether every member and its gradients are aligned (`Member.is_aligned`).
 
     Raises:
         UnsupportedError: the update has an unknown operation.
     """
 
-    def __init__(self, update: TracedUpdate, *, line: bool, aligned: bool) -> None:
-        self.source = Source(update, line=line, aligned=aligned)
+    def __init__(self, update: TracedUpdate, *, one_row: bool, aligned: bool) -> None:
+        self.source = Source(update, one_row=one_row, aligned=aligned)
         self._compiled: dict[Any, Any] = {}  # by name and constants
 
     @functools.cached_property

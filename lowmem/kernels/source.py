@@ -10,12 +10,6 @@ MATRIX_TILE = TileSize(8, 256, 16)
 LINE_TILE = TileSize(1, 2048, 16)
 
 
-def is_line(update: TracedUpdate, *, one_row: bool) -> bool:
-    """Returns whether parameters are updated as single lines. one_row: whether they have one row per slice."""
-    kinds = {kind for each in update.passes for kind, _ in (*each.vectors, *each.sums)}
-    return one_row and not kinds & {"row", "col", "row_max"}
-
-
 class Source:
     """Source code of an update's kernels.
 
@@ -27,9 +21,10 @@ class Source:
         results: names of the update's results.
     """
 
-    def __init__(self, update: TracedUpdate, *, line: bool, aligned: bool) -> None:
+    def __init__(self, update: TracedUpdate, *, one_row: bool, aligned: bool) -> None:
         self.update = update
-        self.tile = LINE_TILE if line else MATRIX_TILE
+        kinds = {kind for each in update.passes for kind, _ in (*each.vectors, *each.sums)}
+        self.tile = LINE_TILE if one_row and not kinds & {"row", "col", "row_max"} else MATRIX_TILE
         self.rectangles = Columns("row")
         self.slices = Columns("row")
         self.scalars = KernelScalars(update)

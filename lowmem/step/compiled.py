@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from lowmem.errors import ConfigError
-from lowmem.kernels import Kernels, Member, is_line
+from lowmem.kernels import Kernels, Member
 from lowmem.kernels import try_compiler as try_triton
 from lowmem.placements.ranks import on_rank
 from lowmem.rules import ParamSpec, UpdateRule
@@ -297,8 +297,7 @@ class KernelCode:
     def update_for(self, one_row: bool, aligned: bool) -> tuple[Update, Sequence[Callable[[], None]]]:
         """Returns the kernels for parameters with one row per slice or several, and functions that compile them."""
         if (one_row, aligned) not in self._kernels:
-            line = is_line(self._update, one_row=one_row)
-            self._kernels[one_row, aligned] = Kernels(self._update, line=line, aligned=aligned)
+            self._kernels[one_row, aligned] = Kernels(self._update, one_row=one_row, aligned=aligned)
         kernels = self._kernels[one_row, aligned]
         return kernels, [kernels.compile]
 

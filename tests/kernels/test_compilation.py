@@ -66,11 +66,10 @@ def spilled(ptx, arch, folder):
 
 
 def kernels_of(name):
-    from lowmem.kernels import Kernels, is_line
+    from lowmem.kernels import Kernels
 
     parameter = Parameter(*CASES[name])
-    traced = parameter.traced(READING)
-    return Kernels(traced, line=is_line(traced, one_row=parameter.layout.shape[1] == 1), aligned=True)
+    return Kernels(parameter.traced(READING), one_row=parameter.layout.shape[1] == 1, aligned=True)
 
 
 @pytest.mark.parametrize("arch", [80, 89, 90])

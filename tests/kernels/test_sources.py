@@ -40,7 +40,7 @@ def write(change):
         sweep.apply(new_values, row={"r": row}, col={"c": sums.col["square"]}, scalar={"keep": number, "step": number})
 
     traced = trace_update(Parameter("adalomo", (8, 16)).kind(Reading()), update)
-    return Kernels(traced, line=False, aligned=False)
+    return Kernels(traced, one_row=False, aligned=False)
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -57,7 +57,8 @@ def test_what_has_a_form_is_written(name):
 def test_a_line_of_more_columns_than_int32_counts():
     """The line is split, and the random bits of each column are those of the eager sweep, which splits it too."""
     size = (5 << 30) + 3
-    source = Kernels(Parameter("lion", (7,), torch.bfloat16, "stochastic").traced(Reading()), line=True, aligned=False)
+    traced = Parameter("lion", (7,), torch.bfloat16, "stochastic").traced(Reading())
+    source = Kernels(traced, one_row=True, aligned=False)
     param, state = (torch.empty(size, dtype=dtype, device="meta") for dtype in (torch.bfloat16, torch.float32))
     member = Member(Layout.of((size,), View.vector(1)), {("param", 0): param, ("exp_avg", 0): state}, {})
     assert member.fits

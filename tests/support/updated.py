@@ -143,7 +143,7 @@ KERNELS = {}  # shared by all tests
 
 def batches_of(parameters, reading, aligned=False, ranks=None):
     """Yields the parameters of each kind, with their batch."""
-    from lowmem.kernels import Batch, Kernels, is_line
+    from lowmem.kernels import Batch, Kernels
 
     kinds = {}
     for each in parameters:
@@ -151,9 +151,8 @@ def batches_of(parameters, reading, aligned=False, ranks=None):
         kinds.setdefault((each.kind(one(reading, 0)), each.layout.shape[1] == 1, spec), []).append(each)
     for like, of in kinds.items():
         if (like, aligned) not in KERNELS:
-            traced = of[0].traced(one(reading, 0))
-            line = is_line(traced, one_row=of[0].layout.shape[1] == 1)
-            KERNELS[like, aligned] = Kernels(traced, line=line, aligned=aligned)
+            traced, one_row = of[0].traced(one(reading, 0)), of[0].layout.shape[1] == 1
+            KERNELS[like, aligned] = Kernels(traced, one_row=one_row, aligned=aligned)
             KERNELS[like, aligned].compile()
         members = [each.member(n * len(each.numbers(1)), n) for n, each in enumerate(of)]
         yield of, Batch(KERNELS[like, aligned], members, ranks)
