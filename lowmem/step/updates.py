@@ -311,11 +311,8 @@ class Updates:
         columns = [shards, *([record.extra[name] for record in records] for name in records[0].extra)]
         columns += [[self._states[record.param][name] for record in records] for name in names]
         stacked, parts = [torch.stack(column) for column in columns], len(program.weight.parts)
-        weight, states = (
-            StoredTensor(program.weight, tuple(stacked[:parts])),
-            dict(zip(names, stacked[parts:], strict=True)),
-        )
-        self._run(Operands(records, stacked[0], weight, torch.stack(grads), states), decision)
+        weight, states = StoredTensor(program.weight, tuple(stacked[:parts])), zip(names, stacked[parts:], strict=True)
+        self._run(Operands(records, stacked[0], weight, torch.stack(grads), dict(states)), decision)
         for column, changed in zip(columns, stacked, strict=True):
             torch._foreach_copy_(column, changed.unbind())
         for record, shard in zip(records, shards, strict=True):
