@@ -145,16 +145,18 @@ class StepLoop:
     def claim_changed(self) -> None:
         """Claims parameters that were unfrozen, or have changed, since the last step."""
         if self.parameters.device != self.clipping.device:
-            self._follow(self.parameters.device)
+            self._move_to(self.parameters.device)
         for record in self.records.values():
             claim(record, self.parameters, self.hooks)
 
-    def _follow(self, device: torch.device) -> None:
-        """Moves everything to the device of the parameters, after `model.to(device)`."""
+    def _move_to(self, device: torch.device) -> None:
+        """Moves the tensors of a step to the device of the parameters, after `model.to(device)`."""
         self.updates.compilation.decide()
         self.clipping.device = device
-        for owner in map(vars, (self.clipping, self.clipping.scaler, self.report, self.updates.changes)):
-            owner.update({name: value.to(device) for name, value in owner.items() if isinstance(value, Tensor)})
+        for owner in (self.clipping, self.clipping.scaler, self.report, self.updates.changes):
+            for name, value in vars(owner).items():
+                if isinstance(value, Tensor):
+                    setattr(owner, name, value.to(device))
 
     # -- a backward runs -------------------------------------------------------------------------------------------
 

@@ -112,8 +112,12 @@ def copied(
             inputs[key].meta["val"] = value
     if (GRAD, 0) in args:  # sizes are symbols of tensors: Inductor's cache on disk has no guards for other arguments
         dims = args[GRAD, 0].shape
-        size_of, times = torch.ops.aten.sym_size.int, functools.partial(_times, graph)
+        size_of = torch.ops.aten.sym_size.int
         sizes: Any = [graph.call_function(size_of, (inputs[GRAD, 0], d)) for d, _ in enumerate(dims)]
+
+        def times(one: fx.Node, other: fx.Node) -> Any:
+            return graph.call_function(operator.mul, (one, other))
+
         batch, count, height, *cols = sizes
         width = functools.reduce(times, cols)
         matrix = (1, times(count, width)) if dims[2] == 1 else (times(count, height), width)
@@ -132,10 +136,6 @@ def copied(
     graph.eliminate_dead_code()
     placeholders = {key: node for key, node in inputs.items() if isinstance(node, fx.Node) and node.op == "placeholder"}
     return Graph(module(graph), placeholders, {key: copies[node] for key, node in results.items()})
-
-
-def _times(graph: fx.Graph, one: fx.Node, other: fx.Node) -> Any:
-    return graph.call_function(operator.mul, (one, other))
 
 
 def at_once(update: TracedUpdate, args: Arguments, sizes: Sizes) -> Graph:
