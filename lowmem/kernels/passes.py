@@ -26,7 +26,7 @@ def trace_tile(kind: Kind, reached: Pass, tile: TileSize) -> Graph:
     shape = (1, tile.rows, tile.cols)
     tensors = {
         (name, n): sizes.tensor((1, tile.rows, tile.cols // part.group), part.dtype, kind.device)
-        for name, storage in reached.storages(kind).items()
+        for name, storage in reached.storages.items()
         for n, part in enumerate(storage.parts)
     }
     args: Arguments = dict(tensors)
@@ -45,7 +45,7 @@ def trace_tile(kind: Kind, reached: Pass, tile: TileSize) -> Graph:
             noise = mix(values[NOISE_LINE] + values[NOISE_KEY])
             noise = torch.where(values[NOISE_HIGH] != 0, mix(noise + values[NOISE_HIGH]), noise)
             vectors["noise", ""] = noise + values[NOISE_LOW]
-        sums = reached.run(kind, values, vectors)
+        sums = reached.run(values, vectors)
         return {key: values[key] for key in tensors} if reached.writes else sums
 
     return Graph.of(results_of, args)

@@ -19,7 +19,7 @@ from torch import Tensor
 from lowmem.tiles.graph import realized, tied
 from lowmem.tiles.layout import Layout, Place, Rect
 from lowmem.tiles.tile import DIMS, Vectors
-from lowmem.tiles.traced import GRAD, Arguments, Kind, Pass
+from lowmem.tiles.traced import GRAD, Arguments, Pass
 
 # Form of a tile: (it has several batch slices, each slice is one row). Part of the cache key.
 Form = tuple[bool, bool]
@@ -124,15 +124,13 @@ def shape_of(grad: Tensor) -> tuple[Any, Any, Any]:
     return (batch, 1, count * width) if height == 1 else (batch, count * height, width)
 
 
-def run_in_blocks(kind: Kind, reached: Pass, args: Arguments) -> Vectors:
+def run_in_blocks(reached: Pass, args: Arguments) -> Vectors:
     """Calls the function of a pass with a tile in blocks, and returns the sums of the tile.
 
     args: includes the vectors of the pass: row [b, r], col [b, c], and scalar [b] or [].
     """
-    storages = reached.storages(kind)
-    args = args | {
-        (name, n): args[name, n].flatten(3) for name, storage in storages.items() for n, _ in enumerate(storage.parts)
-    }
+    parts = [(name, n) for name, storage in reached.storages.items() for n, _ in enumerate(storage.parts)]
+    args = args | {key: args[key].flatten(3) for key in parts}
     grad = args[GRAD, 0]
     batch, count, height, width = grad.shape
     is_line = height == 1
@@ -149,7 +147,7 @@ def run_in_blocks(kind: Kind, reached: Pass, args: Arguments) -> Vectors:
 
     vectors = {key: args[key] for key, *_ in reached.args if key[0] != "reading"}
     here = {key: broadcast(key[0], realized(value)) if value.ndim else value for key, value in vectors.items()}
-    return _summed(reached.run(kind, args, here), grad, is_line)
+    return _summed(reached.run(args, here), grad, is_line)
 
 
 def _summed(values: Vectors, grad: Tensor, is_line: bool) -> Vectors:

@@ -144,7 +144,7 @@ def at_once(update: TracedUpdate, args: Arguments, sizes: Sizes) -> Graph:
 
     def sums_of(into: fx.Graph, n: int, given: Arguments) -> Any:
         reached = update.passes[n]
-        function = functools.partial(run_in_blocks, kind, reached)
+        function = functools.partial(run_in_blocks, reached)
         traced = Graph.of(function, args | fake(reached.args, shape, sizes, kind.device))
         single, select = given["numbers", "single"], torch.ops.aten.select.int
         numbers = {("scalar", k): into.call_function(select, (single, 0, i)) for i, k in enumerate(kind.numbers)}
@@ -173,8 +173,8 @@ class Stage(TileCode):
     """
 
     def __init__(self, kind: Kind, reached: Pass, before: Code | None) -> None:
-        function = functools.partial(run_in_blocks, kind, reached)
-        super().__init__(kind, reached.storages(kind), reached.args, lambda args, _: Graph.of(function, args))
+        function = functools.partial(run_in_blocks, reached)
+        super().__init__(kind, reached.storages, reached.args, lambda args, _: Graph.of(function, args))
         self.reached, self.before = reached, before
 
     def __call__(self, raw: RawTile) -> Vectors:

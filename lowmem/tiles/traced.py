@@ -114,30 +114,26 @@ class Kind(NamedTuple):
 class Pass(NamedTuple):
     """A pass over the tiles.
 
-    body: its function.  full: the states that it reads, by the names that it uses.  args: the other arguments of a tile
-    (scalars of the reading, numbers of the rule, and vectors).  vectors: their names.  sums: kind and name of each.
-    writes: whether the pass calls `apply`, so that no pass follows.  node: its arguments are vectors and its users are
-    sums.
+    body: its function.  full: the states that it reads, by the names that it uses.  storages: storages of the tile's
+    tensors that it reads, by name.  args: the other arguments of a tile (scalars of the reading, numbers of the rule,
+    and vectors).  vectors: their names.  sums: kind and name of each.  writes: whether the pass calls `apply`, so that
+    no pass follows.  node: its arguments are vectors and its users are sums.
     """
 
     body: Callable[[RawTile], Vectors | None]
     full: Mapping[str, str]
+    storages: Mapping[str, Storage]
     args: Signature
     vectors: Sequence[Key]
     sums: Sequence[Key]
     writes: bool
     node: Any = None
 
-    def storages(self, kind: Kind) -> dict[str, Storage]:
-        """Returns the storages of a tile's tensors that the pass reads, by name."""
-        storages = dict(kind.storages)
-        return {name: storages[name] for name in (GRAD, "param", *self.full.values())}
-
-    def run(self, kind: Kind, args: Arguments, vectors: Vectors) -> Vectors:
+    def run(self, args: Arguments, vectors: Vectors) -> Vectors:
         """Calls the function with these vectors, and with the tensors of a tile and of the reading among `args`."""
         tensors = {
             name: StoredTensor(storage, tuple(args[name, n] for n, _ in enumerate(storage.parts)))
-            for name, storage in self.storages(kind).items()
+            for name, storage in self.storages.items()
         }
         full = {name: tensors[state] for name, state in self.full.items()}
         return self.body(RawTile(args[GRAD, 0], tensors["param"], reading_of(args), full, vectors)) or {}
@@ -167,6 +163,7 @@ class Passes(Tiles):
         self.shape = args["size", 0], args["size", 1], args["size", 2]
         self.reading, self.keys = reading_of(args), args.get(("key", ""))
         self.scalars = Scalars(kind.numbers, args["numbers", "single"], args["numbers", "double"])
+        self._storages = dict(kind.storages)
         with _disable_current_modes():
             self.full = {name: self._one_group(storage, kind.group) for name, storage in kind.storages}
         (self._grad,), self.weight = self.full.pop(GRAD).parts, self.full.pop("param")
@@ -194,7 +191,8 @@ class Passes(Tiles):
                 here = {key: torch.zeros(() if tail is None else (1, 1, 1), dtype=dtype) for key, dtype, tail in args}
                 sums = [*body(RawTile(self._grad, self.weight, reading_of(here), full, here))]
         names = {name: self._names[held] for name, held in full.items()}
-        self.passes.append(Pass(body, names, args, tuple(read), sums, writes))
+        storages = {name: self._storages[name] for name in (GRAD, "param", *names.values())}
+        self.passes.append(Pass(body, names, storages, args, tuple(read), sums, writes))
         kinds = [kind for kind, _ in sums]
         totals = OVER_TILES([*read.values()], len(self.passes) - 1, kinds, self.shape, self.device)
         return dict(zip(sums, totals, strict=True))
