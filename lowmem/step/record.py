@@ -155,9 +155,9 @@ class Operands(NamedTuple):
     @property
     def key(self) -> tuple[Any, ...]:
         """The properties that the compiled update of a parameter depends on. `states` may have values of users."""
-        tensors = [each for each in (*self.weight.parts, *self.states.values()) if isinstance(each, Tensor)]
-        grad, pointers = self.grad, [each.data_ptr() for each in tensors]
-        return self.records[0].program, grad.dtype, grad.is_contiguous(), grad.data_ptr() % 16 == 0, pointers
+        records, _, weight, grad, states = self
+        pointers = [each.data_ptr() for each in (*weight.parts, *states.values()) if isinstance(each, Tensor)]
+        return records[0].program, grad.dtype, grad.is_contiguous(), grad.data_ptr() % 16 == 0, pointers
 
 
 def store(records: Sequence[ParamRecord], result: Result) -> None:
