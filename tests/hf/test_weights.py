@@ -34,10 +34,10 @@ MODELS = {
     },
     # three weights are combined into one tensor in files
     "nomic_bert": {"model_type": "nomic_bert"},
-    # rows are interleaved in files
+    # rows are interleaved in files, and since transformers 5.24 the head has more rows there
     "inkling2": {
         "model_type": "inkling2_text", "n_routed_experts": 4, "swa_num_attention_heads": 4, "swa_head_dim": 8,
-        "swa_num_key_value_heads": 2, "d_rel": 4, **EXPERTS,
+        "swa_num_key_value_heads": 2, "d_rel": 4, "unpadded_vocab_size": 60, **EXPERTS,
     },
 }  # fmt: skip
 MODELS = {kind: model for kind, model in MODELS.items() if model["model_type"] in CONFIG_MAPPING}  # of this version
