@@ -56,7 +56,8 @@ def unsupported(packages):
 
 if __name__ == "__main__":
     entries = {package: entry(package) for package in PACKAGES}
-    lines = ["| classes of | same weights | also sharded |", "| --- | --- | --- |", *(row for row, _ in entries.values())]
+    lines = ["| classes of | same weights | also sharded |", "| --- | --- | --- |"]
+    lines += [row for row, _ in entries.values()]
     lines += ["", "| unsupported, because they | classes |", "| --- | --- |"]
     lines += unsupported({package: refused for package, (_, refused) in entries.items()})
     begin, end = "<!-- judges -->\n", "<!-- /judges -->"
