@@ -15,7 +15,7 @@ from transformers.trainer_utils import has_length
 
 from lowmem.errors import ConfigError, LowmemError
 from lowmem.hf.arguments import Inputs
-from lowmem.hf.resuming import steps_with_completions
+from lowmem.hf.resuming import evaluation_is_missing, steps_with_completions
 from lowmem.placements import in_group, streaming_of
 from lowmem.run import build, data, plan, precheck, publishing, reductions, report
 from lowmem.run.boundary import blaming, blaming_libraries, is_out_of_memory, reason
@@ -47,7 +47,7 @@ def train(recipe: Recipe) -> int | None:
         topics = {**describe(trainer), "data": counts}
         print_topics(topics)
         _require_metric(trainer)
-        first_step, stop = _FirstStep(recipe, folder), _StopOnSignal()
+        first_step, stop = _FirstStep(recipe, folder), _StopOnSignal(trainer)
         trainer.add_callback(first_step)
         trainer.add_callback(stop)
         with report.RunReport(folder.path).attached(trainer):
@@ -104,9 +104,10 @@ class _StopOnSignal(TrainerCallback):  # type: ignore[misc]
     second Ctrl-C ends it at once. A second SIGTERM does not, because a cluster and a launcher may both send one.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, trainer: Any) -> None:
         self.number: int | None = None  # the signal that has ended training
         self._received = 0
+        self._trainer = trainer
 
     @contextmanager
     def handling(self) -> Iterator[None]:
@@ -125,6 +126,16 @@ class _StopOnSignal(TrainerCallback):  # type: ignore[misc]
         finally:
             for number, handler in handlers.items():
                 signal.signal(number, handler)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Evaluates the weights of the checkpoint, if the stop after this step skipped their evaluation."""
+        if not evaluation_is_missing(args, state, at_epoch_end=self._trainer._position.start[1] == 0):
+            return
+        control.should_evaluate = True
+        self._trainer._maybe_log_save_evaluate(None, None, self._trainer.model, None, state.epoch, None, 0.0)
+        control.should_evaluate = False
+        if self.number is not None:  # this evaluation was stopped, too, so training ends after its first step
+            self._received, self.number, control.should_training_stop = self.number, None, False
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._stop(args, state, control)
