@@ -16,10 +16,10 @@ from torch.distributed.fsdp import FSDPModule
 from lowmem.errors import ConfigError, UnsupportedError
 from lowmem.placements import nbytes, shape_of, streaming_of
 from lowmem.run import images
-from lowmem.run.description import describe, recomputed
+from lowmem.run.description import describe
 from lowmem.run.fake import LONGEST, MICRO_BATCHES, offloaded_to_nvme, running
 from lowmem.run.fake_ranks import fake_ranks
-from lowmem.run.memory import ACTIVATIONS, BUFFERS, STATES, WEIGHTS, StepMemory
+from lowmem.run.memory import BUFFERS, STATES, WEIGHTS, StepMemory
 from lowmem.run.recipe import Recipe
 from lowmem.step.room import HEADROOM
 from lowmem.tiles.quantized import in_codes, is_quantized
@@ -79,40 +79,39 @@ def plan(recipe: Recipe, ranks: int = 1, memory: int | None = None) -> RunPlan:
     """
     _ = recipe.config  # raises first
     require_plannable(recipe, ranks)
-    in_files = recipe.fused is not None and recipe.fused.home != "host"  # of a streamed model
-    device = DEVICES[recipe.device or "gpu"]
     _ = recipe.optimizer  # raises before weights are fake
-    zero3 = bool(recipe.training.deepspeed)
-    nvme = offloaded_to_nvme(recipe.training) if zero3 else None
-    with fake_ranks(ranks, device, zero3=zero3) if ranks > 1 else nullcontext():
+    device = DEVICES[recipe.device or "gpu"]
+    on_gpu = device.type != "cpu"
+    with fake_ranks(ranks, device, zero3=bool(recipe.training.deepspeed)) if ranks > 1 else nullcontext():
         recipe = recipe.having()  # parses its arguments again, for these ranks
+        buffers = _disk_buffers(recipe)
         with running(recipe, device) as run:
-            trainer, args = run.trainer, run.trainer.args
-            step, streaming = run.step(), streaming_of(trainer.model)
-            converts = (recipe.config.dtype or recipe.dtype) != recipe.dtype
-            shown = images.described(run.trainer.train_dataset[0]) if images.sees(recipe.config) else ""
+            trainer = run.trainer
+            step = run.step()
             summary = describe(trainer)
-            if device.type != "cpu" and trainer.optimizer.policy == "deferred" and step.host_gradients:
-                step, summary["gradients"] = _store(step, trainer, memory)
-            phases = _phases(trainer, step, ranks, on_cpu=device.type == "cpu", converts=converts)
-            if streaming is not None and (in_files or device.type != "cpu"):
-                summary["copies"] = _copies(step, streaming, args)
-    if nvme is not None or in_files:
-        options = nvme or {"buffer_count": 0}
-        buffers = options.get("buffer_count", 5) * options.get("buffer_size", 10**8) * recipe.dtype.itemsize
-        for name, each in phases.items():
-            moved = step.host_weights + (0 if name == "load" else step.host_states)
-            left = 0 if in_files and converts and name == "load" else moved  # converted before they are moved
-            phases[name] = Phase(each.device, max(0, each.host - left) + buffers, each.disk + ranks * moved)
-    micro = f"{args.gradient_accumulation_steps} micro-batches of " if args.gradient_accumulation_steps > 1 else ""
-    rows = f"{micro}{args.per_device_train_batch_size} x {args.max_length or LONGEST} tokens{shown}"
-    return RunPlan(step, phases, {**summary, "step": rows}, RESERVE[recipe.device or "gpu"])
+            if on_gpu and step.host_gradients and trainer.optimizer.policy == "deferred":
+                step, summary["gradients"] = _store(step, trainer.optimizer, memory)
+            if on_gpu and (streaming := streaming_of(trainer.model)) is not None:
+                summary["copies"] = _copies(step, streaming, trainer.args)
+            summary["step"] = _batch_in_words(trainer, recipe.config)
+            converts = (recipe.config.dtype or recipe.dtype) != recipe.dtype
+            phases = _phases(trainer, step, ranks, converts=converts)
+    if buffers is not None:
+        streamed = not recipe.training.deepspeed
+        phases = _moved_to_disk(phases, step, ranks, buffers, after_loading=streamed and converts)
+    return RunPlan(step, phases, summary, RESERVE[recipe.device or "gpu"])
 
 
-def _store(step: StepMemory, trainer: Any, memory: int | None) -> tuple[StepMemory, str]:
-    """Divides the stored gradients between a device with `memory` bytes and the host, and describes the division."""
+def _batch_in_words(trainer: Any, config: Any) -> str:
+    """Describes the micro-batches of a step, and the images in a row."""
     args = trainer.args
-    optimizer = trainer.optimizer
+    micro = f"{args.gradient_accumulation_steps} micro-batches of " if args.gradient_accumulation_steps > 1 else ""
+    shown = images.described(trainer.train_dataset[0]) if images.sees(config) else ""
+    return f"{micro}{args.per_device_train_batch_size} x {args.max_length or LONGEST} tokens{shown}"
+
+
+def _store(step: StepMemory, optimizer: Any, memory: int | None) -> tuple[StepMemory, str]:
+    """Divides the stored gradients between a device with `memory` bytes and the host, and describes the division."""
     automatic = optimizer._parameters.config.store_bytes is None
     on_device = 0
     if automatic and memory is not None:
@@ -124,18 +123,7 @@ def _store(step: StepMemory, trainer: Any, memory: int | None) -> tuple[StepMemo
     if automatic and memory is None:
         text += ", less if the device has room (--memory)"
     if on_host:
-        seconds = 2 * on_host / LINK
-        text += f": {seconds:,.1f} s of copies per micro-batch at {LINK / 1e9:.0f} GB/s"
-        others = args.gradient_accumulation_steps - 1
-        if others:
-            more = others * step.items[ACTIVATIONS] / 2**30
-            text += f". One batch in place of {others + 1} saves {others * seconds:,.1f} s and takes "
-            text += f"about {more:,.2f} GiB more"
-        elif optimizer.placement == "local":
-            tokens = args.per_device_train_batch_size * (args.max_length or LONGEST)
-            passes = 6 if recomputed(args) else 4  # operations per token and parameter
-            work = passes * tokens * sum(param.numel() for param in trainer.model.parameters())
-            text += f". A second backward (policy two_pass) would take {work / 100e12:,.1f} s at 100 TFLOP/s"
+        text += f": {2 * on_host / LINK:,.1f} s of copies per micro-batch at {LINK / 1e9:.0f} GB/s"
     return replace(step, host_peak=step.host_peak - on_device), text
 
 
@@ -145,20 +133,45 @@ def _copies(step: StepMemory, streaming: Any, args: Any) -> str:
     fetched, written, again = step.copied
     fetched += again * max(0, args.gradient_accumulation_steps - MICRO_BATCHES)  # the plan has no more
     seconds, tokens = max(fetched, written) / LINK, width * 100e12 / (2 * LINK)
-    copies = f"{fetched / 1e9:,.2f} GB to the device and {written / 1e9:,.2f} GB back in a step"
-    if streaming.device.type == "cpu":
-        return copies
     return (
-        f"{copies}: {seconds:,.1f} s at {LINK / 1e9:.0f} GB/s. They are hidden if a forward pass has {tokens:,.0f} "
-        "tokens for each 100 TFLOP/s that the device reaches"
+        f"{fetched / 1e9:,.2f} GB to the device and {written / 1e9:,.2f} GB back in a step: {seconds:,.1f} s at "
+        f"{LINK / 1e9:.0f} GB/s. They are hidden if a forward pass has {tokens:,.0f} tokens for each 100 TFLOP/s that "
+        "the device reaches"
     )
 
 
-def _phases(trainer: Any, step: StepMemory, ranks: int, *, on_cpu: bool, converts: bool) -> dict[str, Phase]:
-    """Returns the phases of a run. Weights and states are loaded and saved one parameter at a time. `converts` is true
-    if the files have weights in another dtype.
+def _disk_buffers(recipe: Recipe) -> int | None:
+    """Returns the bytes of host buffers through which weights on a disk are copied, or None if there are no weights on
+    a disk.
+    """
+    if recipe.fused is not None and recipe.fused.home != "host":
+        return 0
+    options = offloaded_to_nvme(recipe.training) if recipe.training.deepspeed else None
+    if options is None:
+        return None
+    return options.get("buffer_count", 5) * options.get("buffer_size", 10**8) * recipe.dtype.itemsize
+
+
+def _moved_to_disk(
+    phases: dict[str, Phase], step: StepMemory, ranks: int, buffers: int, *, after_loading: bool
+) -> dict[str, Phase]:
+    """Moves the weights and states on the host to the disk. after_loading: weights are complete on the host until they
+    have been converted.
+    """
+    moved_phases = {}
+    for name, (device, host, disk) in phases.items():
+        moved = step.host_weights + (0 if name == "load" else step.host_states)
+        stays = after_loading and name == "load"
+        moved_phases[name] = Phase(device, max(0, host if stays else host - moved) + buffers, disk + ranks * moved)
+    return moved_phases
+
+
+def _phases(trainer: Any, step: StepMemory, ranks: int, *, converts: bool) -> dict[str, Phase]:
+    """Returns the phases of a run. Weights and states are loaded and saved one parameter at a time. converts: the files
+    have weights in another dtype.
     """
     args, sharded = trainer.args, trainer.optimizer.placement in ("zero3", "fsdp2")
+    on_cpu = args.device.type == "cpu"
     weights = _weights(trainer.model)
     gathered = 0
     if sharded:
@@ -169,22 +182,23 @@ def _phases(trainer: Any, step: StepMemory, ranks: int, *, on_cpu: bool, convert
     # quantized weights are saved twice: rounded, as a model of transformers, and with the states of the optimizer
     codes = sum(nbytes(param) for param in trainer.model.parameters() if is_quantized(param))
     checkpoint = sum(weights) + (0 if args.save_only_model else states + codes)
-    kept = 0 if args.save_strategy == "no" else args.save_total_limit or _saves(args)
-    load = _load(trainer, step, ranks, on_cpu=on_cpu, converts=converts)
+    count = 0 if args.save_strategy == "no" else args.save_total_limit or _saves(args)
+    load = _load(trainer, step, ranks, converts=converts)
     saved = Phase(step.rest + gathered, 0 if on_cpu else step.host_peak + max(weights))
     phases = {"load": load, "step": Phase(step.peak, step.host_peak)}
     if step.evaluation:
         phases["evaluation"] = Phase(step.evaluation, step.host_weights + step.host_states)
-    if kept:
-        phases["save"] = saved._replace(disk=(kept + 1) * checkpoint)
-        phases["resume"] = Phase(max(load.device, saved.device), max(load.host, saved.host), kept * checkpoint)
-    phases["end"] = saved._replace(disk=kept * checkpoint + sum(weights))
+    if count:
+        phases["save"] = saved._replace(disk=(count + 1) * checkpoint)
+        phases["resume"] = Phase(max(load.device, saved.device), max(load.host, saved.host), count * checkpoint)
+    phases["end"] = saved._replace(disk=count * checkpoint + sum(weights))
     return phases
 
 
-def _load(trainer: Any, step: StepMemory, ranks: int, *, on_cpu: bool, converts: bool) -> Phase:
+def _load(trainer: Any, step: StepMemory, ranks: int, *, converts: bool) -> Phase:
     """Returns the memory of loading. On the host, weights that are not converted are pages of the mapped files."""
     placement, quantizes = trainer.optimizer.placement, in_codes(trainer.model)
+    on_cpu = trainer.args.device.type == "cpu"
     weights, unit = _weights(trainer.model), _largest_unit(trainer.model, placement)
     by_rows = placement == "fsdp2"
     more = on_host = 0  # bytes beyond the weights of the rank
