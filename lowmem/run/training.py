@@ -22,7 +22,7 @@ from lowmem.run.boundary import blaming, blaming_libraries, is_out_of_memory, re
 from lowmem.run.description import describe
 from lowmem.run.folder import RunFolder
 from lowmem.run.recipe import Recipe
-from lowmem.run.terminal import out, print_topics, rank, stage, train_command, warn
+from lowmem.run.terminal import out, print_topics, rank, stage, warn
 
 
 def train(recipe: Recipe) -> int | None:
@@ -32,7 +32,7 @@ def train(recipe: Recipe) -> int | None:
         The signal that stopped the run after it saved a checkpoint, or None if the run is complete.
     """
     Inputs(None, recipe.training, None, recipe.fused).check_before_loading()
-    folder = RunFolder(Path(recipe.training.output_dir), recipe.training.resume_from_checkpoint, rank())
+    folder = RunFolder(Path(recipe.training.output_dir), recipe.training.resume_from_checkpoint)
     with folder.opened(), _with_advice(recipe, folder):
         checkpoint = folder.start()
         if not recipe.options.force:
@@ -63,7 +63,7 @@ def train(recipe: Recipe) -> int | None:
             distributed.barrier()
             distributed.destroy_process_group()
     if rank() == 0:
-        _print_end(recipe.command, trainer, folder.path, stopped=stop.number is not None)
+        _print_end(recipe, trainer, folder, stopped=stop.number is not None)
     return stop.number
 
 
@@ -171,18 +171,18 @@ class _StopOnSignal(TrainerCallback):  # type: ignore[misc]
         return bool(number)
 
 
-def _print_end(command: str, trainer: Any, run_dir: Path, *, stopped: bool) -> None:
+def _print_end(recipe: Recipe, trainer: Any, folder: RunFolder, *, stopped: bool) -> None:
     """Prints how the run ended, and how to continue it or use its results."""
     if stopped:
-        again = train_command(command, run_dir, trainer.args.save_only_model)
-        out.print(f"stopped at step {trainer.state.global_step}; continue with: {again}", style="bold", soft_wrap=True)
+        end = f"stopped at step {trainer.state.global_step}; continue with: {folder.train_command(recipe)}"
+        out.print(end, style="bold", soft_wrap=True)
         return
     out.print("done", style="bold")
-    topics = {"results": f"{run_dir}: model, config.yaml, metrics.jsonl, loss.png"}
+    topics = {"results": f"{folder.path}: model, config.yaml, metrics.jsonl, loss.png"}
     code = getattr(trainer.model.config, "auto_map", None)  # `generate` does not execute it
     fits = streaming_of(trainer.model) is None  # `generate` loads the model as a whole
     if fits and trainer.model.can_generate() and not code:
-        topics["try it"] = f"lowmem generate {shlex.quote(str(run_dir))} 'a prompt'"
+        topics["try it"] = f"lowmem generate {shlex.quote(str(folder.path))} 'a prompt'"
     print_topics(topics)
 
 
@@ -193,8 +193,7 @@ def _with_advice(recipe: Recipe, folder: RunFolder) -> Iterator[None]:
         yield
     except Exception as error:
         if is_out_of_memory(error):
-            command = train_command(recipe.command, folder.path, recipe.training.save_only_model)
-            again = f" Then continue with: {command}" if folder.begun else ""
+            again = f" Then continue with: {folder.train_command(recipe)}" if folder.begun else ""
             advice = ""
             with suppress(Exception):  # the first error matters more
                 if found := ", ".join(each.words for each in reductions.reductions(recipe)):
