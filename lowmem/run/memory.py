@@ -191,10 +191,8 @@ class StepMemory:
     items: dict[str, int]  # kind → bytes on the model's device
     during: str  # the part of the step with the peak
     host_peak: int  # bytes on the host, if the model is on a GPU
+    on_host: Counter[str]  # kind → bytes of all storages on the host; of gradients, those that are offloaded
     largest_gradient: int
-    host_weights: int = 0  # bytes of weights on the host
-    host_states: int = 0
-    host_gradients: int = 0  # offloaded gradients
     # bytes of streamed weights and states: to the device, back, and to the device per micro-batch except the last
     copied: tuple[int, int, int] = (0, 0, 0)
     evaluation: int = 0  # bytes at the peak of an evaluation after the step; 0 without one
@@ -263,10 +261,8 @@ def step_memory(
         items={kind: int(row[peak]) for kind, row in zip(KINDS, live, strict=True)},
         during="backward" if any(peak in moments for moments in tracker.backwards) else "forward",
         host_peak=int(host.max()),
+        on_host=on_host,
         largest_gradient=max((each.nbytes for each in tracker.allocations if each.kind == GRADIENTS), default=0),
-        host_weights=on_host[WEIGHTS],
-        host_states=on_host[STATES],
-        host_gradients=on_host[GRADIENTS],
         copied=copied,
         evaluation=0 if evaluate is None else int(total[end:].max()),
     )

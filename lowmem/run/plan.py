@@ -19,7 +19,7 @@ from lowmem.run import images
 from lowmem.run.description import describe
 from lowmem.run.fake import LONGEST, MICRO_BATCHES, offloaded_to_nvme, running
 from lowmem.run.fake_ranks import fake_ranks
-from lowmem.run.memory import BUFFERS, STATES, WEIGHTS, StepMemory
+from lowmem.run.memory import BUFFERS, GRADIENTS, STATES, WEIGHTS, StepMemory
 from lowmem.run.recipe import Recipe
 from lowmem.step.room import HEADROOM
 from lowmem.tiles.quantized import in_codes, is_quantized
@@ -89,7 +89,7 @@ def plan(recipe: Recipe, ranks: int = 1, memory: int | None = None) -> RunPlan:
             trainer = run.trainer
             step = run.step()
             summary = describe(trainer)
-            if on_gpu and step.host_gradients and trainer.optimizer.policy == "deferred":
+            if on_gpu and step.on_host[GRADIENTS] and trainer.optimizer.policy == "deferred":
                 step, summary["gradients"] = _store(step, trainer.optimizer, memory)
             if on_gpu and (streaming := streaming_of(trainer.model)) is not None:
                 summary["copies"] = _copies(step, streaming, trainer.args)
@@ -115,8 +115,8 @@ def _store(step: StepMemory, optimizer: Any, memory: int | None) -> tuple[StepMe
     automatic = optimizer._parameters.config.store_bytes is None
     on_device = 0
     if automatic and memory is not None:
-        on_device = min(step.host_gradients, max(0, int(memory * (1 - HEADROOM)) - step.peak))
-    on_host = step.host_gradients - on_device
+        on_device = min(step.on_host[GRADIENTS], max(0, int(memory * (1 - HEADROOM)) - step.peak))
+    on_host = step.on_host[GRADIENTS] - on_device
     places = ((on_device, "device"), (on_host, "host"))
     text = " and ".join(f"{nbytes / 2**30:,.2f} GiB on the {place}" for nbytes, place in places if nbytes)
     text += " until the step is decided"
@@ -160,7 +160,7 @@ def _moved_to_disk(
     """
     moved_phases = {}
     for name, (device, host, disk) in phases.items():
-        moved = step.host_weights + (0 if name == "load" else step.host_states)
+        moved = step.on_host[WEIGHTS] + (0 if name == "load" else step.on_host[STATES])
         stays = after_loading and name == "load"
         moved_phases[name] = Phase(device, max(0, host if stays else host - moved) + buffers, disk + ranks * moved)
     return moved_phases
@@ -178,7 +178,7 @@ def _phases(trainer: Any, step: StepMemory, ranks: int, *, converts: bool) -> di
         gathered = max(weights) + max(weights) // ranks  # plus the padded shard
     elif in_codes(trainer.model):
         gathered = max(weights)
-    states = (step.items[STATES] + step.host_states) * (ranks if sharded else 1)
+    states = (step.items[STATES] + step.on_host[STATES]) * (ranks if sharded else 1)
     # quantized weights are saved twice: rounded, as a model of transformers, and with the states of the optimizer
     codes = sum(nbytes(param) for param in trainer.model.parameters() if is_quantized(param))
     checkpoint = sum(weights) + (0 if args.save_only_model else states + codes)
@@ -187,7 +187,7 @@ def _phases(trainer: Any, step: StepMemory, ranks: int, *, converts: bool) -> di
     saved = Phase(step.rest + gathered, 0 if on_cpu else step.host_peak + max(weights))
     phases = {"load": load, "step": Phase(step.peak, step.host_peak)}
     if step.evaluation:
-        phases["evaluation"] = Phase(step.evaluation, step.host_weights + step.host_states)
+        phases["evaluation"] = Phase(step.evaluation, step.on_host[WEIGHTS] + step.on_host[STATES])
     if count:
         phases["save"] = saved._replace(disk=(count + 1) * checkpoint)
         phases["resume"] = Phase(max(load.device, saved.device), max(load.host, saved.host), count * checkpoint)
@@ -218,13 +218,13 @@ def _load(trainer: Any, step: StepMemory, ranks: int, *, converts: bool) -> Phas
             more = max(weights)
         one_by_one = ranks == 1 and placement != "streamed" and not (on_cpu or quantizes)  # to the GPU
         if converts and not one_by_one:
-            on_host = sum(weights) - step.host_weights  # streamed weights get their home layer by layer
+            on_host = sum(weights) - step.on_host[WEIGHTS]  # streamed weights get their home layer by layer
         elif converts or quantizes:
             on_host = max(weights)
     held = step.items[WEIGHTS] + step.items[BUFFERS]
     if on_cpu:
         return Phase(max(held + more, on_host + (held if by_rows else 0)))
-    return Phase(held + more, step.host_weights + on_host)
+    return Phase(held + more, step.on_host[WEIGHTS] + on_host)
 
 
 def _weights(model: Any) -> list[int]:
