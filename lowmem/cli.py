@@ -270,8 +270,7 @@ def generate(command: argparse.Namespace, rest: Sequence[str]) -> None:
     _quiet()
     from lowmem.run import generation
 
-    options = {name: getattr(command, name) for name in ("system", "image", "max_new_tokens", "temperature", "seed")}
-    generation.generate(command.run_dir, command.prompt, **options)
+    generation.generate(command)
 
 
 def _table(*headings: str, numbers: Sequence[str]) -> Table:
