@@ -195,17 +195,17 @@ def plan(command: argparse.Namespace, rest: Sequence[str]) -> int:
     out.print("", _step_table(planned.step), "", _phase_table(planned, ranks), sep="\n")
     figures = {"device": recipe.device, "ranks": ranks, **planned.figures(), "memory": memory, "reductions": {}}
     fits = memory is None or planned.needed <= memory
-    found: Recipe | None = recipe
+    fitting: Recipe | None = recipe
     if memory is not None:
         margin = f"{size(abs(memory - planned.needed))} {'to spare' if fits else 'too much'}"
         verdict = "fits in" if fits else "does not fit in"
         out.print(f"\n{verdict} {size(memory)}: {margin}", style="bold")
         if not fits:
-            found, figures["reductions"] = _fitting(recipe, ranks, memory)
+            fitting, figures["reductions"] = _fitting(recipe, ranks, memory)
     if options.json is not None:
         write_file(options.json, (json.dumps(figures, indent=2) + "\n").encode())
-    if options.write is not None and found is not None:
-        write_file(options.write, found.to_yaml().encode())
+    if options.write is not None and fitting is not None:
+        write_file(options.write, fitting.to_yaml().encode())
         out.print(f"written: {options.write}", soft_wrap=True)
     return 0 if fits else 1
 

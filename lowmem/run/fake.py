@@ -79,7 +79,7 @@ class FakeRun(NamedTuple):
     def step(self) -> StepMemory:
         """Records as many steps as a plan needs, and an evaluation if the run evaluates."""
         trainer, args = self.trainer, self.trainer.args
-        with blaming_libraries("the memory of a step cannot be found"):
+        with blaming_libraries("the memory of a step cannot be predicted"):
             return step_memory(
                 trainer.model.train(),
                 trainer.create_optimizer,

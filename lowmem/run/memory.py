@@ -39,6 +39,8 @@ WEIGHTS, STATES, BUFFERS = "weights", "optimizer states", "buffers and batch"
 GRADIENTS, ACTIVATIONS, TEMPORARIES = "gradients", "activations", "temporaries"
 KINDS = (WEIGHTS, STATES, BUFFERS, GRADIENTS, ACTIVATIONS, TEMPORARIES)
 
+_RESIZE = torch.UntypedStorage.resize_
+
 
 @dataclass(eq=False)
 class _Allocation:
@@ -73,26 +75,16 @@ class _Tracker(TorchDispatchMode, Observer):
             self._allocation(value)
         return result
 
-    def __enter__(self) -> "_Tracker":
-        resize, tracker = torch.UntypedStorage.resize_, self
-
-        def resize_(storage: torch.UntypedStorage, size: int) -> None:  # frees weights, but is not dispatched
-            resize(storage, size)
-            old = tracker._by_storage.get(storage)
-            if old is None:
-                tracker._allocate(storage, storage.device)
-            elif old.nbytes != storage.nbytes():
-                tracker._release(old)
-                new = tracker._allocate(storage, old.device)
-                new.kind = WEIGHTS if old.kind == WEIGHTS else ""  # a streamed layer
-
-        self._resizing = patch.object(torch.UntypedStorage, "resize_", resize_)
-        self._resizing.start()
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self._resizing.stop()
+    def resize(self, storage: torch.UntypedStorage, size: int) -> None:
+        """Replaces `UntypedStorage.resize_`, which frees weights, but is not dispatched."""
+        _RESIZE(storage, size)
+        old = self._by_storage.get(storage)
+        if old is None:
+            self._allocate(storage, storage.device)
+        elif old.nbytes != storage.nbytes():
+            self._release(old)
+            new = self._allocate(storage, old.device)
+            new.kind = WEIGHTS if old.kind == WEIGHTS else ""  # a streamed layer
 
     def label(self, tensors: Iterable[Tensor], kind: str) -> None:
         """Sets the kind of the tensors' storages. Weights, states and buffers count from the beginning."""
@@ -238,7 +230,8 @@ def step_memory(
     tracker.label([*(buffer for each in models for buffer in each.buffers()), *batch], BUFFERS)
     tracker.now = 0
     fetched = list[int]()  # bytes of streamed weights up to the end of each micro-batch
-    with tracker:
+    resizing = patch.object(torch.UntypedStorage, "resize_", lambda storage, size: tracker.resize(storage, size))
+    with tracker, resizing:
         optimizer = make_optimizer()
         optimizer._updates.observer = tracker
         for number, loss in enumerate([*losses] * steps, start=1):

@@ -119,7 +119,7 @@ def _store(step: StepMemory, optimizer: Any, memory: int | None) -> tuple[StepMe
     on_host = step.on_host[GRADIENTS] - on_device
     places = ((on_device, "device"), (on_host, "host"))
     text = " and ".join(f"{nbytes / 2**30:,.2f} GiB on the {place}" for nbytes, place in places if nbytes)
-    text += " until the step is decided"
+    text += " until the update"
     if automatic and memory is None:
         text += ", less if the device has room (--memory)"
     if on_host:
@@ -221,10 +221,10 @@ def _load(trainer: Any, step: StepMemory, ranks: int, *, converts: bool) -> Phas
             on_host = sum(weights) - step.on_host[WEIGHTS]  # streamed weights get their home layer by layer
         elif converts or quantizes:
             on_host = max(weights)
-    held = step.items[WEIGHTS] + step.items[BUFFERS]
+    resident = step.items[WEIGHTS] + step.items[BUFFERS]
     if on_cpu:
-        return Phase(max(held + more, on_host + (held if by_rows else 0)))
-    return Phase(held + more, step.on_host[WEIGHTS] + on_host)
+        return Phase(max(resident + more, on_host + (resident if by_rows else 0)))
+    return Phase(resident + more, step.on_host[WEIGHTS] + on_host)
 
 
 def _weights(model: Any) -> list[int]:

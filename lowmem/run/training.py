@@ -196,8 +196,8 @@ def _with_advice(recipe: Recipe, folder: RunFolder) -> Iterator[None]:
             again = f" Then continue with: {folder.train_command(recipe)}" if folder.begun else ""
             advice = ""
             with suppress(Exception):  # the first error matters more
-                if found := ", ".join(each.words for each in reductions.reductions(recipe)):
-                    advice = f" Arguments that reduce the memory of a step: {found}."
+                if arguments := ", ".join(each.words for each in reductions.reductions(recipe)):
+                    advice = f" Arguments that reduce the memory of a step: {arguments}."
                 plan.require_plannable(recipe, recipe.training.world_size)
                 advice += " `lowmem plan` shows by how much."
             raise LowmemError(f"out of memory: {reason(error)}.{advice}{again}") from error
