@@ -20,7 +20,7 @@ from trl import get_peft_config, get_quantization_config
 from lowmem.errors import ConfigError, DataError, LowmemError
 from lowmem.run.boundary import blaming, reason
 from lowmem.run.recipe import Recipe
-from lowmem.trainer import FusedSFTTrainer, FusedTrainerMixin
+from lowmem.trainer import FusedTrainerMixin
 
 # Commands whose trainers take reward functions.
 _WITH_REWARDS = ("grpo", "rloo")
@@ -36,8 +36,7 @@ class EvaluationStopped(Exception):
 @cache
 def trainer_class(name: str) -> Any:
     """Returns the fused subclass of one of TRL's trainers for a run: `FusedDPOTrainer` for "DPOTrainer"."""
-    bases = (FusedSFTTrainer,) if name == "SFTTrainer" else (FusedTrainerMixin, getattr(trl, name))
-    return type(f"Fused{name}", (_RunTrainer, *bases), {})
+    return type(f"Fused{name}", (_RunTrainer, FusedTrainerMixin, getattr(trl, name)), {})
 
 
 class _RunTrainer:

@@ -15,9 +15,12 @@ from filelock import FileLock, Timeout
 from lowmem.errors import ConfigError
 from lowmem.files import write_file, writing
 from lowmem.hf import checkpoint, versions
-from lowmem.run.recipe import AUTO, LAST, Recipe
+from lowmem.run.recipe import Recipe
 from lowmem.run.secrets import redacted
 from lowmem.run.terminal import CONFIG, METRICS, rank, warn
+
+# Values of `resume_from_checkpoint` for the last intact checkpoint in `output_dir`. AUTO starts a run if it has none.
+LAST, AUTO = "last", "auto"
 
 LOCK = ".lock"
 TRACEBACK = "traceback"  # prefix of a file per rank
@@ -104,7 +107,7 @@ class RunFolder:
         one of them. It does not include the launcher of several processes, which is not known.
         """
         launcher = ", with the same launcher" if int(os.environ.get("WORLD_SIZE", 1)) > 1 else ""
-        again = "--resume_from_checkpoint last"
+        again = f"--resume_from_checkpoint {LAST}"
         if recipe.training.save_only_model:
             again = f"--model_name_or_path {shlex.quote(str(self.path / 'checkpoint-N'))} --output_dir ANOTHER"
         return f"lowmem {recipe.command} --config {shlex.quote(str(self.path / CONFIG))} {again}{launcher}"
