@@ -123,6 +123,8 @@ def running(recipe: Recipe, device: torch.device, *, real: bool = False) -> Iter
 
 def offloaded_to_nvme(args: Any) -> dict[str, Any] | None:
     """Returns DeepSpeed's options for offloaded weights if they are on NVMe, otherwise None."""
+    if not args.deepspeed:
+        return None
     options = args.hf_deepspeed_config.get_value("zero_optimization.offload_param") or {}
     return options if options.get("device") == "nvme" else None
 
@@ -146,7 +148,7 @@ def _trainer(
     if not args.deepspeed:  # left by an earlier plan, for which transformers would partition the model
         unset_hf_deepspeed_config()
     if (sharding := Inputs(None, args, None, recipe.fused).sharding) is not None:
-        if fake is not None and args.deepspeed and (nvme := offloaded_to_nvme(args)):
+        if fake is not None and (nvme := offloaded_to_nvme(args)):
             nvme["device"] = "cpu"  # fake tensors cannot be written
         sharding.prepare(recipe.dtype)
     names = ["ref_model"] if recipe.command in ("dpo", "kto") and not has_adapters else []

@@ -94,11 +94,9 @@ def plan(recipe: Recipe, ranks: int = 1, memory: int | None = None) -> RunPlan:
             if on_gpu and (streaming := streaming_of(trainer.model)) is not None:
                 summary["copies"] = _copies(step, streaming, trainer.args)
             summary["step"] = _batch_in_words(trainer, recipe.config)
-            converts = (recipe.config.dtype or recipe.dtype) != recipe.dtype
-            phases = _phases(trainer, step, ranks, converts=converts)
+            phases = _phases(trainer, step, ranks, converts=(recipe.config.dtype or recipe.dtype) != recipe.dtype)
     if buffers is not None:
-        streamed = not recipe.training.deepspeed
-        phases = _moved_to_disk(phases, step, ranks, buffers, after_loading=streamed and converts)
+        phases = _moved_to_disk(phases, step, ranks, buffers)
     return RunPlan(step, phases, summary, RESERVE[recipe.device or "gpu"])
 
 
@@ -146,24 +144,18 @@ def _disk_buffers(recipe: Recipe) -> int | None:
     """
     if recipe.fused is not None and recipe.fused.home != "host":
         return 0
-    options = offloaded_to_nvme(recipe.training) if recipe.training.deepspeed else None
-    if options is None:
+    if (options := offloaded_to_nvme(recipe.training)) is None:
         return None
     return options.get("buffer_count", 5) * options.get("buffer_size", 10**8) * recipe.dtype.itemsize
 
 
-def _moved_to_disk(
-    phases: dict[str, Phase], step: StepMemory, ranks: int, buffers: int, *, after_loading: bool
-) -> dict[str, Phase]:
-    """Moves the weights and states on the host to the disk. after_loading: weights are complete on the host until they
-    have been converted.
-    """
-    moved_phases = {}
+def _moved_to_disk(phases: dict[str, Phase], step: StepMemory, ranks: int, buffers: int) -> dict[str, Phase]:
+    """Moves the weights and states on the host to the disk."""
+    on_disk = {}
     for name, (device, host, disk) in phases.items():
         moved = step.on_host[WEIGHTS] + (0 if name == "load" else step.on_host[STATES])
-        stays = after_loading and name == "load"
-        moved_phases[name] = Phase(device, max(0, host if stays else host - moved) + buffers, disk + ranks * moved)
-    return moved_phases
+        on_disk[name] = Phase(device, max(0, host - moved) + buffers, disk + ranks * moved)
+    return on_disk
 
 
 def _phases(trainer: Any, step: StepMemory, ranks: int, *, converts: bool) -> dict[str, Phase]:
@@ -218,7 +210,9 @@ def _load(trainer: Any, step: StepMemory, ranks: int, *, converts: bool) -> Phas
             more = max(weights)
         one_by_one = ranks == 1 and placement != "streamed" and not (on_cpu or quantizes)  # to the GPU
         if converts and not one_by_one:
-            on_host = sum(weights) - step.on_host[WEIGHTS]  # streamed weights get their home layer by layer
+            on_host = sum(weights)
+            if trainer.fused.home == "host":  # streamed weights get their home layer by layer
+                on_host -= step.on_host[WEIGHTS]
         elif converts or quantizes:
             on_host = max(weights)
     resident = step.items[WEIGHTS] + step.items[BUFFERS]
