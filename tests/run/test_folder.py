@@ -42,14 +42,12 @@ def test_an_existing_run_folder_must_match_the_command(tmp_path, files, resume, 
 
 
 def test_a_failed_run_removes_its_new_folder_on_rank_0_only(tmp_path, monkeypatch):
-    with pytest.raises(ZeroDivisionError), RunFolder(tmp_path / "new").opened():
-        _ = 1 / 0
-    assert not (tmp_path / "new").exists()
-    (tmp_path / "of rank 0").mkdir()
-    monkeypatch.setenv("RANK", "1")
-    with pytest.raises(ZeroDivisionError), RunFolder(tmp_path / "of rank 0").opened():
-        _ = 1 / 0
-    assert (tmp_path / "of rank 0").exists()
+    for rank in (0, 1):
+        monkeypatch.setenv("RANK", str(rank))
+        (tmp_path / "run").mkdir(exist_ok=True)
+        with pytest.raises(ZeroDivisionError), RunFolder(tmp_path / "run").opened():
+            _ = 1 / 0
+        assert (tmp_path / "run").exists() == (rank == 1)
 
 
 def test_a_failed_run_removes_its_files_if_it_had_not_started_training(tmp_path):

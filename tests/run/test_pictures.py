@@ -6,8 +6,6 @@ import pytest
 
 from lowmem.run import report
 
-PNG = b"\x89PNG\r\n\x1a\n"
-
 
 @pytest.fixture
 def records():
@@ -26,7 +24,7 @@ def test_a_picture_is_drawn(records, tmp_path):
         run = report.RunReport(tmp_path)
         run.records = logged
         run.on_save()
-        assert (tmp_path / "loss.png").read_bytes().startswith(PNG)
+        assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
         (tmp_path / "loss.png").unlink()
 
 
