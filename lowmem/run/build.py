@@ -85,8 +85,11 @@ def _by_row(prepare: Callable[[Any], Any], dataset: Any) -> Any:
         row, in_file = dataset[first], datasets.Dataset(dataset.data)  # all rows, in the order of the file
         number = next((number for number, other in enumerate(in_file) if other == row), first)
         content = json.dumps(row, default=str, ensure_ascii=False)[:300]
+        advice = ""
+        if "chat_template is not set" in str(cause):  # in transformers 5.23 (tokenization_utils_base.py)
+            advice = " Write a template into chat_template.jinja in the model's directory, or set chat_template_path."
         raise DataError(
-            f"row {number + 1} of the data cannot be tokenized: {reason(cause)}. The row: {content}"
+            f"row {number + 1} of the data cannot be tokenized: {reason(cause)}.{advice} The row: {content}"
         ) from error
 
 

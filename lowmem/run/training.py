@@ -50,8 +50,8 @@ def train(recipe: Recipe) -> int | None:
         first_step, stop = _FirstStep(recipe, folder), _StopOnSignal(trainer)
         trainer.add_callback(first_step)
         trainer.add_callback(stop)
-        with report.RunReport(folder.path).attached(trainer):
-            with stop.handling(), first_step.blaming:
+        with report.RunReport(folder.path).attached(trainer), stop.handling():
+            with first_step.blaming:
                 trainer.train(resume_from_checkpoint=checkpoint)
             first_step.on_step_end()  # also if no steps remained
             if stop.number is None:
@@ -117,7 +117,7 @@ class _StopOnSignal(TrainerCallback):  # type: ignore[misc]
             self._received = number
             signal.signal(signal.SIGINT, handlers[signal.SIGINT])
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            warn("stopping after this step, with a checkpoint; press Ctrl-C again to stop at once")
+            warn("stopping after this step is saved; press Ctrl-C again to stop at once")
 
         for number in handlers:
             signal.signal(number, receive)

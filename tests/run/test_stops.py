@@ -13,6 +13,7 @@ from transformers import TrainerCallback
 
 from lowmem.hf import checkpoint
 from lowmem.run import build
+from lowmem.run.folder import RunFolder
 from lowmem.trainer import FusedTrainerMixin
 
 pytestmark = pytest.mark.usefixtures("sketched_pictures")
@@ -99,11 +100,23 @@ def test_ctrl_c_stops_a_run_that_saves_models_only(tmp_path, run_dir, monkeypatc
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     stopping(monkeypatch, "on_step_end", 2, signal.SIGINT)
     stopped = run(tmp_path, save_strategy="steps", save_only_model=True)
-    assert stopped.status == 128 + signal.SIGINT and "stopping after this step, with a checkpoint" in stopped.err
+    assert stopped.status == 128 + signal.SIGINT and "stopping after this step is saved" in stopped.err
     assert handlers == [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     command = stopped.out.partition("continue with: lowmem ")[2].splitlines()[0]
     words = command.replace("checkpoint-N", "checkpoint-2").replace("ANOTHER", str(tmp_path / "another"))
     assert lowmem(*shlex.split(words), "--max_steps", 1).status == 0
+
+
+def test_ctrl_c_while_the_final_model_is_saved_does_not_lose_it(tmp_path, run_dir, monkeypatch):
+    save = RunFolder.save_model
+
+    def interrupted(folder, trainer):
+        os.kill(os.getpid(), signal.SIGINT)
+        save(folder, trainer)
+
+    monkeypatch.setattr(RunFolder, "save_model", interrupted)
+    assert run(tmp_path).status == 0
+    assert (run_dir / "model.safetensors").exists()
 
 
 def test_a_stop_trains_the_steps_that_share_completions(tmp_path, run_dir, monkeypatch):
