@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lowmem.errors import RankError, UnsupportedError
+from lowmem.placements.agreement import Group, first_failure, refuse_other_settings
 from lowmem.placements.ranks import Ranks, in_group, on_rank
 from lowmem.placements.wrappers import refuse_wrapped
 from lowmem.tiles.layout import Layout, Span, View
@@ -124,12 +125,13 @@ class Shard:
 
     def full_tensor(self, param: Tensor) -> Tensor:
         """Returns the full parameter, not quantized. Every rank calls it."""
-        return plain(param.detach())
+        return plain(self.gather(param, self.read(param), self.span(param)))
 
-    @torch.no_grad()
     def fill(self, param: Tensor, full: Tensor) -> None:
         """Copies a full tensor into a parameter. Each rank copies its shard."""
-        param.copy_(full)
+        shard = self.read(param)
+        shard.copy_(self.cut(full, self.span(param)))
+        self.write(param, shard)
 
     def release(self, param: Tensor) -> None:
         """Frees the gathered copy of a parameter, if there is one."""
@@ -206,15 +208,16 @@ class Reducer:
 
 
 class Placement:
-    """Determines where parameters are stored and how their gradients are reduced.
+    """Determines where parameters are stored and how their gradients are reduced. In this class, each parameter is on
+    one device; different parameters may be on different devices.
 
     Attributes:
         name: the value of the option `placement`.
-        several: whether several ranks train one model.
+        groups: process groups that together connect all ranks that train one model, in the same order on every rank.
     """
 
-    name: ClassVar[str]
-    several: ClassVar[bool] = False
+    name: ClassVar[str] = "local"
+    groups: Collection[Group] = ()
 
     def __init__(self, shard: Shard, reducer: Reducer) -> None:
         self.shard = shard
@@ -247,12 +250,13 @@ class Placement:
             ConfigError: ranks that train one model have different settings.
             UnsupportedError: the parameters were wrapped or sharded after the optimizer was created.
         """
-        if in_group():
+        if in_group() and not self.shard.sharded:
             refuse_wrapped([record.param for record in records])
+        refuse_other_settings(settings, self.groups)
 
     def agree(self, failure: str | None) -> str | None:
         """Returns the failure of this rank, or the first failure of all ranks that train one model, on every rank."""
-        return failure
+        return first_failure(failure, self.groups)
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -281,12 +285,3 @@ class Placement:
         """Called by every rank after each micro-batch, with `updated` after the updates of a step. Frees gathered
         copies of weights, or refreshes outdated copies.
         """
-
-
-class Local(Placement):
-    """Full parameters. Each parameter is on one device; different parameters may be on different devices."""
-
-    name = "local"
-
-    def __init__(self) -> None:
-        super().__init__(Shard(), Reducer())

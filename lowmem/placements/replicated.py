@@ -14,14 +14,13 @@ import functools
 import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from lowmem.errors import StepError, UnsupportedError
-from lowmem.placements.agreement import drifted, first_failure, refuse_different, refuse_other_settings
+from lowmem.placements.agreement import drifted, refuse_different
 from lowmem.placements.base import MicroBatch, ParamEntry, Placement, ReadyGradients, Reducer, Shard
 from lowmem.placements.wrappers import WRAPPED
 from lowmem.tiles.quantized import tensors_of
@@ -249,7 +248,7 @@ class Replicated(Placement):
     """
 
     name = "replicated"
-    several = True
+    groups = (None,)
 
     def __init__(self, *, broadcasts: bool) -> None:
         super().__init__(Shard(), AllReduce())
@@ -258,22 +257,15 @@ class Replicated(Placement):
     def adopt(self, records: Collection[ParamEntry], model: nn.Module | None) -> None:
         super().adopt(records, model)
         if not self._broadcasts:
-            refuse_different(records)
+            refuse_different({record.name: record.param for record in records})
             return
         with torch.no_grad():
             for record in records:
                 for tensor in tensors_of(record.param.detach()):
                     dist.broadcast(tensor, src=0)
 
-    def confirm(self, records: Collection[ParamEntry], settings: Mapping[str, Any]) -> None:
-        super().confirm(records, settings)
-        refuse_other_settings(settings)
-
-    def agree(self, failure: str | None) -> str | None:
-        return first_failure(failure)
-
     def drifted(self, records: Collection[ParamEntry], step: int) -> list[str]:
-        trained = [record for record in records if record.claimed]
+        trained = {record.name: record.param for record in records if record.claimed}
         return drifted(trained, step) if trained else []
 
     def free_copies(self, records: Collection[ParamEntry], *, updated: bool) -> None:

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lowmem.errors import StepError, UnsupportedError
-from lowmem.placements.base import ParamEntry, ReadyGradients, Reducer
-from lowmem.placements.sharded import FlatShard, Sharded, span_of_rank
+from lowmem.placements.base import ParamEntry, Placement, ReadyGradients, Reducer
+from lowmem.placements.sharded import FlatShard, span_of_rank
 from lowmem.tiles.layout import Span
 
 # Number of elements, over all ranks, that are gathered in one collective.
@@ -133,7 +133,7 @@ class _ReduceScatter(Reducer):
         yield from summed
 
 
-class Zero3(Sharded):
+class Zero3(Placement):
     """Parameters created under `deepspeed.zero.Init`, or converted by `deepspeed.initialize`.
 
     This rank's slice is updated on the compute device, even if DeepSpeed stores it on the host or in a file.
@@ -146,6 +146,7 @@ class Zero3(Sharded):
     def __init__(self) -> None:
         shard = _Partition()
         super().__init__(shard, _ReduceScatter(shard))
+        self.groups = shard.groups
 
     def adopt(self, records: Collection[ParamEntry], model: nn.Module | None) -> None:
         # DeepSpeed 0.19, runtime/zero/stage3.py, _link_all_hp_params: its optimizer marks its parameters
