@@ -1,7 +1,7 @@
 """Weights that are stored in host memory or in files, and are on the device only while their layer computes."""
 
 import itertools
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -213,18 +213,13 @@ def _before_backward(streaming: Streaming, unit: Unit, grad: Tensor) -> None:
     streaming.lend(unit)
 
 
-def _names(unit: Unit, module: nn.Module, prefix: str) -> Iterator[tuple[str, Tensor]]:
-    for name, param in module.named_parameters(remove_duplicate=False):
-        if param in unit.homes:
-            yield prefix + name, param
-
-
 def _replace_saved(
     streaming: Streaming, unit: Unit, module: nn.Module, saved: dict[str, Any], prefix: str, metadata: Any
 ) -> None:
-    for name, param in _names(unit, module, prefix):
-        if name in saved and saved[name] is not param:  # with keep_vars, it is the parameter
-            saved[name] = streaming.home(unit, param)
+    for name, param in module.named_parameters(remove_duplicate=False):
+        # with keep_vars, the saved tensor is the parameter
+        if param in unit.homes and saved.get(prefix + name, param) is not param:
+            saved[prefix + name] = streaming.home(unit, param)
 
 
 def _before_load(
@@ -278,11 +273,7 @@ class _StreamedShard(Shard):
         return (param._version,)  # not the address: each fetch allocates new memory
 
     def quantized(self, param: Tensor) -> QuantizedWeight | None:
-        if not isinstance(param, QuantizedWeight):
-            return None
-        stored = self._changed(param)
-        assert isinstance(stored, QuantizedWeight)
-        return stored
+        return super().quantized(self._changed(param)) if isinstance(param, QuantizedWeight) else None
 
     def full_tensor(self, param: Tensor) -> Tensor:
         return plain(self.stored(param).detach())
