@@ -27,7 +27,7 @@ from lowmem.files import write_file
 from lowmem.hf import processes, versions
 from lowmem.options import parse_bytes
 from lowmem.rules import require
-from lowmem.rules.rates import describe_rates
+from lowmem.rules.rule import describe_rates
 from lowmem.run.boundary import is_out_of_memory, reason
 from lowmem.run.memory import StepMemory, state_bytes
 from lowmem.run.secrets import redacted

@@ -247,9 +247,7 @@ def _scan(
     if options.needs_hidden_grad:
         scale = 1024.0 if hidden.dtype == torch.float16 else 1.0  # small probabilities would underflow in float16
         grads = torch.full_like(sum_exp, scale)
-        of_products = head.of_products(e.mul_((1 / sum_exp)[:, None]), grads, grads, targets, 0, len(weight))
-        if slope is not None:
-            of_products.mul_(slope)
+        of_products = head.of_products(e.mul_((1 / sum_exp)[:, None]), slope, grads, grads, targets, 0, len(weight))
         factors = of_products.to(hidden.dtype) if out is None else out.copy_(of_products)
         del e, slope, of_products
         results["directions"] = head.times(factors, weight) / scale

@@ -127,12 +127,13 @@ class Head:
         return [slice(None)]
 
     def of_products(
-        self, p: Tensor, grad: Tensor, of_targets: Tensor, targets: Tensor, first: int, total: int
+        self, p: Tensor, slope: Tensor | None, grad: Tensor, of_targets: Tensor, targets: Tensor, first: int, total: int
     ) -> Tensor:
-        """Converts probabilities to the gradient of the products y, in-place, without the derivative of tanh.
+        """Converts probabilities to the gradient of the products y, in-place.
 
         Args:
             p: probabilities [tokens, rows].
+            slope: the derivative of tanh at each logit, [tokens, rows], or None without `softcap`.
             grad, of_targets: see `HeadGradient`.
             targets: int64 [tokens].
             first: number of the first row.
@@ -145,7 +146,8 @@ class Head:
             p.sub_(grad[:, None], alpha=self.label_smoothing / total)
         at = targets - first
         of_labels = torch.where((at >= 0) & (at < p.shape[1]), (self.label_smoothing - 1) * of_targets, 0.0)
-        return p.scatter_add_(1, at.clamp(0, p.shape[1] - 1)[:, None], of_labels[:, None])
+        p.scatter_add_(1, at.clamp(0, p.shape[1] - 1)[:, None], of_labels[:, None])
+        return p if slope is None else p.mul_(slope)
 
     def tokens(self, vocabulary: int, size: int, device: torch.device, in_use: int) -> int:
         """Returns the number of tokens per tile with the full vocabulary. in_use: bytes of the memory that are used."""
@@ -269,7 +271,5 @@ class HeadGradient:
             z, slope = self.head.logits(hidden, weight, bias)
             p = z.sub_(self.log_sums[tokens, None]).exp_()
             del z
-            of_products = self.head.of_products(
-                p, self.grad[tokens], self.of_targets[tokens], self.targets[tokens], start, len(self.weight)
-            )
-            yield hidden, of_products if slope is None else of_products.mul_(slope)
+            grad, of_targets, targets = self.grad[tokens], self.of_targets[tokens], self.targets[tokens]
+            yield hidden, self.head.of_products(p, slope, grad, of_targets, targets, start, len(self.weight))
