@@ -307,18 +307,18 @@ class Streamed(Placement):
     """Parameters of a model that is streamed by `stream`."""
 
     name = "streamed"
+    reducer: _Reducer
 
     def __init__(self) -> None:
-        self._reducer = _Reducer()
-        super().__init__(_StreamedShard(), self._reducer)
+        super().__init__(_StreamedShard(), _Reducer())
 
     def adopt(self, records: Collection[ParamEntry], model: nn.Module | None) -> None:
         super().adopt(records, model)
         for record in records:
-            self._reducer.streaming, _ = _where(record.param)
+            self.reducer.streaming, _ = _where(record.param)
 
     def settle(self) -> None:
-        self._reducer.streaming.settle()
+        self.reducer.streaming.settle()
 
 
 def _where(param: Any) -> tuple[Streaming, Unit | None]:
