@@ -234,8 +234,7 @@ class LayersConfig:
     """Options that avoid materializing full logits and activations.
 
     Attributes:
-        computed_gradients: "auto" computes the loss from tiles of logits. False uses TRL's losses. True is no longer
-            supported and raises an error.
+        computed_gradients: "auto" computes the loss from tiles of logits. False uses TRL's losses.
         head_memory: additional memory for computing the loss and its gradients, such as "1GiB". More is faster. None
             means 128 MiB on a CPU and 512 MiB on a GPU. At least the logits of one token exist at a time.
         mlp_tile: number of tokens that an MLP processes at a time, and again in backward. None processes all at once.
@@ -254,13 +253,8 @@ class LayersConfig:
         return None if self.head_memory is None else parse_bytes(self.head_memory, "head_memory")
 
     def __post_init__(self) -> None:
-        require.flag_or_auto("computed_gradients", self.computed_gradients)
-        if self.computed_gradients is True:
-            raise ConfigError(
-                "computed_gradients: true is no longer supported: the gradients of the output head and the embedding "
-                "are tensors. Omit it. To save memory, train 12-bit weights (fused: {weight_format: int12}), or use a "
-                "smaller batch (per_device_train_batch_size)"
-            )
+        allowed = self.computed_gradients is False or self.computed_gradients == "auto"
+        require.that(allowed, "computed_gradients", self.computed_gradients, "False or 'auto'")
         _ = self.head_bytes  # raises if it is not an amount of memory
         require.number(">= 1", whole=True, optional=True)("mlp_tile", self.mlp_tile)
 
