@@ -107,7 +107,7 @@ def token_losses(
         weight, bias: [vocabulary, size] and [vocabulary].
         targets: integers [tokens], the label of each token.
         metrics: names of `METRICS`.
-        gather: returns a context in which the weight and the bias are gathered.
+        gather: returns a context in which backward has the weight and the bias. (They are gathered during this call.)
         caches_probabilities: store the probabilities if they fit into half of the head's memory, so that backward does
             not recompute logits for the gradient of the weight.
 
@@ -140,7 +140,7 @@ class _TokenLosses(torch.autograd.Function):
         }
         if options.needs_hidden_grad:
             results["directions"] = torch.empty_like(hidden)
-        with options.gather(), autocast(hidden.device, None):
+        with autocast(hidden.device, None):
             rows = len(weight)
             targets = _checked(targets, rows)
             caches = options.caches_probabilities and options.needs_hidden_grad and weight.requires_grad

@@ -37,19 +37,17 @@ _ARRIVED = 4  # the state of the nth gradient to arrive is _ARRIVED + n
 
 @dataclass(eq=False)
 class _Turn:
-    """One parameter in the order of the averages, and its gradient in the running backward on this rank.
+    """The gradient of one parameter in the running backward on this rank.
 
     Attributes:
-        silent: whether a backward has reached the parameter without producing a gradient.
-        reached: whether the current backward reaches the parameter.
+        reached: whether the backward reaches the parameter.
         state: the state of the gradient.
         tensor: the gradient once it has arrived, then the average until it is applied.
     """
 
     record: ParamEntry
-    silent: bool = False
-    reached: bool = False
-    state: int = _ABSENT
+    reached: bool
+    state: int
     tensor: Tensor | None = None
 
     @property
@@ -77,7 +75,8 @@ class AllReduce(Reducer):
     """
 
     def __init__(self) -> None:
-        self._turns: dict[ParamEntry, _Turn] = {}  # in the order of the averages
+        self._order: list[ParamEntry] = []  # of the averages
+        self._silent: set[ParamEntry] = set()  # reached by a backward that did not produce their gradient
         self._backwards = 0  # number of backwards of these parameters
         self._hides = False  # whether a gradient has arrived that the graph did not show
         self._arrived: _Maxima | None = None  # states at the end of the last backward
@@ -86,22 +85,21 @@ class AllReduce(Reducer):
     def drop(self) -> None:
         self._averages: Iterator[tuple[ParamEntry, Tensor] | None] = iter(())  # the averages of this backward
         self._arrivals = itertools.count(_ARRIVED + 1)
-        for turn in self._turns.values():
-            turn.tensor = None
+        self._turns: dict[ParamEntry, _Turn] = {}  # of this backward, in the order of the averages
 
     def begin(self, records: Collection[ParamEntry], micro_batch: MicroBatch) -> None:
         super().begin(records, micro_batch)
         self.drop()
         # a parameter that is frozen on this rank may be trained on another one
         claimed = [record for record in records if record.claimed]
-        if self._turns.keys() != set(claimed):
-            self._turns = {record: _Turn(record) for record in reversed(claimed)}
+        if set(self._order) != set(claimed):
+            self._order = claimed[::-1]
+            self._silent.clear()
             self._backwards = 0
             self._hides = False
             self._arrived = None
         elif self._arrived is not None:
-            order = _by_arrival(self._arrived(), list(self._turns))
-            self._turns = {record: self._turns[record] for record in order}
+            self._order = _by_arrival(self._arrived(), self._order)
         if claimed and micro_batch.last:
             self._averages = self._average()
 
@@ -148,14 +146,12 @@ class AllReduce(Reducer):
 
     def _average(self) -> Iterator[tuple[ParamEntry, Tensor] | None]:
         """Launches the collectives of a backward. Yields averages, or None while the next gradient may still arrive."""
-        for turn in self._turns.values():
-            turn.reached = turn.record.reached
-            if not self._backwards or (turn.silent if turn.reached else self._hides):
-                turn.state = _POSSIBLE
-            elif turn.reached:
-                turn.state = _EXPECTED
-            else:
-                turn.state = _ABSENT
+        for record in self._order:
+            reached = record.reached
+            state = _EXPECTED if reached else _ABSENT
+            if not self._backwards or (record in self._silent if reached else self._hides):
+                state = _POSSIBLE
+            self._turns[record] = _Turn(record, reached, state)
         earlier = self._micro_batch.earlier
         expected = _maxima({r: _EXPECTED if r.name in earlier else turn.state for r, turn in self._turns.items()})
         in_flight: ReadyGradients = iter(())
@@ -201,7 +197,8 @@ class AllReduce(Reducer):
         states = {r: turn.state if learned else min(turn.state, _ARRIVED) for r, turn in self._turns.items()}
         self._arrived = _maxima(states)
         for record, turn in self._turns.items():
-            turn.silent |= turn.reached and turn.state == _ABSENT
+            if turn.reached and turn.state == _ABSENT:
+                self._silent.add(record)
             if turn.tensor is None and turn.state != _USED:
                 continue
             if self._arrived()[record] == _USED:
