@@ -66,10 +66,13 @@ class Shard:
     Attributes:
         sharded: whether ranks have different elements of a parameter.
         moves: whether weights and states leave the device between uses. If so, gradients cannot wait there.
+        groups: process groups that together connect all ranks with shards of one model, in the same order on every
+            rank. They are known when `ranks_of` has been called for its parameters.
     """
 
     sharded: ClassVar[bool] = False
     moves: ClassVar[bool] = False
+    groups: Collection[Group] = ()
 
     def ranks_of(self, param: Tensor) -> Ranks | None:
         """Returns the ranks that a parameter is sharded over, or None if this rank has the full parameter."""
@@ -213,15 +216,15 @@ class Placement:
 
     Attributes:
         name: the value of the option `placement`.
-        groups: process groups that together connect all ranks that train one model, in the same order on every rank.
+        groups: process groups that together connect all ranks that train one model.
     """
 
     name: ClassVar[str] = "local"
-    groups: Collection[Group] = ()
 
     def __init__(self, shard: Shard, reducer: Reducer) -> None:
         self.shard = shard
         self.reducer = reducer
+        self.groups = shard.groups
 
     def adopt(self, records: Collection[ParamEntry], model: nn.Module | None) -> None:
         """Called when an optimizer is created for these parameters, with the model if the user passed it.

@@ -106,9 +106,7 @@ class FSDP2(Placement):
 
     def __init__(self) -> None:
         self._modules: list[Any] = []
-        shard = _Rows()
-        super().__init__(shard, _FSDPReducer(self._modules))
-        self.groups = shard.groups
+        super().__init__(_Rows(), _FSDPReducer(self._modules))
 
     def adopt(self, records: Collection[ParamEntry], model: nn.Module | None) -> None:
         if model is None:

@@ -85,11 +85,6 @@ class FileHome(Home):
         self._trim(0)
 
 
-def make_home(place: str | Path, device: torch.device) -> Home:
-    """Returns a home in host memory (place = "host") or in a folder."""
-    return Home(device) if place == "host" else FileHome(Path(place))
-
-
 def require_room(folder: Path, nbytes: int) -> None:
     """Creates a folder for `nbytes` bytes of files, and lets the process open as many files as the system allows.
 

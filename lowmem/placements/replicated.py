@@ -245,10 +245,10 @@ class Replicated(Placement):
     """
 
     name = "replicated"
-    groups = (None,)
 
     def __init__(self, *, broadcasts: bool) -> None:
         super().__init__(Shard(), AllReduce())
+        self.groups = (None,)
         self._broadcasts = broadcasts
 
     def adopt(self, records: Collection[ParamEntry], model: nn.Module | None) -> None:

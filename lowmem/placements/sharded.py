@@ -25,11 +25,7 @@ from lowmem.tiles.quantized import QuantizedWeight
 
 
 class FlatShard(Shard):
-    """A shard that is a range of a parameter's elements in row-major order, read as a flat tensor.
-
-    Attributes:
-        groups: see `Placement`. They are known when `ranks_of` has been called for the parameters.
-    """
+    """A shard that is a range of a parameter's elements in row-major order, read as a flat tensor."""
 
     sharded = True
 

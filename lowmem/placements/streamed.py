@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from lowmem.errors import ConfigError, UnsupportedError
 from lowmem.placements.base import ParamEntry, Placement, ReadyGradients, Reducer, Shard
-from lowmem.placements.homes import RESIDENT, make_home, require_room
+from lowmem.placements.homes import RESIDENT, FileHome, Home, require_room
 from lowmem.placements.ranks import in_group
 from lowmem.placements.streaming import Streaming, Unit
 from lowmem.tiles.quantized import QuantizedWeight, plain, tensors_of
@@ -59,14 +59,14 @@ def stream(
     units = find_units(model)
     units = units[: _number_that_streams(model, units, device_memory)]
     streamed: set[Tensor] = {param for unit in units for param in unit.homes}
-    if any(map(is_fake, model.parameters())):  # in a plan
-        home = "host"
-    if home != "host":
+    make_home: Callable[[], Home] = partial(Home, device)
+    if home != "host" and not any(map(is_fake, model.parameters())):  # they are fake in a plan
         require_room(Path(home), sum(unit.nbytes for unit in units))
+        make_home = partial(FileHome, Path(home))
     _move_others(model, streamed, device)
     for unit in units:
-        unit.home = make_home(home, device)
-        unit.states = make_home(home, device)
+        unit.home = make_home()
+        unit.states = make_home()
         for weight in unit.homes:
             _move_home(unit, weight, device)
     streaming = Streaming(units, device)

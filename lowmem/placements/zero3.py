@@ -144,7 +144,6 @@ class Zero3(Placement):
     def __init__(self) -> None:
         shard = _Partition()
         super().__init__(shard, _ReduceScatter(shard))
-        self.groups = shard.groups
 
     def adopt(self, records: Collection[ParamEntry], model: nn.Module | None) -> None:
         # DeepSpeed 0.19, runtime/zero/stage3.py, _link_all_hp_params: its optimizer marks its parameters
