@@ -66,13 +66,13 @@ class Shard:
     Attributes:
         sharded: whether ranks have different elements of a parameter.
         moves: whether weights and states leave the device between uses. If so, gradients cannot wait there.
-        groups: process groups that together connect all ranks with shards of one model, in the same order on every
+        process_groups: the groups that together connect all ranks with shards of one model, in the same order on every
             rank. They are known when `ranks_of` has been called for its parameters.
     """
 
     sharded: ClassVar[bool] = False
     moves: ClassVar[bool] = False
-    groups: Collection[Group] = ()
+    process_groups: Collection[Group] = ()
 
     def ranks_of(self, param: Tensor) -> Ranks | None:
         """Returns the ranks that a parameter is sharded over, or None if this rank has the full parameter."""
@@ -216,7 +216,7 @@ class Placement:
 
     Attributes:
         name: the value of the option `placement`.
-        groups: process groups that together connect all ranks that train one model.
+        process_groups: the groups that together connect all ranks that train one model.
     """
 
     name: ClassVar[str] = "local"
@@ -224,7 +224,7 @@ class Placement:
     def __init__(self, shard: Shard, reducer: Reducer) -> None:
         self.shard = shard
         self.reducer = reducer
-        self.groups = shard.groups
+        self.process_groups = shard.process_groups
 
     def adopt(self, records: Collection[ParamEntry], model: nn.Module | None) -> None:
         """Called when an optimizer is created for these parameters, with the model if the user passed it.
@@ -255,11 +255,11 @@ class Placement:
         """
         if in_group() and not self.shard.sharded:
             refuse_wrapped([record.param for record in records])
-        refuse_other_settings(settings, self.groups)
+        refuse_other_settings(settings, self.process_groups)
 
     def agree(self, failure: str | None) -> str | None:
         """Returns the failure of this rank, or the first failure of all ranks that train one model, on every rank."""
-        return first_failure(failure, self.groups)
+        return first_failure(failure, self.process_groups)
 
     @contextmanager
     def together(self) -> Iterator[None]:

@@ -248,7 +248,7 @@ class Replicated(Placement):
 
     def __init__(self, *, broadcasts: bool) -> None:
         super().__init__(Shard(), AllReduce())
-        self.groups = (None,)
+        self.process_groups = (None,)
         self._broadcasts = broadcasts
 
     def adopt(self, records: Collection[ParamEntry], model: nn.Module | None) -> None:

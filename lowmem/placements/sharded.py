@@ -31,7 +31,7 @@ class FlatShard(Shard):
 
     def __init__(self) -> None:
         self._ranks: dict[dist.ProcessGroup, Ranks] = {}
-        self.groups: dict[dist.ProcessGroup, None] = {}
+        self.process_groups: dict[dist.ProcessGroup, None] = {}
 
     def admit(self, name: str, param: Tensor) -> None:
         ranks = self.ranks_of(param)
@@ -55,7 +55,7 @@ class FlatShard(Shard):
         group, device = self.group_of(param)
         if group not in self._ranks:
             self._ranks[group] = Ranks(group, device)
-            self.groups.update(dict.fromkeys([group, *self.replicas_of(param)]))
+            self.process_groups.update(dict.fromkeys([group, *self.replicas_of(param)]))
         return self._ranks[group]
 
     def layout(self, record: ParamEntry, view: View) -> Layout:

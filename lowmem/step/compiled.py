@@ -171,7 +171,7 @@ class Compilation:
         full = program.full_states(data)
         variant, places, fits = _variant_of(record, tiles, data)
         fits = fits and key is not None
-        several = bool(self._parameters.placement.groups)
+        several = bool(self._parameters.placement.process_groups)
         if not (fits or several):
             return None
         args: Arguments = {}
