@@ -148,25 +148,23 @@ def find_units(model: nn.Module) -> list[Unit]:
         largest = max(lists, key=lambda each: sum(param.numel() for param in each.parameters()), default=())
         layers = list(largest)
     inner = {inside for layer in layers for inside in itertools.islice(layer.modules(), 1, None)}
-    units = [Unit(0, layer) for layer in layers if layer not in inner]
-    owner = {module: unit for unit in units for module in unit.module.modules()}
-    users: dict[Tensor, set[Unit | None]] = {}
+    homes: dict[nn.Module, dict[Tensor, Tensor]] = {layer: {} for layer in layers if layer not in inner}
+    owner = {module: layer for layer in homes for module in layer.modules()}
+    users: dict[Tensor, set[nn.Module | None]] = {}
     for module in modules:
         for param in module.parameters(recurse=False):
             users.setdefault(param, set()).add(owner.get(module))
     for weight, used_by in users.items():
         only_user = next(iter(used_by))
         if only_user is not None and len(used_by) == 1 and weight.numel() > RESIDENT:
-            only_user.homes[weight] = weight.detach()
-    units = [each for each in units if each.homes]
-    if len(units) < 2:
+            homes[only_user][weight] = weight.detach()
+    layers = [layer for layer in homes if homes[layer]]
+    if len(layers) < 2:
         raise UnsupportedError(
             "lowmem.stream finds no repeated layers with parameters of more than "
             f"{RESIDENT} elements in a {type(model).__name__}. List their class in model._no_split_modules"
         )
-    for index, each in enumerate(units):
-        each.index = index
-    return units
+    return [Unit(index, layer, homes[layer]) for index, layer in enumerate(layers)]
 
 
 # -- hooks of modules ----------------------------------------------------------------------------------------------
