@@ -33,6 +33,7 @@ _USED = 1  # absent on this rank, and the average of the other ranks has been ap
 _POSSIBLE = 2  # may arrive
 _EXPECTED = 3  # will arrive, according to the graph and earlier backwards
 _ARRIVED = 4  # the state of the nth gradient to arrive is _ARRIVED + n
+_OPEN = (_POSSIBLE, _EXPECTED)  # the gradient may still arrive
 
 
 @dataclass(eq=False)
@@ -49,11 +50,6 @@ class _Turn:
     reached: bool
     state: int
     tensor: Tensor | None = None
-
-    @property
-    def open(self) -> bool:
-        """True if the gradient may still arrive."""
-        return self.state in (_POSSIBLE, _EXPECTED)
 
     def apply(self) -> tuple[ParamEntry, Tensor]:
         """Returns the average and marks it as applied."""
@@ -110,7 +106,7 @@ class AllReduce(Reducer):
             return
         yield from self._proceed()
         turn = self._turns[record]
-        if not turn.open:
+        if turn.state not in _OPEN:
             detail = "in two parts within one backward, and the first part is already being reduced"
             if turn.state < _ARRIVED:
                 detail = (
@@ -128,7 +124,7 @@ class AllReduce(Reducer):
     def skip(self, record: ParamEntry) -> ReadyGradients:
         yield from self._proceed()
         turn = self._turns[record]
-        if turn.open:
+        if turn.state in _OPEN:
             turn.reached = True
             turn.state = _ABSENT
             yield from self._proceed()
@@ -136,7 +132,7 @@ class AllReduce(Reducer):
     def flush(self) -> ReadyGradients:
         yield from self._proceed()
         for turn in self._turns.values():
-            if turn.open:
+            if turn.state in _OPEN:
                 turn.state = _ABSENT
         yield from self._proceed()
 
@@ -156,7 +152,7 @@ class AllReduce(Reducer):
         expected = _maxima({r: _EXPECTED if r.name in earlier else turn.state for r, turn in self._turns.items()})
         in_flight: ReadyGradients = iter(())
         for record, turn in self._turns.items():
-            while turn.open:
+            while turn.state in _OPEN:
                 yield None
             if turn.tensor is None:
                 if expected()[record] == _ABSENT:
