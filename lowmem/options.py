@@ -253,8 +253,13 @@ class LayersConfig:
         return None if self.head_memory is None else parse_bytes(self.head_memory, "head_memory")
 
     def __post_init__(self) -> None:
-        allowed = self.computed_gradients is False or self.computed_gradients == "auto"
-        require.that(allowed, "computed_gradients", self.computed_gradients, "False or 'auto'")
+        require.flag_or_auto("computed_gradients", self.computed_gradients)
+        if self.computed_gradients is True:
+            raise ConfigError(
+                "computed_gradients: true is not supported: the gradients of the output head and the embedding are "
+                "tensors. Omit it. To save memory, train 12-bit weights (fused: {weight_format: int12}), or use a "
+                "smaller batch (per_device_train_batch_size)"
+            )
         _ = self.head_bytes  # raises if it is not an amount of memory
         require.number(">= 1", whole=True, optional=True)("mlp_tile", self.mlp_tile)
 
