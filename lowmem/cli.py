@@ -27,7 +27,7 @@ from lowmem.files import write_file
 from lowmem.hf import processes, versions
 from lowmem.options import parse_bytes
 from lowmem.rules import require
-from lowmem.rules.rates import describe_rates
+from lowmem.rules.rule import describe_rates
 from lowmem.run.boundary import is_out_of_memory, reason
 from lowmem.run.memory import StepMemory, state_bytes
 from lowmem.run.secrets import redacted
@@ -195,17 +195,17 @@ def plan(command: argparse.Namespace, rest: Sequence[str]) -> int:
     out.print("", _step_table(planned.step), "", _phase_table(planned, ranks), sep="\n")
     figures = {"device": recipe.device, "ranks": ranks, **planned.figures(), "memory": memory, "reductions": {}}
     fits = memory is None or planned.needed <= memory
-    found: Recipe | None = recipe
+    fitting: Recipe | None = recipe
     if memory is not None:
         margin = f"{size(abs(memory - planned.needed))} {'to spare' if fits else 'too much'}"
         verdict = "fits in" if fits else "does not fit in"
         out.print(f"\n{verdict} {size(memory)}: {margin}", style="bold")
         if not fits:
-            found, figures["reductions"] = _fitting(recipe, ranks, memory)
+            fitting, figures["reductions"] = _fitting(recipe, ranks, memory)
     if options.json is not None:
         write_file(options.json, (json.dumps(figures, indent=2) + "\n").encode())
-    if options.write is not None and found is not None:
-        write_file(options.write, found.to_yaml().encode())
+    if options.write is not None and fitting is not None:
+        write_file(options.write, fitting.to_yaml().encode())
         out.print(f"written: {options.write}", soft_wrap=True)
     return 0 if fits else 1
 
@@ -270,8 +270,7 @@ def generate(command: argparse.Namespace, rest: Sequence[str]) -> None:
     _quiet()
     from lowmem.run import generation
 
-    options = {name: getattr(command, name) for name in ("system", "image", "max_new_tokens", "temperature", "seed")}
-    generation.generate(command.run_dir, command.prompt, **options)
+    generation.generate(command)
 
 
 def _table(*headings: str, numbers: Sequence[str]) -> Table:

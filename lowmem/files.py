@@ -72,7 +72,7 @@ def _write_tensor(file: BinaryIO, offset: int, tensor: Tensor) -> None:
 
 
 class SafetensorsFile:
-    """An open safetensors file, with methods of `safetensors.safe_open`. Its tensors are views of the mapped file.
+    """An open safetensors file, with the methods of `safetensors.safe_open`. Its tensors are views of the mapped file.
 
     Pages that are read stay resident while a file is mapped, so the file is remapped after every `_CHUNK_BYTES`.
 
@@ -99,15 +99,8 @@ class SafetensorsFile:
         self._read += tensor.nbytes
         return tensor
 
-    def keys(self) -> list[str]:
-        return list(self._file.keys())
-
-    def metadata(self) -> dict[str, str] | None:
-        metadata: dict[str, str] | None = self._file.metadata()
-        return metadata
-
-    def get_slice(self, name: str) -> Any:
-        return self._file.get_slice(name)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
 
 
 def checksum(path: Path) -> str:

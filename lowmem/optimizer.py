@@ -228,17 +228,15 @@ class FusedOptimizer(torch.optim.Optimizer):
         """A context like `accumulate`, in which the first backward chooses the policy. False ends an outer context."""
         return self._hooks.during(in_accumulate=active)
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Backwards inside this context free the gradients of this optimizer's parameters without updating them.
+    def paused(self) -> AbstractContextManager[None]:
+        """A context whose backwards free the gradients of this optimizer's parameters without updating them.
 
         To keep a GAN's discriminator fixed during the generator's step:
 
             with discriminator_opt.paused():
                 generator_opt.backward(-discriminator(generator(noise)).mean())
         """
-        with self._hooks.during(paused=True):
-            yield
+        return self._hooks.during(paused=True)
 
     # -- the step --------------------------------------------------------------------------------------------------
 

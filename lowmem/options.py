@@ -140,6 +140,7 @@ class FusedConfig:
             object.__setattr__(self, option.name, options.get(option.name, option.default))
         for name, check in _CHECKS.items():
             check(name, getattr(self, name))
+        _ = self.store_bytes, self.device_bytes  # raise if they are not amounts of memory
         gradients = {"store": self.store, "accumulation_dtype": self.accumulation_dtype}
         if self.policy in ("immediate", "two_pass") and gradients != {"store": "auto", "accumulation_dtype": "float32"}:
             raise ConfigError(f"{' and '.join(gradients)} apply only to policy 'deferred', not to {self.policy!r}")
@@ -162,7 +163,11 @@ class FusedConfig:
     @property
     def store_bytes(self) -> float | None:
         """`store` as bytes of gradients that may stay on each device; None: as much as is free."""
-        return store_bytes(self.store)
+        named: dict[str, float | None] = {"auto": None, "host": 0, "device": math.inf}
+        if isinstance(self.store, str) and re.match(r"\d", self.store):
+            return parse_bytes(self.store, "store")
+        require.one_of(*named)("store", self.store)
+        return named[self.store]
 
     def param_groups(self, params: Iterable[Any]) -> list[dict[str, Any]]:
         """Divides (name, parameter) pairs into groups for `torch.optim`: the default group first, then `groups`.
@@ -229,8 +234,7 @@ class LayersConfig:
     """Options that avoid materializing full logits and activations.
 
     Attributes:
-        computed_gradients: "auto" computes the loss from tiles of logits. False uses TRL's losses. True is no longer
-            supported and raises an error.
+        computed_gradients: "auto" computes the loss from tiles of logits. False uses TRL's losses.
         head_memory: additional memory for computing the loss and its gradients, such as "1GiB". More is faster. None
             means 128 MiB on a CPU and 512 MiB on a GPU. At least the logits of one token exist at a time.
         mlp_tile: number of tokens that an MLP processes at a time, and again in backward. None processes all at once.
@@ -252,8 +256,8 @@ class LayersConfig:
         require.flag_or_auto("computed_gradients", self.computed_gradients)
         if self.computed_gradients is True:
             raise ConfigError(
-                "computed_gradients: true is no longer supported: the gradients of the output head and the embedding "
-                "are tensors. Omit it. To save memory, train 12-bit weights (fused: {weight_format: int12}), or use a "
+                "computed_gradients: true is not supported: the gradients of the output head and the embedding are "
+                "tensors. Omit it. To save memory, train 12-bit weights (fused: {weight_format: int12}), or use a "
                 "smaller batch (per_device_train_batch_size)"
             )
         _ = self.head_bytes  # raises if it is not an amount of memory
@@ -266,15 +270,6 @@ def parse_bytes(text: str, option: str) -> int:
     if match is None or not float(match[1]):
         raise ConfigError(f"{option}={text!r} is not an amount of memory; write it like 24GiB, 80GB or 512MiB")
     return int(float(match[1]) * (1024 if match[3] else 1000) ** ("KMGT".index(match[2]) + 1))
-
-
-def store_bytes(store: Any) -> float | None:
-    """Returns the value of `FusedConfig.store_bytes`, or raises `ConfigError`."""
-    named: dict[str, float | None] = {"auto": None, "host": 0, "device": math.inf}
-    if isinstance(store, str) and re.match(r"\d", store):
-        return parse_bytes(store, "store")
-    require.one_of(*named)("store", store)
-    return named[store]
 
 
 def _without_match(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -311,7 +306,6 @@ _CHECKS = {
     "clip_value": require.number("> 0", optional=True),
     "loss_scale": require.check(_is_loss_scale, "a number >= 0 (0: none), 'dynamic', a DynamicScale, or None"),
     "max_nonfinite_steps": require.number(">= 1", whole=True, optional=True),
-    "store": lambda name, value: store_bytes(value),
     "accumulation_dtype": require.one_of("float32", "gradient"),
     "convert_states": require.flag,
     "weight_format": require.one_of(*storage.WEIGHT_FORMATS, optional=True),
@@ -319,7 +313,6 @@ _CHECKS = {
     "home": require.check(
         lambda home: isinstance(home, str) and home not in ("", "disk"), "'host', or a folder such as '/mnt/fast/home'"
     ),
-    "device_memory": lambda name, value: value is None or parse_bytes(value, name),
     "compile": require.flag_or_auto,
     "seed": require.number(whole=True),
     "batching": require.flag,

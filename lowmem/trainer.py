@@ -171,27 +171,14 @@ class FusedTrainerMixin(Trainer):
         return samples, items
 
     def create_optimizer(self, model: nn.Module | None = None) -> FusedOptimizer:
-        model_layers.apply(self.model, self.layers)  # model_init created a new model, or checkpointing was enabled
-        self._shard()
-        if not getattr(self.accelerator, "updates", False):  # train() calls this method again
-            packing.check(self)
-            self._shard()  # frees the weights that were gathered by the check
+        """Prepares the model for its first step and creates its optimizer, unless a `FusedOptimizer` was passed."""
+        self._prepare_model()
         model = self.model if model is None else model
         if not isinstance(self.optimizer, FusedOptimizer):
             self.optimizer = self._new_optimizer(model)
-        arguments.check_optimizer(self.optimizer, self.args)
         opt: Any = self.optimizer
-        if opt.removed:
-            raise StepError(
-                "another trainer has since trained this model and removed the hooks of this trainer's optimizer. "
-                "Create a new trainer"
-            )
+        self._check_optimizer(opt)
         _OPTIMIZERS[model] = ref(opt)
-        if self.args.gradient_accumulation_steps > 1:
-            with opt.accumulate():  # selects the policy now instead of after the first micro-batch
-                pass
-        if opt.policy == "two_pass":
-            arguments.check_replay(self.args)
         names = ", ".join(dict.fromkeys(group["rule"] for group in opt.param_groups))
         formats = weights_in_words(opt._records.values())
         logger.info("fused optimizer: %s, weights in %s, policy %s (%s)", names, formats, opt.policy, opt.policy_reason)
@@ -201,6 +188,27 @@ class FusedTrainerMixin(Trainer):
         opt.step_was_skipped = False
         self.accelerator.updates = True
         return opt
+
+    def _prepare_model(self) -> None:
+        model_layers.apply(self.model, self.layers)  # model_init created a new model, or checkpointing was enabled
+        self._shard()
+        if not getattr(self.accelerator, "updates", False):  # train() creates the optimizer again
+            packing.check(self)
+            self._shard()  # frees the weights that were gathered by the check
+
+    def _check_optimizer(self, opt: FusedOptimizer) -> None:
+        """Raises an error unless the optimizer can train this model with the trainer's arguments."""
+        arguments.check_optimizer(opt, self.args)
+        if opt.removed:
+            raise StepError(
+                "another trainer has since trained this model and removed the hooks of this trainer's optimizer. "
+                "Create a new trainer"
+            )
+        if self.args.gradient_accumulation_steps > 1:
+            with opt.accumulate():  # selects the policy now instead of after the first micro-batch
+                pass
+        if opt.policy == "two_pass":
+            arguments.check_replay(self.args)
 
     def _new_optimizer(self, model: nn.Module) -> FusedOptimizer:
         """Creates the optimizer from `fused`, or from the class, options and groups of one that the trainer creates."""

@@ -65,6 +65,8 @@ def tables(runs: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         counts = (" / ".join(str(part.get(key, 0)) for key in ("passed", "failed", "skipped")) for part in parts)
         versions = (run["versions"][package] for package in PACKAGES)
         yield row(f"`{run['stack']}`", run["python"], *versions, *counts)
+    if not any(run["failed"] for run in runs):
+        return
     yield "\nTests that failed:\n"
     yield row("error", "stack", "tests")
     yield row("---", "---", "---")

@@ -333,7 +333,7 @@ MISTAKES = {
     "no such model": ("sft", {"model_name_or_path": "no/such"}, "", "SFTConfig of no/such: We couldn't connect"),
     "no reward": ("grpo", {"reward_model_name_or_path": None}, "", "no reward: set reward_funcs"),
     "unknown reward": ("grpo", {"reward_funcs": ["no_module.f"]}, "", "reward_funcs: 'no_module.f' is not a reward"),
-    "no chat template": ("sft", {"model_name_or_path": "model"}, "", "Set chat_template_path to a .jinja", no_template),
+    "no chat template": ("sft", {"model_name_or_path": "model"}, "", "into chat_template.jinja", no_template),
     "an unknown metric": ("sft", BEST, "", "metric_for_best_model 'foo' is unknown. An evaluation has loss, "),
     "a plan of GRPO": ("plan grpo", {}, "", "grpo cannot be planned: its step also generates"),
 }  # fmt: skip

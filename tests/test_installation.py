@@ -85,7 +85,7 @@ from importlib import import_module
 
 HF = "Run: pip install transformers accelerate datasets"
 RUN = HF + " trl rich matplotlib"
-for name, line in (("trainer", HF), ("hf.weights", HF), ("run.pictures", RUN)):
+for name, line in (("trainer", HF), ("hf.weights", HF), ("run.report", RUN)):
     try:
         import_module(f"lowmem.{name}")
     except ImportError as error:

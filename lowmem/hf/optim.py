@@ -15,7 +15,7 @@ from transformers import Trainer, TrainingArguments
 from lowmem.errors import ConfigError, UnsupportedError
 from lowmem.options import FusedConfig
 from lowmem.rules import UpdateRule, resolve
-from lowmem.rules.rates import describe_rates
+from lowmem.rules.rule import describe_rates
 
 # Arguments and the hyperparameters that they set. The last is for optimizers that cannot run fused (GaLore, APOLLO).
 _ARGUMENTS = {"adam_beta1": "betas", "adam_beta2": "betas", "adam_epsilon": "eps", "optim_target_modules": "modules"}

@@ -175,14 +175,15 @@ class _FileLayout:
             placements.fill(self.state[weight], saved[name].get_tensor(name))
             return
         shapes = [weight.shape for weight in group.weights.values()]
-        memory = torch.empty(sum(map(math.prod, shapes)), dtype=next(iter(group.tensors.values())).dtype)
-        weights = _views(memory, shapes)
+        # the first element receives the elements of files that no weight has, such as padding
+        memory = torch.empty(1 + sum(map(math.prod, shapes)), dtype=next(iter(group.tensors.values())).dtype)
+        weights = _views(memory[1:], shapes)
         tensors = self.convert(group, weights)
         if all(tensor.untyped_storage().data_ptr() == memory.data_ptr() for tensor in tensors.values()):
             for name, tensor in tensors.items():
                 tensor.copy_(saved[name].get_tensor(name))
         else:  # the conversion copies: converting the index of each element shows its source
-            for name, index in self.convert(group, _views(torch.arange(len(memory)), shapes)).items():
+            for name, index in self.convert(group, _views(torch.arange(1, len(memory)), shapes)).items():
                 memory[index] = saved[name].get_tensor(name).to(memory.dtype)
         for name, tensor in zip(group.weights, weights, strict=True):
             placements.fill(self.state[name], tensor)

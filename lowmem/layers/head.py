@@ -5,7 +5,7 @@ tokens at a time, and stores the log-sum-exp of each token and the gradient of i
 gradient of a weight row depends only on that row, hidden states and log-sum-exps, so backward also works with tiles.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -15,10 +15,10 @@ from torch import Tensor
 
 from lowmem.errors import ConfigError, UnsupportedError
 from lowmem.layers.autocast import autocast, autocast_dtype
-from lowmem.layers.head_tiles import Head, HeadGradient
+from lowmem.layers.head_tiles import Head, add_product
 from lowmem.layers.tied import hold
 from lowmem.tiles.layout import block_starts
-from lowmem.tiles.quantized import rows_of
+from lowmem.tiles.quantized import plain, rows_of
 
 __all__ = ["METRICS", "Gather", "Head", "linear_cross_entropy", "token_losses"]
 
@@ -107,7 +107,7 @@ def token_losses(
         weight, bias: [vocabulary, size] and [vocabulary].
         targets: integers [tokens], the label of each token.
         metrics: names of `METRICS`.
-        gather: returns a context in which the weight and the bias are gathered.
+        gather: returns a context in which backward has the weight and the bias. (They are gathered during this call.)
         caches_probabilities: store the probabilities if they fit into half of the head's memory, so that backward does
             not recompute logits for the gradient of the weight.
 
@@ -140,7 +140,7 @@ class _TokenLosses(torch.autograd.Function):
         }
         if options.needs_hidden_grad:
             results["directions"] = torch.empty_like(hidden)
-        with options.gather(), autocast(hidden.device, None):
+        with autocast(hidden.device, None):
             rows = len(weight)
             targets = _checked(targets, rows)
             caches = options.caches_probabilities and options.needs_hidden_grad and weight.requires_grad
@@ -247,13 +247,82 @@ def _scan(
     if options.needs_hidden_grad:
         scale = 1024.0 if hidden.dtype == torch.float16 else 1.0  # small probabilities would underflow in float16
         grads = torch.full_like(sum_exp, scale)
-        of_products = head.of_products(e.mul_((1 / sum_exp)[:, None]), grads, grads, targets, 0, len(weight))
-        if slope is not None:
-            of_products.mul_(slope)
+        of_products = head.of_products(e.mul_((1 / sum_exp)[:, None]), slope, grads, grads, targets, 0, len(weight))
         factors = of_products.to(hidden.dtype) if out is None else out.copy_(of_products)
         del e, slope, of_products
         results["directions"] = head.times(factors, weight) / scale
     return results
+
+
+@dataclass(frozen=True, eq=False)
+class HeadGradient:
+    """Computes the gradients of a head's weight and bias in one backward.
+
+    Attributes:
+        hidden: [tokens, size].
+        weight, bias: [vocabulary, size] and [vocabulary].
+        targets: int64 [tokens].
+        log_sums: log-sum-exp of each token's logits, float32 [tokens].
+        grad, of_targets: see `Head.of_products`.
+        dtype: dtype of products.
+    """
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    targets: Tensor
+    log_sums: Tensor
+    grad: Tensor
+    of_targets: Tensor
+    head: Head
+    dtype: torch.dtype
+
+    @property
+    def _tile(self) -> tuple[int, int]:
+        vocabulary, size = self.weight.shape
+        return self.head.tile(len(self.hidden), vocabulary, size, self.hidden.device)
+
+    def of_weight(self) -> Tensor:
+        """Returns the gradient of the weight, [vocabulary, size] in its dtype, rounded once."""
+        weight = self.weight
+        _, step = self._tile
+        grad = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
+        with autocast(grad.device, None):
+            for start, out in zip(range(0, len(grad), step), grad.split(step), strict=True):
+                rows = torch.zeros(out.shape, dtype=torch.float32, device=grad.device)
+                for part in self.head.slices(weight[start : start + len(rows)], self.dtype):
+                    block = rows[part]
+                    for hidden, of_products in self._tiles(start + (part.start or 0), len(block)):
+                        add_product(block, of_products.t(), hidden)
+                out.copy_(rows)
+        return grad
+
+    def of_bias(self) -> Tensor:
+        """Returns the gradient of the bias, float32 [vocabulary]."""
+        _, step = self._tile
+        grad = torch.zeros(len(self.weight), dtype=torch.float32, device=self.hidden.device)
+        with autocast(grad.device, None):
+            for start in range(0, len(grad), step):
+                for _, of_products in self._tiles(start, step):
+                    grad[start : start + step] += of_products.sum(0)
+        return grad
+
+    def _tiles(self, start: int, count: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yields, for consecutive blocks of tokens, the hidden states [tokens, size] and the gradient of their products
+        with `count` weight rows from `start` on, float32 [tokens, rows].
+        """
+        rows = slice(start, start + count)
+        step, _ = self._tile
+        weight = plain(self.weight[rows]).to(self.dtype)
+        bias = None if self.bias is None else self.bias[rows]
+        for first in range(0, len(self.hidden), step):
+            tokens = slice(first, first + step)
+            hidden = self.hidden[tokens].to(self.dtype)
+            z, slope = self.head.logits(hidden, weight, bias)
+            p = z.sub_(self.log_sums[tokens, None]).exp_()
+            del z
+            grad, of_targets, targets = self.grad[tokens], self.of_targets[tokens], self.targets[tokens]
+            yield hidden, self.head.of_products(p, slope, grad, of_targets, targets, start, len(self.weight))
 
 
 def _checked(targets: Tensor, vocabulary: int) -> Tensor:

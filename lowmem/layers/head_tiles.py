@@ -1,17 +1,12 @@
-"""Tiles of an output head: the logits of some tokens for some rows of the vocabulary, one tile at a time.
-
-The gradient of the weight is computed from tiles, one block of rows at a time.
-"""
+"""A tile of an output head: its size, the logits of some tokens for some rows of the vocabulary, and their gradient."""
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from lowmem.errors import ConfigError
-from lowmem.layers.autocast import autocast
 from lowmem.rules import require
 from lowmem.tiles.layout import block_starts
 from lowmem.tiles.quantized import QuantizedWeight, plain
@@ -127,13 +122,15 @@ class Head:
         return [slice(None)]
 
     def of_products(
-        self, p: Tensor, grad: Tensor, of_targets: Tensor, targets: Tensor, first: int, total: int
+        self, p: Tensor, slope: Tensor | None, grad: Tensor, of_targets: Tensor, targets: Tensor, first: int, total: int
     ) -> Tensor:
-        """Converts probabilities to the gradient of the products y, in-place, without the derivative of tanh.
+        """Converts probabilities to the gradient of the products y, in-place.
 
         Args:
             p: probabilities [tokens, rows].
-            grad, of_targets: see `HeadGradient`.
+            slope: the derivative of tanh at each logit, [tokens, rows], or None without `softcap`.
+            grad, of_targets: derivatives of the loss with respect to each log-sum-exp, and with respect to minus the
+                logit of each label, float32 [tokens].
             targets: int64 [tokens].
             first: number of the first row.
             total: number of rows in the vocabulary.
@@ -145,7 +142,8 @@ class Head:
             p.sub_(grad[:, None], alpha=self.label_smoothing / total)
         at = targets - first
         of_labels = torch.where((at >= 0) & (at < p.shape[1]), (self.label_smoothing - 1) * of_targets, 0.0)
-        return p.scatter_add_(1, at.clamp(0, p.shape[1] - 1)[:, None], of_labels[:, None])
+        p.scatter_add_(1, at.clamp(0, p.shape[1] - 1)[:, None], of_labels[:, None])
+        return p if slope is None else p.mul_(slope)
 
     def tokens(self, vocabulary: int, size: int, device: torch.device, in_use: int) -> int:
         """Returns the number of tokens per tile with the full vocabulary. in_use: bytes of the memory that are used."""
@@ -199,77 +197,3 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         torch.addmm(total, left.to(right.dtype), right, out_dtype=torch.float32, out=total)
     else:
         total.addmm_(left.float(), right.float())
-
-
-@dataclass(frozen=True, eq=False)
-class HeadGradient:
-    """Computes the gradients of a head's weight and bias in one backward.
-
-    Attributes:
-        hidden: [tokens, size].
-        weight, bias: [vocabulary, size] and [vocabulary].
-        targets: int64 [tokens].
-        log_sums: log-sum-exp of each token's logits, float32 [tokens].
-        grad, of_targets: derivatives of the loss with respect to each log-sum-exp, and with respect to minus the logit
-            of each label, float32 [tokens].
-        dtype: dtype of products.
-    """
-
-    hidden: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    targets: Tensor
-    log_sums: Tensor
-    grad: Tensor
-    of_targets: Tensor
-    head: Head
-    dtype: torch.dtype
-
-    @property
-    def _tile(self) -> tuple[int, int]:
-        vocabulary, size = self.weight.shape
-        return self.head.tile(len(self.hidden), vocabulary, size, self.hidden.device)
-
-    def of_weight(self) -> Tensor:
-        """Returns the gradient of the weight, [vocabulary, size] in its dtype, rounded once."""
-        weight = self.weight
-        _, step = self._tile
-        grad = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
-        with autocast(grad.device, None):
-            for start, out in zip(range(0, len(grad), step), grad.split(step), strict=True):
-                rows = torch.zeros(out.shape, dtype=torch.float32, device=grad.device)
-                for part in self.head.slices(weight[start : start + len(rows)], self.dtype):
-                    block = rows[part]
-                    for hidden, of_products in self._tiles(start + (part.start or 0), len(block)):
-                        add_product(block, of_products.t(), hidden)
-                out.copy_(rows)
-        return grad
-
-    def of_bias(self) -> Tensor:
-        """Returns the gradient of the bias, float32 [vocabulary]."""
-        _, step = self._tile
-        grad = torch.zeros(len(self.weight), dtype=torch.float32, device=self.hidden.device)
-        with autocast(grad.device, None):
-            for start in range(0, len(grad), step):
-                for _, of_products in self._tiles(start, step):
-                    grad[start : start + step] += of_products.sum(0)
-        return grad
-
-    def _tiles(self, start: int, count: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields, for consecutive blocks of tokens, the hidden states [tokens, size] and the gradient of their products
-        with `count` weight rows from `start` on, float32 [tokens, rows].
-        """
-        rows = slice(start, start + count)
-        step, _ = self._tile
-        weight = plain(self.weight[rows]).to(self.dtype)
-        bias = None if self.bias is None else self.bias[rows]
-        for first in range(0, len(self.hidden), step):
-            tokens = slice(first, first + step)
-            hidden = self.hidden[tokens].to(self.dtype)
-            z, slope = self.head.logits(hidden, weight, bias)
-            p = z.sub_(self.log_sums[tokens, None]).exp_()
-            del z
-            of_products = self.head.of_products(
-                p, self.grad[tokens], self.of_targets[tokens], self.targets[tokens], start, len(self.weight)
-            )
-            yield hidden, of_products if slope is None else of_products.mul_(slope)

@@ -174,17 +174,9 @@ class Source:
         return (log_sum if keepdim else log_sum[..., 0]).to(self.dtype)
 
     def cross_entropy(
-        self,
-        func: Any,
-        target: Tensor,
-        weight: Any = None,
-        size_average: Any = None,
-        ignore_index: int = -100,
-        reduce: Any = None,
-        reduction: str = "mean",
-        label_smoothing: Any = 0.0,
-    ) -> Any:
-        unusual = weight is not None or size_average is not None or reduce is not None or target.ndim != 1
+        self, func: Any, target: Tensor, *, ignore_index: int, reduction: str, label_smoothing: float, **others: Any
+    ) -> Any:  # torch passes all options, by name
+        unusual = any(value is not None for value in others.values()) or target.ndim != 1
         if unusual or self.hidden.ndim != 2 or self.normalized:
             return NotImplemented
         counted = target != ignore_index

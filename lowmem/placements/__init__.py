@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lowmem.errors import ConfigError, UnsupportedError
-from lowmem.placements.base import Local, Placement, Shard
+from lowmem.placements.base import Placement, Reducer, Shard
 from lowmem.placements.ranks import Ranks, in_group
 from lowmem.placements.replicated import Replicated
 from lowmem.placements.streamed import Streamed, streaming_of
@@ -66,7 +66,7 @@ def find(placement: Choice, params: Iterable[Any]) -> Placement:
     several = in_group() and dist.get_world_size() > 1
     if placement == "replicated" or (placement == "auto" and several):
         return Replicated(broadcasts=placement == "replicated")
-    return Local()
+    return Placement(Shard(), Reducer())
 
 
 def shape_of(tensor: Tensor) -> tuple[int, ...]:

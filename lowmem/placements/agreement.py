@@ -2,7 +2,7 @@
 
 import hashlib
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lowmem.errors import ConfigError, UnsupportedError
-from lowmem.placements.base import ParamEntry
 from lowmem.tiles.quantized import tensors_of
 from lowmem.tiles.stored import flat
 
@@ -22,18 +21,21 @@ _SAMPLE = 1 << 10
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
+# A process group, or None for the default group.
+Group = dist.ProcessGroup | None
 
-def refuse_different(records: Collection[ParamEntry]) -> None:
+
+def refuse_different(params: Mapping[str, Tensor]) -> None:
     """Raises `UnsupportedError` on every rank unless the parameters are equal in name, shape, dtype and value.
 
     Every rank of the default process group calls it. The ranks exchange hashes.
     """
-    kinds = [(record.name, tuple(record.param.shape), str(record.param.dtype)) for record in records]
-    sums = [_checksum(each).cpu() for record in records for each in tensors_of(record.param.detach())]
+    kinds = [(name, tuple(param.shape), str(param.dtype)) for name, param in params.items()]
+    sums = [_checksum(each).cpu() for param in params.values() for each in tensors_of(param.detach())]
     values = _digest([int(total) for total in sums])
-    summary = {"number": len(records), "names, shapes or dtypes": _digest(kinds), "values": values}
-    if found := differences(summary):
-        name, rank, first, other = found[0]
+    summary = {"number": len(params), "names, shapes or dtypes": _digest(kinds), "values": values}
+    if (difference := _difference(summary, None)) is not None:
+        name, rank, first, other = difference
         details = f"the {name} of the parameters differ between rank 0 and rank {rank}"
         if name == "number":
             details = f"rank 0 has {first} parameter(s) and rank {rank} has {other}"
@@ -45,31 +47,30 @@ def refuse_different(records: Collection[ParamEntry]) -> None:
         )
 
 
-def refuse_other_settings(settings: Mapping[str, Any]) -> None:
-    """Raises `ConfigError` on every rank of the default group if their settings differ. Every rank calls it."""
-    if (difference := other_settings(settings)) is not None:
-        raise ConfigError(difference)
-
-
-def other_settings(settings: Mapping[str, Any], group: dist.ProcessGroup | None = None) -> str | None:
-    """Returns an error message if settings differ between the ranks of a group, else None. Every rank calls it."""
+def refuse_other_settings(settings: Mapping[str, Any], groups: Iterable[Group] = (None,)) -> None:
+    """Raises `ConfigError` on every rank of the groups if their settings differ. Every rank calls it."""
     # addresses of objects differ between ranks
     shown = {name: re.sub(" at 0x[0-9a-f]+", "", repr(value)) for name, value in settings.items()}
-    if not (found := differences(shown, group)):
-        return None
-    name, rank, first, other = found[0]
-    return (
-        f"{name} is {first} on rank 0 and {other} on rank {rank}. Ranks that train one model need the same options and "
-        "hyperparameters"
-    )
+    differences = [_difference(shown, group) for group in groups]  # collectives on every rank
+    failure = None
+    if (difference := next(filter(None, differences), None)) is not None:
+        name, rank, first, other = difference
+        failure = (
+            f"{name} is {first} on rank 0 and {other} on rank {rank}. Ranks that train one model need the same options "
+            "and hyperparameters"
+        )
+    if (failure := first_failure(failure, groups)) is not None:
+        raise ConfigError(failure)
 
 
-def first_failure(failure: str | None, group: dist.ProcessGroup | None = None) -> str | None:
-    """Returns the failure of the first rank in a group that failed, or None. Every rank calls it."""
-    return next((each for each in _gathered(failure, group) if each is not None), None)
+def first_failure(failure: str | None, groups: Iterable[Group]) -> str | None:
+    """Returns the failure of this rank, or the first failure of all ranks of the groups. Every rank calls it."""
+    for group in groups:
+        failure = next((each for each in _gathered(failure, group) if each is not None), None)
+    return failure
 
 
-def drifted(records: Collection[ParamEntry], step: int) -> list[str]:
+def drifted(params: Mapping[str, Tensor], step: int) -> list[str]:
     """Returns the names of parameters that differ between ranks of the default group. Every rank calls it.
 
     One collective compares `_SAMPLE` elements of each parameter, and different elements in each step.
@@ -80,30 +81,30 @@ def drifted(records: Collection[ParamEntry], step: int) -> list[str]:
         apart = [max(1, part.numel() // _SAMPLE) for part in parts]
         return torch.stack([_checksum(part[step % n :: n]) for part, n in zip(parts, apart, strict=True)]).sum()
 
-    sums = [checksum(record.param.detach()) for record in records]
+    sums = [checksum(param.detach()) for param in params.values()]
     own = torch.stack([each.to(sums[0].device) for each in sums])
     bounds = torch.stack((own, ~own))  # ~ reverses the order
     dist.all_reduce(bounds, op=dist.ReduceOp.MAX)
     different = (bounds[0] != ~bounds[1]).tolist()
-    return [record.name for record, differs in zip(records, different, strict=True) if differs]
+    return [name for name, differs in zip(params, different, strict=True) if differs]
 
 
-def differences(own: Mapping[str, Any], group: dist.ProcessGroup | None = None) -> list[tuple[str, int, Any, Any]]:
+def _difference(own: Mapping[str, Any], group: Group) -> tuple[str, int, Any, Any] | None:
     """Compares values, by name, between the first rank of a group and the others. Every rank calls it.
 
     Returns:
-        (name, rank, value on the first rank, value on `rank`) for each difference of the first rank that differs.
+        (name, rank, value on the first rank, value on `rank`) for the first difference, or None.
     """
     everyones = _gathered(dict(own), group)
     first = everyones[0]
     for rank, other in enumerate(everyones):
-        different = [name for name in first | other if first.get(name) != other.get(name)]
-        if different:
-            return [(name, rank, first.get(name), other.get(name)) for name in different]
-    return []
+        for name in first | other:
+            if first.get(name) != other.get(name):
+                return name, rank, first.get(name), other.get(name)
+    return None
 
 
-def _gathered(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
+def _gathered(value: Any, group: Group) -> list[Any]:
     """Returns the values from all ranks of a group."""
     everyones: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyones, value, group=group)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lowmem.errors import RankError, UnsupportedError
+from lowmem.placements.agreement import Group, first_failure, refuse_other_settings
 from lowmem.placements.ranks import Ranks, in_group, on_rank
 from lowmem.placements.wrappers import refuse_wrapped
 from lowmem.tiles.layout import Layout, Span, View
@@ -65,10 +66,13 @@ class Shard:
     Attributes:
         sharded: whether ranks have different elements of a parameter.
         moves: whether weights and states leave the device between uses. If so, gradients cannot wait there.
+        process_groups: the groups that together connect all ranks with shards of one model, in the same order on every
+            rank. They are known when `ranks_of` has been called for its parameters.
     """
 
     sharded: ClassVar[bool] = False
     moves: ClassVar[bool] = False
+    process_groups: Collection[Group] = ()
 
     def ranks_of(self, param: Tensor) -> Ranks | None:
         """Returns the ranks that a parameter is sharded over, or None if this rank has the full parameter."""
@@ -124,12 +128,13 @@ class Shard:
 
     def full_tensor(self, param: Tensor) -> Tensor:
         """Returns the full parameter, not quantized. Every rank calls it."""
-        return plain(param.detach())
+        return plain(self.gather(param, self.read(param), self.span(param)))
 
-    @torch.no_grad()
     def fill(self, param: Tensor, full: Tensor) -> None:
         """Copies a full tensor into a parameter. Each rank copies its shard."""
-        param.copy_(full)
+        shard = self.read(param)
+        shard.copy_(self.cut(full, self.span(param)))
+        self.write(param, shard)
 
     def release(self, param: Tensor) -> None:
         """Frees the gathered copy of a parameter, if there is one."""
@@ -206,19 +211,20 @@ class Reducer:
 
 
 class Placement:
-    """Determines where parameters are stored and how their gradients are reduced.
+    """Determines where parameters are stored and how their gradients are reduced. In this class, each parameter is on
+    one device; different parameters may be on different devices.
 
     Attributes:
         name: the value of the option `placement`.
-        several: whether several ranks train one model.
+        process_groups: the groups that together connect all ranks that train one model.
     """
 
-    name: ClassVar[str]
-    several: ClassVar[bool] = False
+    name: ClassVar[str] = "local"
 
     def __init__(self, shard: Shard, reducer: Reducer) -> None:
         self.shard = shard
         self.reducer = reducer
+        self.process_groups = shard.process_groups
 
     def adopt(self, records: Collection[ParamEntry], model: nn.Module | None) -> None:
         """Called when an optimizer is created for these parameters, with the model if the user passed it.
@@ -247,12 +253,13 @@ class Placement:
             ConfigError: ranks that train one model have different settings.
             UnsupportedError: the parameters were wrapped or sharded after the optimizer was created.
         """
-        if in_group():
+        if in_group() and not self.shard.sharded:
             refuse_wrapped([record.param for record in records])
+        refuse_other_settings(settings, self.process_groups)
 
     def agree(self, failure: str | None) -> str | None:
         """Returns the failure of this rank, or the first failure of all ranks that train one model, on every rank."""
-        return failure
+        return first_failure(failure, self.process_groups)
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -281,12 +288,3 @@ class Placement:
         """Called by every rank after each micro-batch, with `updated` after the updates of a step. Frees gathered
         copies of weights, or refreshes outdated copies.
         """
-
-
-class Local(Placement):
-    """Full parameters. Each parameter is on one device; different parameters may be on different devices."""
-
-    name = "local"
-
-    def __init__(self) -> None:
-        super().__init__(Shard(), Reducer())

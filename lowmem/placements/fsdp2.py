@@ -12,8 +12,8 @@ from torch.distributed.tensor.placement_types import Replicate
 from torch.distributed.tensor.placement_types import Shard as ShardPlacement
 
 from lowmem.errors import StepError, UnsupportedError
-from lowmem.placements.base import MicroBatch, ParamEntry, Reducer
-from lowmem.placements.sharded import FlatShard, Sharded, span_of_rank
+from lowmem.placements.base import MicroBatch, ParamEntry, Placement, Reducer
+from lowmem.placements.sharded import FlatShard, span_of_rank
 from lowmem.tiles.layout import Span
 from lowmem.tiles.quantized import QuantizedWeight
 
@@ -95,7 +95,7 @@ class _FSDPReducer(Reducer):
         return shard.view(-1)
 
 
-class FSDP2(Sharded):
+class FSDP2(Placement):
     """Parameters of `fully_shard` modules, sharded over one mesh dimension and possibly replicated over others.
 
     Modules that are still gathered at the end of a step (`set_reshard_after_backward(False)`) have the weights from

@@ -85,21 +85,8 @@ class FileHome(Home):
         self._trim(0)
 
 
-def make_home(place: str | Path, device: torch.device) -> Home:
-    """Returns a home in host memory (place = "host") or in a folder."""
-    return Home(device) if place == "host" else FileHome(Path(place))
-
-
-def _raise_file_limit() -> None:
-    """Lets the process open as many files as the system allows: two files per layer stay open."""
-    import resource
-
-    _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
-
-
 def require_room(folder: Path, nbytes: int) -> None:
-    """Creates a folder for `nbytes` bytes of files.
+    """Creates a folder for `nbytes` bytes of files, and lets the process open as many files as the system allows.
 
     Raises:
         ConfigError: its disk does not have enough space.
@@ -107,7 +94,10 @@ def require_room(folder: Path, nbytes: int) -> None:
     """
     if sys.platform != "linux":
         raise UnsupportedError(f"home={str(folder)!r}: files need Linux. Use home='host'")
-    _raise_file_limit()
+    import resource
+
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))  # each layer has two open files
     folder.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(folder).free
     if free < nbytes:

@@ -14,14 +14,13 @@ import functools
 import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from lowmem.errors import StepError, UnsupportedError
-from lowmem.placements.agreement import drifted, first_failure, refuse_different, refuse_other_settings
+from lowmem.placements.agreement import drifted, refuse_different
 from lowmem.placements.base import MicroBatch, ParamEntry, Placement, ReadyGradients, Reducer, Shard
 from lowmem.placements.wrappers import WRAPPED
 from lowmem.tiles.quantized import tensors_of
@@ -34,29 +33,23 @@ _USED = 1  # absent on this rank, and the average of the other ranks has been ap
 _POSSIBLE = 2  # may arrive
 _EXPECTED = 3  # will arrive, according to the graph and earlier backwards
 _ARRIVED = 4  # the state of the nth gradient to arrive is _ARRIVED + n
+_OPEN = (_POSSIBLE, _EXPECTED)  # the gradient may still arrive
 
 
 @dataclass(eq=False)
 class _Turn:
-    """One parameter in the order of the averages, and its gradient in the running backward on this rank.
+    """The gradient of one parameter in the running backward on this rank.
 
     Attributes:
-        silent: whether a backward has reached the parameter without producing a gradient.
-        reached: whether the current backward reaches the parameter.
+        reached: whether the backward reaches the parameter.
         state: the state of the gradient.
         tensor: the gradient once it has arrived, then the average until it is applied.
     """
 
     record: ParamEntry
-    silent: bool = False
-    reached: bool = False
-    state: int = _ABSENT
+    reached: bool
+    state: int
     tensor: Tensor | None = None
-
-    @property
-    def open(self) -> bool:
-        """True if the gradient may still arrive."""
-        return self.state in (_POSSIBLE, _EXPECTED)
 
     def apply(self) -> tuple[ParamEntry, Tensor]:
         """Returns the average and marks it as applied."""
@@ -78,7 +71,8 @@ class AllReduce(Reducer):
     """
 
     def __init__(self) -> None:
-        self._turns: dict[ParamEntry, _Turn] = {}  # in the order of the averages
+        self._order: list[ParamEntry] = []  # of the averages
+        self._silent: set[ParamEntry] = set()  # reached by a backward that did not produce their gradient
         self._backwards = 0  # number of backwards of these parameters
         self._hides = False  # whether a gradient has arrived that the graph did not show
         self._arrived: _Maxima | None = None  # states at the end of the last backward
@@ -87,22 +81,21 @@ class AllReduce(Reducer):
     def drop(self) -> None:
         self._averages: Iterator[tuple[ParamEntry, Tensor] | None] = iter(())  # the averages of this backward
         self._arrivals = itertools.count(_ARRIVED + 1)
-        for turn in self._turns.values():
-            turn.tensor = None
+        self._turns: dict[ParamEntry, _Turn] = {}  # of this backward, in the order of the averages
 
     def begin(self, records: Collection[ParamEntry], micro_batch: MicroBatch) -> None:
         super().begin(records, micro_batch)
         self.drop()
         # a parameter that is frozen on this rank may be trained on another one
         claimed = [record for record in records if record.claimed]
-        if self._turns.keys() != set(claimed):
-            self._turns = {record: _Turn(record) for record in reversed(claimed)}
+        if set(self._order) != set(claimed):
+            self._order = claimed[::-1]
+            self._silent.clear()
             self._backwards = 0
             self._hides = False
             self._arrived = None
         elif self._arrived is not None:
-            order = _by_arrival(self._arrived(), list(self._turns))
-            self._turns = {record: self._turns[record] for record in order}
+            self._order = _by_arrival(self._arrived(), self._order)
         if claimed and micro_batch.last:
             self._averages = self._average()
 
@@ -113,7 +106,7 @@ class AllReduce(Reducer):
             return
         yield from self._proceed()
         turn = self._turns[record]
-        if not turn.open:
+        if turn.state not in _OPEN:
             detail = "in two parts within one backward, and the first part is already being reduced"
             if turn.state < _ARRIVED:
                 detail = (
@@ -131,7 +124,7 @@ class AllReduce(Reducer):
     def skip(self, record: ParamEntry) -> ReadyGradients:
         yield from self._proceed()
         turn = self._turns[record]
-        if turn.open:
+        if turn.state in _OPEN:
             turn.reached = True
             turn.state = _ABSENT
             yield from self._proceed()
@@ -139,7 +132,7 @@ class AllReduce(Reducer):
     def flush(self) -> ReadyGradients:
         yield from self._proceed()
         for turn in self._turns.values():
-            if turn.open:
+            if turn.state in _OPEN:
                 turn.state = _ABSENT
         yield from self._proceed()
 
@@ -149,19 +142,17 @@ class AllReduce(Reducer):
 
     def _average(self) -> Iterator[tuple[ParamEntry, Tensor] | None]:
         """Launches the collectives of a backward. Yields averages, or None while the next gradient may still arrive."""
-        for turn in self._turns.values():
-            turn.reached = turn.record.reached
-            if not self._backwards or (turn.silent if turn.reached else self._hides):
-                turn.state = _POSSIBLE
-            elif turn.reached:
-                turn.state = _EXPECTED
-            else:
-                turn.state = _ABSENT
+        for record in self._order:
+            reached = record.reached
+            state = _EXPECTED if reached else _ABSENT
+            if not self._backwards or (record in self._silent if reached else self._hides):
+                state = _POSSIBLE
+            self._turns[record] = _Turn(record, reached, state)
         earlier = self._micro_batch.earlier
         expected = _maxima({r: _EXPECTED if r.name in earlier else turn.state for r, turn in self._turns.items()})
         in_flight: ReadyGradients = iter(())
         for record, turn in self._turns.items():
-            while turn.open:
+            while turn.state in _OPEN:
                 yield None
             if turn.tensor is None:
                 if expected()[record] == _ABSENT:
@@ -202,7 +193,8 @@ class AllReduce(Reducer):
         states = {r: turn.state if learned else min(turn.state, _ARRIVED) for r, turn in self._turns.items()}
         self._arrived = _maxima(states)
         for record, turn in self._turns.items():
-            turn.silent |= turn.reached and turn.state == _ABSENT
+            if turn.reached and turn.state == _ABSENT:
+                self._silent.add(record)
             if turn.tensor is None and turn.state != _USED:
                 continue
             if self._arrived()[record] == _USED:
@@ -249,31 +241,24 @@ class Replicated(Placement):
     """
 
     name = "replicated"
-    several = True
 
     def __init__(self, *, broadcasts: bool) -> None:
         super().__init__(Shard(), AllReduce())
+        self.process_groups = (None,)
         self._broadcasts = broadcasts
 
     def adopt(self, records: Collection[ParamEntry], model: nn.Module | None) -> None:
         super().adopt(records, model)
         if not self._broadcasts:
-            refuse_different(records)
+            refuse_different({record.name: record.param for record in records})
             return
         with torch.no_grad():
             for record in records:
                 for tensor in tensors_of(record.param.detach()):
                     dist.broadcast(tensor, src=0)
 
-    def confirm(self, records: Collection[ParamEntry], settings: Mapping[str, Any]) -> None:
-        super().confirm(records, settings)
-        refuse_other_settings(settings)
-
-    def agree(self, failure: str | None) -> str | None:
-        return first_failure(failure)
-
     def drifted(self, records: Collection[ParamEntry], step: int) -> list[str]:
-        trained = [record for record in records if record.claimed]
+        trained = {record.name: record.param for record in records if record.claimed}
         return drifted(trained, step) if trained else []
 
     def free_copies(self, records: Collection[ParamEntry], *, updated: bool) -> None:

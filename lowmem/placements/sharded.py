@@ -1,4 +1,4 @@
-"""Base classes of the sharded placements: each rank has a range of every parameter's elements.
+"""The base class of the sharded placements' shards: each rank has a range of every parameter's elements.
 
 The elements (#) on rank 1 of 3, for a parameter of shape [5, 4]:
 
@@ -11,33 +11,27 @@ The elements (#) on rank 1 of 3, for a parameter of shape [5, 4]:
 """
 
 from abc import abstractmethod
-from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lowmem.errors import ConfigError, UnsupportedError
-from lowmem.placements.agreement import first_failure, other_settings
-from lowmem.placements.base import ParamEntry, Placement, Shard
+from lowmem.errors import UnsupportedError
+from lowmem.placements.base import ParamEntry, Shard
 from lowmem.placements.ranks import Ranks
 from lowmem.tiles.layout import Layout, Span, View
-from lowmem.tiles.quantized import QuantizedWeight, plain
+from lowmem.tiles.quantized import QuantizedWeight
 
 
 class FlatShard(Shard):
-    """A shard that is a range of a parameter's elements in row-major order, read as a flat tensor.
-
-    Attributes:
-        groups: process groups that together connect all ranks that train one model, in the same order on every rank.
-    """
+    """A shard that is a range of a parameter's elements in row-major order, read as a flat tensor."""
 
     sharded = True
 
     def __init__(self) -> None:
         self._ranks: dict[dist.ProcessGroup, Ranks] = {}
-        self.groups: dict[dist.ProcessGroup, None] = {}
+        self.process_groups: dict[dist.ProcessGroup, None] = {}
 
     def admit(self, name: str, param: Tensor) -> None:
         ranks = self.ranks_of(param)
@@ -61,19 +55,11 @@ class FlatShard(Shard):
         group, device = self.group_of(param)
         if group not in self._ranks:
             self._ranks[group] = Ranks(group, device)
-            self.groups.update(dict.fromkeys([group, *self.replicas_of(param)]))
+            self.process_groups.update(dict.fromkeys([group, *self.replicas_of(param)]))
         return self._ranks[group]
 
     def layout(self, record: ParamEntry, view: View) -> Layout:
         return Layout.of(record.span.shape, view, record.span.start, record.span.stop)
-
-    def full_tensor(self, param: Tensor) -> Tensor:
-        return plain(self.gather(param, self.read(param), self.span(param)))
-
-    def fill(self, param: Tensor, full: Tensor) -> None:
-        shard = self.read(param)
-        shard.copy_(self.cut(full, self.span(param)))
-        self.write(param, shard)
 
     def gather(self, param: Tensor, shard: Tensor, span: Span) -> Tensor:
         if isinstance(shard, QuantizedWeight):
@@ -82,23 +68,6 @@ class FlatShard(Shard):
 
     def cut(self, full: Tensor, span: Span) -> Tensor:
         return full.reshape(-1)[span.start : span.stop]
-
-
-class Sharded(Placement):
-    """Base class of the sharded placements."""
-
-    several = True
-    shard: FlatShard
-
-    def confirm(self, records: Collection[ParamEntry], settings: Mapping[str, Any]) -> None:
-        differences = [other_settings(settings, group) for group in self.shard.groups]  # collectives on every rank
-        if (difference := self.agree(next(filter(None, differences), None))) is not None:
-            raise ConfigError(difference)
-
-    def agree(self, failure: str | None) -> str | None:
-        for group in self.shard.groups:
-            failure = first_failure(failure, group)
-        return failure
 
 
 def span_of_rank(rank: int, shape: tuple[int, ...], size: int) -> Span:

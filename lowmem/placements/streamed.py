@@ -1,7 +1,7 @@
 """Weights that are stored in host memory or in files, and are on the device only while their layer computes."""
 
 import itertools
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from lowmem.errors import ConfigError, UnsupportedError
 from lowmem.placements.base import ParamEntry, Placement, ReadyGradients, Reducer, Shard
-from lowmem.placements.homes import RESIDENT, make_home, require_room
+from lowmem.placements.homes import RESIDENT, FileHome, Home, require_room
 from lowmem.placements.ranks import in_group
 from lowmem.placements.streaming import Streaming, Unit
 from lowmem.tiles.quantized import QuantizedWeight, plain, tensors_of
@@ -59,14 +59,14 @@ def stream(
     units = find_units(model)
     units = units[: _number_that_streams(model, units, device_memory)]
     streamed: set[Tensor] = {param for unit in units for param in unit.homes}
-    if any(map(is_fake, model.parameters())):  # in a plan
-        home = "host"
-    if home != "host":
+    make_home: Callable[[], Home] = partial(Home, device)
+    if home != "host" and not any(map(is_fake, model.parameters())):  # they are fake in a plan
         require_room(Path(home), sum(unit.nbytes for unit in units))
+        make_home = partial(FileHome, Path(home))
     _move_others(model, streamed, device)
     for unit in units:
-        unit.home = make_home(home, device)
-        unit.states = make_home(home, device)
+        unit.home = make_home()
+        unit.states = make_home()
         for weight in unit.homes:
             _move_home(unit, weight, device)
     streaming = Streaming(units, device)
@@ -148,25 +148,23 @@ def find_units(model: nn.Module) -> list[Unit]:
         largest = max(lists, key=lambda each: sum(param.numel() for param in each.parameters()), default=())
         layers = list(largest)
     inner = {inside for layer in layers for inside in itertools.islice(layer.modules(), 1, None)}
-    units = [Unit(0, layer) for layer in layers if layer not in inner]
-    owner = {module: unit for unit in units for module in unit.module.modules()}
-    users: dict[Tensor, set[Unit | None]] = {}
+    homes: dict[nn.Module, dict[Tensor, Tensor]] = {layer: {} for layer in layers if layer not in inner}
+    owner = {module: layer for layer in homes for module in layer.modules()}
+    users: dict[Tensor, set[nn.Module | None]] = {}
     for module in modules:
         for param in module.parameters(recurse=False):
             users.setdefault(param, set()).add(owner.get(module))
     for weight, used_by in users.items():
         only_user = next(iter(used_by))
         if only_user is not None and len(used_by) == 1 and weight.numel() > RESIDENT:
-            only_user.homes[weight] = weight.detach()
-    units = [each for each in units if each.homes]
-    if len(units) < 2:
+            homes[only_user][weight] = weight.detach()
+    layers = [layer for layer in homes if homes[layer]]
+    if len(layers) < 2:
         raise UnsupportedError(
             "lowmem.stream finds no repeated layers with parameters of more than "
             f"{RESIDENT} elements in a {type(model).__name__}. List their class in model._no_split_modules"
         )
-    for index, each in enumerate(units):
-        each.index = index
-    return units
+    return [Unit(index, layer, homes[layer]) for index, layer in enumerate(layers)]
 
 
 # -- hooks of modules ----------------------------------------------------------------------------------------------
@@ -213,18 +211,13 @@ def _before_backward(streaming: Streaming, unit: Unit, grad: Tensor) -> None:
     streaming.lend(unit)
 
 
-def _names(unit: Unit, module: nn.Module, prefix: str) -> Iterator[tuple[str, Tensor]]:
-    for name, param in module.named_parameters(remove_duplicate=False):
-        if param in unit.homes:
-            yield prefix + name, param
-
-
 def _replace_saved(
     streaming: Streaming, unit: Unit, module: nn.Module, saved: dict[str, Any], prefix: str, metadata: Any
 ) -> None:
-    for name, param in _names(unit, module, prefix):
-        if name in saved and saved[name] is not param:  # with keep_vars, it is the parameter
-            saved[name] = streaming.home(unit, param)
+    for name, param in module.named_parameters(remove_duplicate=False):
+        # with keep_vars, the saved tensor is the parameter
+        if param in unit.homes and saved.get(prefix + name, param) is not param:
+            saved[prefix + name] = streaming.home(unit, param)
 
 
 def _before_load(
@@ -278,11 +271,7 @@ class _StreamedShard(Shard):
         return (param._version,)  # not the address: each fetch allocates new memory
 
     def quantized(self, param: Tensor) -> QuantizedWeight | None:
-        if not isinstance(param, QuantizedWeight):
-            return None
-        stored = self._changed(param)
-        assert isinstance(stored, QuantizedWeight)
-        return stored
+        return super().quantized(self._changed(param)) if isinstance(param, QuantizedWeight) else None
 
     def full_tensor(self, param: Tensor) -> Tensor:
         return plain(self.stored(param).detach())
@@ -316,18 +305,18 @@ class Streamed(Placement):
     """Parameters of a model that is streamed by `stream`."""
 
     name = "streamed"
+    reducer: _Reducer
 
     def __init__(self) -> None:
-        self._reducer = _Reducer()
-        super().__init__(_StreamedShard(), self._reducer)
+        super().__init__(_StreamedShard(), _Reducer())
 
     def adopt(self, records: Collection[ParamEntry], model: nn.Module | None) -> None:
         super().adopt(records, model)
         for record in records:
-            self._reducer.streaming, _ = _where(record.param)
+            self.reducer.streaming, _ = _where(record.param)
 
     def settle(self) -> None:
-        self._reducer.streaming.settle()
+        self.reducer.streaming.settle()
 
 
 def _where(param: Any) -> tuple[Streaming, Unit | None]:

@@ -10,7 +10,7 @@ At most two units are on the device: the current unit, and the unit that is expe
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -149,9 +149,10 @@ class Streaming:
         self._positions = list[_Position]()  # where it is in use
         self._following: dict[_Position, int] = {}  # the unit that came next in earlier passes
         self._in_place = device.type == "cpu"  # a CPU uses the homes without copies
-        self._module: Any = None if device.type in WITHOUT_STREAMS else torch.get_device_module(device)
-        self._incoming: Any = self._module and self._module.Stream(device)
-        self._outgoing: Any = self._module and self._module.Stream(device)
+        # the streams of torch.cpu do nothing, and their events are None
+        self._module: Any = torch.cpu if device.type in WITHOUT_STREAMS else torch.get_device_module(device)
+        self._incoming: Any = self._module.Stream(device)
+        self._outgoing: Any = self._module.Stream(device)
         self._borrowed: deque[tuple[Any, Any]] = deque()  # states on the device, and the end of their last copy
         self._waited = 0.0  # seconds of completed waits
         self._waits = deque[tuple[Any, Any]]()  # events at the start and end of later waits
@@ -224,14 +225,14 @@ class Streaming:
             return
         unit.present = True
         start = time.perf_counter()
-        with self._on(self._incoming):
+        with self._module.stream(self._incoming):
             if self._in_place:
                 unit.home.expect()
             else:
                 for there, home in unit.tensors():
                     there.untyped_storage().resize_(home.nbytes)
                     _untracked(there).copy_(home, non_blocking=True)
-        unit.arrived = self._mark(self._incoming)
+        unit.arrived = self._incoming.record_event()
         if unit.arrived is None:
             self._waited += time.perf_counter() - start
         self.fetched += unit.nbytes
@@ -244,11 +245,10 @@ class Streaming:
         unit.present = False
         if unit is self._lent:  # after a failed forward, or a backward without updates
             self.lend(None)
-        if self._incoming is not None:
-            self._incoming.wait_stream(self._module.current_stream(self.device))
-            for left in filter(None, unit.left.values()):
-                self._incoming.wait_event(left)
-        with self._on(self._incoming):
+        self._incoming.wait_stream(self._module.current_stream(self.device))
+        for left in filter(None, unit.left.values()):
+            self._incoming.wait_event(left)
+        with self._module.stream(self._incoming):
             if self._in_place:
                 unit.home.leave()
                 unit.states.leave()
@@ -263,13 +263,12 @@ class Streaming:
         self.written += sum(home.nbytes for home, _ in pairs)
 
     def _copy_out(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> Any:
-        """Starts copies to homes. Returns the event at their end, or None if the device does not have events."""
-        if self._outgoing is not None:
-            self._outgoing.wait_stream(self._module.current_stream(self.device))
-        with self._on(self._outgoing):
+        """Starts copies to homes. Returns the event at their end."""
+        self._outgoing.wait_stream(self._module.current_stream(self.device))
+        with self._module.stream(self._outgoing):
             for home, there in pairs:
                 home.copy_(there, non_blocking=True)
-        return self._mark(self._outgoing)
+        return self._outgoing.record_event()
 
     def home(self, unit: Unit, param: Tensor) -> Tensor:
         """Returns a parameter in its home, after waiting for copies to and from it."""
@@ -309,25 +308,24 @@ class Streaming:
         self.fetched += sum(home.nbytes for home in homes.values())
         while len(self._borrowed) > 1:
             borrowed, left = self._borrowed.popleft()
-            if left is not None:  # the next tensors on either stream may reuse the memory
-                self._incoming.wait_event(left)
-                self._module.current_stream(self.device).wait_event(left)
+            self._incoming.wait_event(left)  # the next tensors on either stream may reuse the memory
+            self._module.current_stream(self.device).wait_event(left)
             del borrowed
         if self._in_place or not homes:
             return {}
         if unit.left.get(param) is not None:
             self._incoming.wait_event(unit.left[param])
-        with self._on(self._incoming):
+        with self._module.stream(self._incoming):
             moved = {name: home.to(self.device, non_blocking=True) for name, home in homes.items()}
-        self._await(self._mark(self._incoming))
+        self._await(self._incoming.record_event())
         return moved
 
     # -- waiting ---------------------------------------------------------------------------------------------------
 
     def settle(self) -> None:
         """Waits until all tensors are in their homes."""
-        if self._outgoing is not None:
-            self._outgoing.synchronize()
+        if (left := self._outgoing.record_event()) is not None:
+            left.synchronize()
 
     @property
     def waited(self) -> float:
@@ -352,12 +350,6 @@ class Streaming:
         current.wait_event(copied)
         end.record(current)
         self._waits.append((start, end))
-
-    def _on(self, stream: Any) -> AbstractContextManager[Any]:
-        return nullcontext() if stream is None else self._module.stream(stream)
-
-    def _mark(self, stream: Any) -> Any:
-        return None if stream is None else stream.record_event()
 
 
 def _untracked(tensor: Tensor) -> Tensor:

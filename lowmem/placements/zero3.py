@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lowmem.errors import StepError, UnsupportedError
-from lowmem.placements.base import ParamEntry, ReadyGradients, Reducer
-from lowmem.placements.sharded import FlatShard, Sharded, span_of_rank
+from lowmem.placements.base import ParamEntry, Placement, ReadyGradients, Reducer
+from lowmem.placements.sharded import FlatShard, span_of_rank
 from lowmem.tiles.layout import Span
 
 # Number of elements, over all ranks, that are gathered in one collective.
@@ -94,9 +94,7 @@ class _Partition(FlatShard):
         self.release(param)
 
     def release(self, param: Any) -> None:
-        from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
-
-        if param.ds_status is ZeroParamStatus.AVAILABLE:
+        if param.ds_status.name == "AVAILABLE":
             param.ds_active_sub_modules.clear()
             param.partition()
 
@@ -133,7 +131,7 @@ class _ReduceScatter(Reducer):
         yield from summed
 
 
-class Zero3(Sharded):
+class Zero3(Placement):
     """Parameters created under `deepspeed.zero.Init`, or converted by `deepspeed.initialize`.
 
     This rank's slice is updated on the compute device, even if DeepSpeed stores it on the host or in a file.
@@ -157,11 +155,9 @@ class Zero3(Sharded):
 
     @torch.no_grad()
     def free_copies(self, records: Collection[ParamEntry], *, updated: bool) -> None:
-        from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
-
         params: list[Any] = [record.param for record in records]
         for param in params:
-            if updated and param.ds_status is ZeroParamStatus.INFLIGHT and param.requires_grad:
+            if updated and param.ds_status.name == "INFLIGHT" and param.requires_grad:
                 raise StepError(
                     f"DeepSpeed was still gathering a parameter of shape {list(param.ds_shape)} when the step ended, "
                     "and would continue with the weights from before the step. Set stage3_prefetch_bucket_size to 0"
@@ -175,8 +171,6 @@ class Zero3(Sharded):
 
     def _renew(self, params: list[Any]) -> None:
         """Gathers parameters of one dtype into DeepSpeed's full tensors, in one collective."""
-        from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
-
         ranks = self.shard.ranks_of(params[0])
         assert ranks is not None
         shards = []
@@ -187,7 +181,7 @@ class Zero3(Sharded):
             sizes.append(span.size)
         full = ranks.all_gather(torch.cat(shards), sum(sizes)).view(ranks.world_size, -1)
         for param, slices in zip(params, full.split(sizes, dim=1), strict=True):
-            if param.ds_status is ZeroParamStatus.AVAILABLE:
+            if param.ds_status.name == "AVAILABLE":
                 param.data.copy_(slices.flatten()[: param.ds_numel].view(param.ds_shape))
             _free_buffer(param)
 
@@ -217,11 +211,9 @@ def _free_buffer(param: Any) -> None:
 
 def _swap_in(param: Any) -> None:
     """Loads this rank's slice from its file if it is not in memory."""
-    from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
-
-    if param.ds_tensor.status is PartitionedParamStatus.INFLIGHT:
+    if param.ds_tensor.status.name == "INFLIGHT":
         param.nvme_swapper.synchronize_reads()
-    if param.ds_tensor.status is PartitionedParamStatus.NOT_AVAILABLE:
+    if param.ds_tensor.status.name == "NOT_AVAILABLE":
         param.nvme_swapper.swap_in([param], async_op=False)
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lowmem.errors import ConfigError
 from lowmem.rules import factored, require
-from lowmem.rules.factor_rules import check_factor_rules, dimensions, first_match, flag_by_name
+from lowmem.rules.factor_rules import dimensions, factor_map, first_match, flag_by_name
 from lowmem.rules.factored import FactoredSpec, exactly, moment_scalars, precondition
 from lowmem.rules.rule import GroupClip, GroupNorms, Hyper, State, StateSpec, UpdateRule, numbers, register
 from lowmem.tiles.layout import View
@@ -75,7 +75,7 @@ class Adafactor(UpdateRule):
         epsilon1=(1e-30, require.number(">= 0")),
         epsilon2=(1e-3, require.number(">= 0")),
         dtype_momentum=(None, require.dtype(none="state_storage")),
-        factor_map=(None, require.anything),
+        factor_map=(None, factor_map),
         weight_decay_rate_lr_exponent=(None, require.number(">= 0", optional=True)),
         global_norm_clip_threshold=(None, require.number(">= 0", optional=True)),
         max_parameter_scale=(None, require.number("> 0", optional=True)),
@@ -85,7 +85,8 @@ class Adafactor(UpdateRule):
 
     def check(self, hyper: Hyper) -> None:
         super().check(hyper)
-        check_factor_rules(hyper)
+        read = hyper["factored"] or hyper["factor_map"] is None
+        require.that(read, "factor_map", hyper["factor_map"], "None where factored=False")
 
     def scalars(self, hyper: Hyper, step: int) -> dict[str, float]:
         if step <= hyper["step_offset"]:

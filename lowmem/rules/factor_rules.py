@@ -32,7 +32,7 @@ def dimensions(name: str, shape: tuple[int, ...], hyper: Hyper) -> Dimensions:
     where = f"parameter {name!r} of shape {list(shape)}"
     rule: FactorRule = HEURISTIC
     if hyper["factor_map"] is not None:
-        rule = roles_of("factor_map", first_match("factor_map", hyper["factor_map"], name, where))
+        rule = roles_of(first_match("factor_map", hyper["factor_map"], name, where))
     if rule is None or not hyper["factored"]:
         return Dimensions(none=every)
     if rule == HEURISTIC:
@@ -54,16 +54,6 @@ def dimensions(name: str, shape: tuple[int, ...], hyper: Hyper) -> Dimensions:
     return by_heuristic
 
 
-def check_factor_rules(hyper: Hyper) -> None:
-    """Raises `ConfigError` for a `factor_map` that is invalid for every parameter."""
-    factor_map = hyper["factor_map"]
-    if factor_map is None:
-        return
-    require.that(hyper["factored"], "factor_map", factor_map, "None where factored=False")
-    for _, rule in pairs_of("factor_map", factor_map):
-        roles_of("factor_map", rule)
-
-
 def _heuristic(shape: tuple[int, ...], least: int) -> Dimensions:
     """Assigns ROW to the smaller and COLUMN to the larger dimension; the first of three dimensions is a stack."""
     stack = (0,) if len(shape) == 3 else ()
@@ -74,16 +64,16 @@ def _heuristic(shape: tuple[int, ...], least: int) -> Dimensions:
     return Dimensions(stack, (), (row,), (col,))
 
 
-def roles_of(option: str, rule: Any) -> FactorRule:
-    """Converts a factor rule, as users write it, to the roles of dimensions."""
+def roles_of(rule: Any) -> FactorRule:
+    """Converts a rule of `factor_map`, as users write it, to the roles of dimensions."""
     if rule is None:
         return None
     if rule == "HEURISTIC":
         return HEURISTIC
     allowed = f"None, 'HEURISTIC', or for each dimension one of {', '.join(ROLES)}"
-    require.that(isinstance(rule, tuple | list), option, rule, allowed)
+    require.that(isinstance(rule, tuple | list), "factor_map", rule, allowed)
     names = [str(role).lower() for role in rule]
-    require.that(all(role in ROLES for role in names), option, rule, allowed)
+    require.that(all(role in ROLES for role in names), "factor_map", rule, allowed)
     return tuple(ROLES[role] for role in names)
 
 
@@ -98,6 +88,12 @@ def pairs_of(option: str, value: Any) -> list[tuple[str, Any]]:
         except (re.error, TypeError) as error:
             raise ConfigError(f"{option}: {pair[0]!r} is not a regular expression: {error}") from None
     return list(pairs)
+
+
+def factor_map(option: str, value: Any) -> None:
+    """Allows None, and a map from regular expressions to factor rules."""
+    for _, rule in [] if value is None else pairs_of(option, value):
+        roles_of(rule)
 
 
 def flag_by_name(option: str, value: Any) -> None:

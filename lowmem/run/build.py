@@ -15,12 +15,12 @@ import transformers
 import trl
 from accelerate.utils import purge_accelerate_environment
 from transformers import AutoModelForCausalLM
-from trl import get_peft_config, get_quantization_config, is_conversational
+from trl import get_peft_config, get_quantization_config
 
 from lowmem.errors import ConfigError, DataError, LowmemError
 from lowmem.run.boundary import blaming, reason
 from lowmem.run.recipe import Recipe
-from lowmem.trainer import FusedSFTTrainer, FusedTrainerMixin
+from lowmem.trainer import FusedTrainerMixin
 
 # Commands whose trainers take reward functions.
 _WITH_REWARDS = ("grpo", "rloo")
@@ -36,16 +36,11 @@ class EvaluationStopped(Exception):
 @cache
 def trainer_class(name: str) -> Any:
     """Returns the fused subclass of one of TRL's trainers for a run: `FusedDPOTrainer` for "DPOTrainer"."""
-    bases = (FusedSFTTrainer,) if name == "SFTTrainer" else (FusedTrainerMixin, getattr(trl, name))
-    return type(f"Fused{name}", (_RunTrainer, *bases), {})
+    return type(f"Fused{name}", (_RunTrainer, FusedTrainerMixin, getattr(trl, name)), {})
 
 
 class _RunTrainer:
     """Names the row that TRL cannot prepare, stops evaluations, and completes the model card."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        _require_template(self.train_dataset, self.processing_class, self.args)  # type: ignore[attr-defined]
 
     def _maybe_log_save_evaluate(self, *args: Any, **options: Any) -> None:
         try:
@@ -55,7 +50,6 @@ class _RunTrainer:
 
     def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, *options: Any) -> Any:
         prepare = super()._prepare_dataset  # type: ignore[misc]
-        _require_template(dataset, processing_class, args)
         return _by_row(lambda rows: prepare(rows, processing_class, args, *options), dataset)
 
     def create_model_card(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -67,16 +61,6 @@ class _RunTrainer:
             where = self.hub_model_id or self.args.output_dir
             text = card.read_text("utf-8").replace('model="None"', f'model="{where}"')
             card.write_text(re.sub(r"\[None\]\(\S*\)", lambda _: f"`{base.name}`", text), "utf-8")
-
-
-def _require_template(dataset: Any, processing_class: Any, args: Any) -> None:
-    """Raises `ConfigError` if the rows are conversations but the tokenizer has no chat template."""
-    row: Any = next(iter(dataset), {})
-    if processing_class.chat_template is None and (is_conversational(row) or "conversations" in row):
-        advice = "Set chat_template_path to a .jinja file, or to a model with one"
-        if not hasattr(args, "chat_template_path"):
-            advice = "Write one into chat_template.jinja in the model's directory"
-        raise ConfigError(f"the rows are conversations, but the model's tokenizer has no chat template. {advice}")
 
 
 def _by_row(prepare: Callable[[Any], Any], dataset: Any) -> Any:
@@ -101,8 +85,11 @@ def _by_row(prepare: Callable[[Any], Any], dataset: Any) -> Any:
         row, in_file = dataset[first], datasets.Dataset(dataset.data)  # all rows, in the order of the file
         number = next((number for number, other in enumerate(in_file) if other == row), first)
         content = json.dumps(row, default=str, ensure_ascii=False)[:300]
+        advice = ""
+        if "chat_template is not set" in str(cause):  # in transformers 5.23 (tokenization_utils_base.py)
+            advice = " Write a template into chat_template.jinja in the model's directory, or set chat_template_path."
         raise DataError(
-            f"row {number + 1} of the data cannot be tokenized: {reason(cause)}. The row: {content}"
+            f"row {number + 1} of the data cannot be tokenized: {reason(cause)}.{advice} The row: {content}"
         ) from error
 
 

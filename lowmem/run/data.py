@@ -113,12 +113,18 @@ def _split(splits: Any, name: str, key: str, more: str) -> Any:
 
 
 def _fault(entries: list[Any]) -> str | None:
-    """Finds the first line that cannot be read in local files with one row per line."""
+    """Finds the first line in local files that is not UTF-8 or, in a .jsonl file, not a JSON object."""
     for path in (path for entry in entries for path in _files_of_lines(entry)):
         with path.open("rb") as lines:
             for number, line in enumerate(lines, start=1):
-                if (fault := _fault_of_line(line, is_json=path.suffix == ".jsonl")) is not None:
-                    return f"{path}, line {number}: {fault}"
+                try:
+                    text = line.decode()
+                    row = json.loads(text) if path.suffix == ".jsonl" and text.strip() else {}
+                    json.dumps(row, ensure_ascii=False).encode()  # half of a surrogate pair has no encoding
+                    if not isinstance(row, dict):
+                        raise ValueError('it is not a JSON object, such as {"text": "..."}')
+                except ValueError as error:
+                    return f"{path}, line {number}: {reason(error)}"
     return None
 
 
@@ -128,16 +134,6 @@ def _files_of_lines(entry: Any) -> list[Path]:
         paths = map(Path, builder.config.data_files[entry.split])
         return [path for path in paths if path.suffix in (".jsonl", ".csv", ".txt") and path.is_file()]
     return []
-
-
-def _fault_of_line(line: bytes, *, is_json: bool) -> str | None:
-    try:
-        text = line.decode()
-        row = json.loads(text) if is_json and text.strip() else {}
-        json.dumps(row, ensure_ascii=False).encode()  # half of a surrogate pair has no encoding
-    except ValueError as error:
-        return reason(error)
-    return None if isinstance(row, dict) else 'it is not a JSON object, such as {"text": "..."}'
 
 
 def first(train: Any, samples: int = 0) -> Any:

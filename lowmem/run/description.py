@@ -65,9 +65,9 @@ def _optimizer(optimizer: Any) -> str:
 
 
 def _activations(args: Any, mlp_tile: int | None) -> str:
-    kept = "recomputed in backward" if recomputed(args) else "stored for backward"
-    kept += ", offloaded to the host" if arguments.offloading(args) else ""
-    return kept + (f"; MLPs compute {mlp_tile:,} tokens at a time" if mlp_tile else "")
+    place = "recomputed in backward" if recomputed(args) else "stored for backward"
+    place += ", offloaded to the host" if arguments.offloading(args) else ""
+    return place + (f"; MLPs compute {mlp_tile:,} tokens at a time" if mlp_tile else "")
 
 
 def recomputed(args: Any) -> bool:

@@ -79,7 +79,7 @@ class FakeRun(NamedTuple):
     def step(self) -> StepMemory:
         """Records as many steps as a plan needs, and an evaluation if the run evaluates."""
         trainer, args = self.trainer, self.trainer.args
-        with blaming_libraries("the memory of a step cannot be found"):
+        with blaming_libraries("the memory of a step cannot be predicted"):
             return step_memory(
                 trainer.model.train(),
                 trainer.create_optimizer,
@@ -109,7 +109,7 @@ def running(recipe: Recipe, device: torch.device, *, real: bool = False) -> Iter
         to_device = Tensor.to
         if fake is not None:
             stack.enter_context(fake)
-            to_device = stack.enter_context(_Values()).fake
+            to_device = stack.enter_context(_KnownValues()).fake
         stack.enter_context(_recomputed_and_offloaded(trainer.model, args))
         sharded = trainer._inputs.sharding
         if sharded is not None:
@@ -123,6 +123,8 @@ def running(recipe: Recipe, device: torch.device, *, real: bool = False) -> Iter
 
 def offloaded_to_nvme(args: Any) -> dict[str, Any] | None:
     """Returns DeepSpeed's options for offloaded weights if they are on NVMe, otherwise None."""
+    if not args.deepspeed:
+        return None
     options = args.hf_deepspeed_config.get_value("zero_optimization.offload_param") or {}
     return options if options.get("device") == "nvme" else None
 
@@ -146,14 +148,14 @@ def _trainer(
     if not args.deepspeed:  # left by an earlier plan, for which transformers would partition the model
         unset_hf_deepspeed_config()
     if (sharding := Inputs(None, args, None, recipe.fused).sharding) is not None:
-        if fake is not None and args.deepspeed and (nvme := offloaded_to_nvme(args)):
+        if fake is not None and (nvme := offloaded_to_nvme(args)):
             nvme["device"] = "cpu"  # fake tensors cannot be written
         sharding.prepare(recipe.dtype)
     names = ["ref_model"] if recipe.command in ("dpo", "kto") and not has_adapters else []
     with ExitStack() as stack:
         if fake is not None:
             stack.enter_context(fake)
-            stack.enter_context(_Values())
+            stack.enter_context(_KnownValues())
         stack.enter_context(device)
         model, *others = (_untrained(recipe) for _ in range(1 + len(names)))
     if (places := data.positions(model)) is not None and places < length:
@@ -277,7 +279,7 @@ def _tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>", pad_token="<pad>")
 
 
-class _Values(TorchDispatchMode):
+class _KnownValues(TorchDispatchMode):
     """Provides the values that code reads from fake tensors. Values computed from the batch and from constants are
     known, such as the positions of images. Other integers are 1, other numbers 1/2, and elements of a mask are True.
     """
@@ -294,29 +296,35 @@ class _Values(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        changes, pinned = func._schema.is_mutable, kwargs.get("pin_memory")
-        known = func.namespace == "aten" and not pinned and torch.Tag.nondeterministic_seeded not in func.tags
-        known &= all(t in self.known or (type(t) is Tensor and t.is_cpu and not changes) for t in tensors)
+        known = self._has_known_values(func, tensors, kwargs)
         if known and (torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags):
-            value, device = self._value(func, args, kwargs), tensors[0].device
+            value, device = self._compute(func, args, kwargs), tensors[0].device
             return tree_map_only(Tensor, lambda each: self.fake(each, device), value)
-        result = self._guess(func, args)
-        result = func(*args, **kwargs) if result is None else result
+        result = self._assume(func, args)
+        if result is None:
+            result = func(*args, **kwargs)
         results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         if known and 0 < sum(each.numel() for each in results) <= (_KNOWN if tensors else _CONSTANT):
-            self.known.update(zip(results, tree_leaves(self._value(func, args, kwargs)), strict=True))
-        elif changes and isinstance(args[0], Tensor):
+            self.known.update(zip(results, tree_leaves(self._compute(func, args, kwargs)), strict=True))
+        elif func._schema.is_mutable and isinstance(args[0], Tensor):
             self.known.pop(args[0], None)
         return result
 
-    def _value(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _has_known_values(self, func: Any, tensors: list[Tensor], kwargs: dict[str, Any]) -> bool:
+        """Returns whether the result of an operation can be computed from known values."""
+        if func.namespace != "aten" or kwargs.get("pin_memory") or torch.Tag.nondeterministic_seeded in func.tags:
+            return False
+        changes = func._schema.is_mutable
+        return all(each in self.known or (type(each) is Tensor and each.is_cpu and not changes) for each in tensors)
+
+    def _compute(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Computes the result of an operation on known values, on the CPU."""
         args, kwargs = tree_map_only(torch.device, lambda _: torch.device("cpu"), (args, kwargs))
         args, kwargs = tree_map_only(Tensor, lambda tensor: self.known.get(tensor, tensor), (args, kwargs))
         with unset_fake_temporarily():
             return func(*args, **kwargs)
 
-    def _guess(self, func: Any, args: Any) -> Any:
+    def _assume(self, func: Any, args: Any) -> Any:
         """Returns a result for an operation that fake tensors do not support without known values, or None."""
         aten = torch.ops.aten
         if func is aten._local_scalar_dense.default:
@@ -325,21 +333,27 @@ class _Values(TorchDispatchMode):
             return 0.5 if args[0].is_floating_point() else 1
         if func is aten.nonzero.default:
             return args[0].new_empty((args[0].numel(), args[0].ndim), dtype=torch.int64)
-        if func in (aten.index.Tensor, aten.index_put.default, aten.index_put_.default):
+        if func in (aten.index.Tensor, aten.index_put.default, aten.index_put_.default) and len(args[1]) == 1:
             mask = args[1][0]
-            if len(args[1]) == 1 and mask is not None and mask.dtype == torch.bool:
-                count = self._value(lambda each: int(each.sum()), (mask,), {}) if mask in self.known else mask.numel()
-                selected = (count, *args[0].shape[mask.ndim :])
-                return args[0].new_empty(selected) if func is aten.index.Tensor else torch.empty_like(args[0])
+            if mask is None or mask.dtype != torch.bool:
+                return None
+            if func is not aten.index.Tensor:
+                return torch.empty_like(args[0])
+            count = self._compute(lambda each: int(each.sum()), (mask,), {}) if mask in self.known else mask.numel()
+            return args[0].new_empty((count, *args[0].shape[mask.ndim :]))
         if func is aten._grouped_mm.default and args[0].dtype != torch.bfloat16:  # its fake kernel requires bfloat16
-            left, right = args[:2]
-            groups: Any = ()
-            if left.ndim == 3:
-                groups = right.shape[:-2]
-            elif right.ndim == 2:
-                groups = args[2].shape
-            return left.new_empty((*groups, left.shape[-2], right.shape[-1]))
+            return _grouped_product(*args[:3])
         return None
+
+
+def _grouped_product(left: Tensor, right: Tensor, offsets: Any = None) -> Tensor:
+    """Returns a fake tensor with the shape of a grouped matrix product."""
+    groups: Any = ()
+    if left.ndim == 3:
+        groups = right.shape[:-2]
+    elif right.ndim == 2:
+        groups = offsets.shape
+    return left.new_empty((*groups, left.shape[-2], right.shape[-1]))
 
 
 def _offload(saved: Tensor) -> tuple[torch.device, Tensor]:

@@ -1,6 +1,8 @@
 """The folder of a run: locks it, writes its files, and determines the checkpoint from which a run continues."""
 
 import contextlib
+import os
+import shlex
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,9 +15,12 @@ from filelock import FileLock, Timeout
 from lowmem.errors import ConfigError
 from lowmem.files import write_file, writing
 from lowmem.hf import checkpoint, versions
-from lowmem.run.recipe import AUTO, LAST, Recipe
+from lowmem.run.recipe import Recipe
 from lowmem.run.secrets import redacted
-from lowmem.run.terminal import CONFIG, METRICS, train_command, warn
+from lowmem.run.terminal import CONFIG, METRICS, rank, warn
+
+# Values of `resume_from_checkpoint` for the last intact checkpoint in `output_dir`. AUTO starts a run if it has none.
+LAST, AUTO = "last", "auto"
 
 LOCK = ".lock"
 TRACEBACK = "traceback"  # prefix of a file per rank
@@ -36,12 +41,12 @@ class RunFolder:
     Args:
         path: `output_dir` of the run.
         resume: its `resume_from_checkpoint`: a checkpoint, `LAST`, `AUTO`, or None for a new run.
-        rank: rank 0 creates the folder and writes all files except tracebacks.
+
+    Rank 0 creates the folder and writes all files except tracebacks.
     """
 
     path: Path
     resume: str | None = None
-    rank: int = 0
 
     @property
     def begun(self) -> bool:
@@ -56,7 +61,7 @@ class RunFolder:
             ConfigError: the folder has a run and `resume` is None, has no run and `resume` is `LAST`, or is in use.
             LowmemError: the folder cannot be written.
         """
-        if self.rank > 0:
+        if rank() > 0:
             yield
             return
         with writing(self.path):
@@ -97,17 +102,27 @@ class RunFolder:
             )
         return self.resume
 
+    def train_command(self, recipe: Recipe) -> str:
+        """Returns the command that continues a run or, if its checkpoints contain only models, that starts a run from
+        one of them. It does not include the launcher of several processes, which is not known.
+        """
+        launcher = ", with the same launcher" if int(os.environ.get("WORLD_SIZE", 1)) > 1 else ""
+        again = f"--resume_from_checkpoint {LAST}"
+        if recipe.training.save_only_model:
+            again = f"--model_name_or_path {shlex.quote(str(self.path / 'checkpoint-N'))} --output_dir ANOTHER"
+        return f"lowmem {recipe.command} --config {shlex.quote(str(self.path / CONFIG))} {again}{launcher}"
+
     def write_config(self, recipe: Recipe) -> None:
         """Writes config.yaml, which is needed to continue the run."""
-        if self.rank == 0:
-            again = train_command(recipe.command, self.path, recipe.training.save_only_model)
+        if rank() == 0:
             installed = ", ".join(f"{name} {number}" for name, number in versions().items() if number)
-            header = _HEADER.format(command=recipe.command, resume=again, versions=installed)
+            resume = self.train_command(recipe)
+            header = _HEADER.format(command=recipe.command, resume=resume, versions=installed)
             write_file(self.path / CONFIG, (header + recipe.to_yaml()).encode())
 
     def write_traceback(self, error: BaseException) -> None:
         """Writes the traceback of an error, without credentials."""
-        path = self.path / f"{TRACEBACK}{f'-{self.rank}' if self.rank else ''}.txt"
+        path = self.path / f"{TRACEBACK}{f'-{rank()}' if rank() else ''}.txt"
         write_file(path, redacted("".join(traceback.format_exception(error))).encode())
 
     def save_model(self, trainer: Any) -> None:

@@ -39,6 +39,8 @@ WEIGHTS, STATES, BUFFERS = "weights", "optimizer states", "buffers and batch"
 GRADIENTS, ACTIVATIONS, TEMPORARIES = "gradients", "activations", "temporaries"
 KINDS = (WEIGHTS, STATES, BUFFERS, GRADIENTS, ACTIVATIONS, TEMPORARIES)
 
+_RESIZE = torch.UntypedStorage.resize_
+
 
 @dataclass(eq=False)
 class _Allocation:
@@ -61,6 +63,7 @@ class _Tracker(TorchDispatchMode, Observer):
         super().__init__()
         self.now = 0  # a clock that advances by one with every allocation and every release
         self.allocations: list[_Allocation] = []
+        self.backwards: list[range] = []  # the moments of each backward
         self._by_storage = WeakIdKeyDictionary()
         self._firsts: dict[Any, tuple[Result, int, list[tuple[_Allocation, int, int]]]] = {}  # first updates by program
 
@@ -72,26 +75,16 @@ class _Tracker(TorchDispatchMode, Observer):
             self._allocation(value)
         return result
 
-    def __enter__(self) -> "_Tracker":
-        resize, tracker = torch.UntypedStorage.resize_, self
-
-        def resize_(storage: torch.UntypedStorage, size: int) -> None:  # frees weights, but is not dispatched
-            resize(storage, size)
-            old = tracker._by_storage.get(storage)
-            if old is None:
-                tracker._allocate(storage, storage.device)
-            elif old.nbytes != storage.nbytes():
-                tracker._release(old)
-                new = tracker._allocate(storage, old.device)
-                new.kind = WEIGHTS if old.kind == WEIGHTS else ""  # a streamed layer
-
-        self._resizing = patch.object(torch.UntypedStorage, "resize_", resize_)
-        self._resizing.start()
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self._resizing.stop()
+    def resize(self, storage: torch.UntypedStorage, size: int) -> None:
+        """Replaces `UntypedStorage.resize_`, which frees weights, but is not dispatched."""
+        _RESIZE(storage, size)
+        old = self._by_storage.get(storage)
+        if old is None:
+            self._allocate(storage, storage.device)
+        elif old.nbytes != storage.nbytes():
+            self._release(old)
+            new = self._allocate(storage, old.device)
+            new.kind = WEIGHTS if old.kind == WEIGHTS else ""  # a streamed layer
 
     def label(self, tensors: Iterable[Tensor], kind: str) -> None:
         """Sets the kind of the tensors' storages. Weights, states and buffers count from the beginning."""
@@ -107,6 +100,19 @@ class _Tracker(TorchDispatchMode, Observer):
         for allocation in self.allocations:
             if allocation.born >= since and allocation.died is None and not allocation.kind:
                 allocation.kind = kind
+
+    def micro_batch(self, optimizer: FusedOptimizer, loss: Callable[[], Tensor], *, last: bool) -> None:
+        """Records the forward and backward of a micro-batch. last: the optimizer steps after it."""
+        forward = self.now
+        with nullcontext() if last else optimizer.accumulate():
+            value = loss()
+            self.label_unknown(ACTIVATIONS, since=forward)
+            backward = self.now
+            optimizer.backward(value)
+            del value
+        if not last:
+            self.label_unknown(GRADIENTS, since=backward)  # accumulated gradients
+        self.backwards.append(range(backward, self.now + 1))
 
     def gradient(self, grad: Tensor) -> None:
         self.label([grad], GRADIENTS)
@@ -129,6 +135,23 @@ class _Tracker(TorchDispatchMode, Observer):
         if sum(a.nbytes for a in new if a.died is None) <= 16 * program.members:  # the result
             self._firsts[key] = result, self.now - start, freed
         return result
+
+    def changes(self, device: torch.device) -> tuple[Any, Counter[str]]:
+        """Returns the change of memory at each moment, int64 [kinds on `device`, and the host; moments], and the bytes
+        of all storages on the host by kind.
+        """
+        end = self.now + 1
+        changes, on_host = np.zeros((len(KINDS) + 1, end + 1), dtype=np.int64), Counter[str]()
+        for each in self.allocations:
+            here = each.device.type == device.type
+            stays = not here and each.died is None  # the memory of offloaded gradients
+            kind = each.kind or (GRADIENTS if stays else TEMPORARIES)
+            row = KINDS.index(kind) if here else -1
+            changes[row, each.born] += each.nbytes
+            changes[row, end if each.died is None else min(each.died, end)] -= each.nbytes  # it may be collected later
+            if not here:
+                on_host[kind] += each.nbytes
+        return changes[:, :-1], on_host
 
     def _allocation(self, tensor: Tensor) -> _Allocation:
         storage = tensor.untyped_storage()
@@ -160,10 +183,8 @@ class StepMemory:
     items: dict[str, int]  # kind → bytes on the model's device
     during: str  # the part of the step with the peak
     host_peak: int  # bytes on the host, if the model is on a GPU
+    on_host: Counter[str]  # kind → bytes of all storages on the host; of gradients, those that are offloaded
     largest_gradient: int
-    host_weights: int = 0  # bytes of weights on the host
-    host_states: int = 0
-    host_gradients: int = 0  # offloaded gradients
     # bytes of streamed weights and states: to the device, back, and to the device per micro-batch except the last
     copied: tuple[int, int, int] = (0, 0, 0)
     evaluation: int = 0  # bytes at the peak of an evaluation after the step; 0 without one
@@ -201,32 +222,22 @@ def step_memory(
         evaluate: evaluates a batch after the steps.
         steps: 2 if the first step differs, as in DeepSpeed, which determines then which parameters to prefetch.
     """
+    models = (model, *others)
+    streamings = [streaming for each in models if (streaming := streaming_of(each)) is not None]
     tracker = _Tracker()
-    tracker.label((stored(param) for each in (model, *others) for param in each.parameters()), WEIGHTS)
-    streamings = [streaming for each in (model, *others) if (streaming := streaming_of(each)) is not None]
+    tracker.label((stored(param) for each in models for param in each.parameters()), WEIGHTS)
     tracker.label((param for streaming in streamings for param in streaming.owners), WEIGHTS)  # on the device
-    tracker.label([*(buffer for each in (model, *others) for buffer in each.buffers()), *batch], BUFFERS)
+    tracker.label([*(buffer for each in models for buffer in each.buffers()), *batch], BUFFERS)
     tracker.now = 0
-    backwards, fetched = [], list[int]()
-    with tracker:
+    fetched = list[int]()  # bytes of streamed weights up to the end of each micro-batch
+    resizing = patch.object(torch.UntypedStorage, "resize_", lambda storage, size: tracker.resize(storage, size))
+    with tracker, resizing:
         optimizer = make_optimizer()
         optimizer._updates.observer = tracker
         for number, loss in enumerate([*losses] * steps, start=1):
-            last, forward = number % len(losses) == 0, tracker.now
-            with nullcontext() if last else optimizer.accumulate():
-                value = loss()
-                tracker.label_unknown(ACTIVATIONS, since=forward)
-                backward = tracker.now
-                optimizer.backward(value)
-                del value
-            if not last:
-                tracker.label_unknown(GRADIENTS, since=backward)  # accumulated gradients
-            backwards.append((backward, tracker.now))
+            tracker.micro_batch(optimizer, loss, last=number % len(losses) == 0)
             fetched.append(sum(streaming.fetched for streaming in streamings))
-        extras = [list(record.extra.values()) for record in optimizer._records.values()]
-        memories = [group.memory for group in optimizer._parameters.groups]
-        leaves = tree_leaves([list(optimizer.state.values()), extras, memories])
-        tracker.label((leaf for leaf in leaves if isinstance(leaf, Tensor)), STATES)
+        tracker.label(_states(optimizer), STATES)
         end = tracker.now
         # the first layers are still on the device when the next step begins
         there = sum(unit.nbytes for streaming in streamings for unit in streaming.units[:2] if unit.present)
@@ -235,36 +246,23 @@ def step_memory(
         if evaluate is not None:
             evaluate()
     device = batch[0].device if batch else next(model.parameters()).device
-    changes, kept = _changes(tracker, device)
+    changes, on_host = tracker.changes(device)
     *live, host = changes.cumsum(axis=1)
     total = sum(live)
-    moment = int(total[: end + 1].argmax())
+    peak = int(total[: end + 1].argmax())
     return StepMemory(
-        items={kind: int(row[moment]) for kind, row in zip(KINDS, live, strict=True)},
-        during="backward" if any(first <= moment <= last for first, last in backwards) else "forward",
+        items={kind: int(row[peak]) for kind, row in zip(KINDS, live, strict=True)},
+        during="backward" if any(peak in moments for moments in tracker.backwards) else "forward",
         host_peak=int(host.max()),
+        on_host=on_host,
         largest_gradient=max((each.nbytes for each in tracker.allocations if each.kind == GRADIENTS), default=0),
-        host_weights=kept[WEIGHTS],
-        host_states=kept[STATES],
-        host_gradients=kept[GRADIENTS],
         copied=copied,
         evaluation=0 if evaluate is None else int(total[end:].max()),
     )
 
 
-def _changes(tracker: _Tracker, device: torch.device) -> tuple[Any, Counter[str]]:
-    """Returns the change of memory at each moment, int64 [kinds on the model's device, and the host; moments], and the
-    bytes of all storages on the host by kind.
-    """
-    end = tracker.now + 1
-    changes, on_host = np.zeros((len(KINDS) + 1, end + 1), dtype=np.int64), Counter[str]()
-    for each in tracker.allocations:
-        here = each.device.type == device.type
-        stays = not here and each.died is None  # the memory of offloaded gradients
-        kind = each.kind or (GRADIENTS if stays else TEMPORARIES)
-        row = KINDS.index(kind) if here else -1
-        changes[row, each.born] += each.nbytes
-        changes[row, end if each.died is None else min(each.died, end)] -= each.nbytes  # it may be collected later
-        if not here:
-            on_host[kind] += each.nbytes
-    return changes[:, :-1], on_host
+def _states(optimizer: FusedOptimizer) -> Iterable[Tensor]:
+    """Returns the tensors of the optimizer's states, and other tensors that it keeps between steps."""
+    extras = [list(record.extra.values()) for record in optimizer._records.values()]
+    memories = [group.memory for group in optimizer._parameters.groups]
+    return filter(torch.is_tensor, tree_leaves([list(optimizer.state.values()), extras, memories]))

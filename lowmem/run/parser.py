@@ -10,12 +10,11 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
-import trl
 from trl import TrlParser
 
 from lowmem.errors import ConfigError, did_you_mean
 from lowmem.rules import resolve
-from lowmem.run.boundary import blaming, reason
+from lowmem.run.boundary import blaming
 from lowmem.run.yaml_file import SECTIONS, Setting, yaml_value
 
 # Arguments of earlier versions, with their replacements.
@@ -39,14 +38,7 @@ _FILES = (".json", ".yaml", ".yml")  # suffixes of a value that names a file ins
 @cache
 def dataclasses_of(command: str) -> tuple[Any, ...]:
     """Returns TRL's dataclasses for a command: arguments of the script, the trainer, the model and the data mixture."""
-    try:
-        module = importlib.import_module(f"trl.scripts.{command}")
-    except (ImportError, RuntimeError) as error:  # TRL 0.24 imports packages that it does not require
-        raise ConfigError(
-            f"{command}: TRL {trl.__version__} cannot be imported: {reason(error)}. Install what is missing, or "
-            "run: pip install --upgrade trl"
-        ) from error
-    return tuple(module.make_parser().dataclass_types)
+    return tuple(importlib.import_module(f"trl.scripts.{command}").make_parser().dataclass_types)
 
 
 class Parser(TrlParser):

@@ -16,10 +16,10 @@ from torch.distributed.fsdp import FSDPModule
 from lowmem.errors import ConfigError, UnsupportedError
 from lowmem.placements import nbytes, shape_of, streaming_of
 from lowmem.run import images
-from lowmem.run.description import describe, recomputed
+from lowmem.run.description import describe
 from lowmem.run.fake import LONGEST, MICRO_BATCHES, offloaded_to_nvme, running
 from lowmem.run.fake_ranks import fake_ranks
-from lowmem.run.memory import ACTIVATIONS, BUFFERS, STATES, WEIGHTS, StepMemory
+from lowmem.run.memory import BUFFERS, GRADIENTS, STATES, WEIGHTS, StepMemory
 from lowmem.run.recipe import Recipe
 from lowmem.step.room import HEADROOM
 from lowmem.tiles.quantized import has_quantized_weights, is_quantized
@@ -79,63 +79,49 @@ def plan(recipe: Recipe, ranks: int = 1, memory: int | None = None) -> RunPlan:
     """
     _ = recipe.config  # raises first
     require_plannable(recipe, ranks)
-    in_files = recipe.fused is not None and recipe.fused.home != "host"  # of a streamed model
-    device = DEVICES[recipe.device or "gpu"]
     _ = recipe.optimizer  # raises before weights are fake
-    zero3 = bool(recipe.training.deepspeed)
-    nvme = offloaded_to_nvme(recipe.training) if zero3 else None
-    with fake_ranks(ranks, device, zero3=zero3) if ranks > 1 else nullcontext():
+    device = DEVICES[recipe.device or "gpu"]
+    on_gpu = device.type != "cpu"
+    with fake_ranks(ranks, device, zero3=bool(recipe.training.deepspeed)) if ranks > 1 else nullcontext():
         recipe = recipe.having()  # parses its arguments again, for these ranks
+        buffers = _disk_buffers(recipe)
         with running(recipe, device) as run:
-            trainer, args = run.trainer, run.trainer.args
-            step, streaming = run.step(), streaming_of(trainer.model)
-            converts = (recipe.config.dtype or recipe.dtype) != recipe.dtype
-            shown = images.described(run.trainer.train_dataset[0]) if images.sees(recipe.config) else ""
+            trainer = run.trainer
+            step = run.step()
             summary = describe(trainer)
-            if device.type != "cpu" and trainer.optimizer.policy == "deferred" and step.host_gradients:
-                step, summary["gradients"] = _store(step, trainer, memory)
-            phases = _phases(trainer, step, ranks, on_cpu=device.type == "cpu", converts=converts)
-            if streaming is not None and (in_files or device.type != "cpu"):
-                summary["copies"] = _copies(step, streaming, args)
-    if nvme is not None or in_files:
-        options = nvme or {"buffer_count": 0}
-        buffers = options.get("buffer_count", 5) * options.get("buffer_size", 10**8) * recipe.dtype.itemsize
-        for name, each in phases.items():
-            moved = step.host_weights + (0 if name == "load" else step.host_states)
-            left = 0 if in_files and converts and name == "load" else moved  # converted before they are moved
-            phases[name] = Phase(each.device, max(0, each.host - left) + buffers, each.disk + ranks * moved)
-    micro = f"{args.gradient_accumulation_steps} micro-batches of " if args.gradient_accumulation_steps > 1 else ""
-    rows = f"{micro}{args.per_device_train_batch_size} x {args.max_length or LONGEST} tokens{shown}"
-    return RunPlan(step, phases, {**summary, "step": rows}, RESERVE[recipe.device or "gpu"])
+            if on_gpu and step.on_host[GRADIENTS] and trainer.optimizer.policy == "deferred":
+                step, summary["gradients"] = _store(step, trainer.optimizer, memory)
+            if on_gpu and (streaming := streaming_of(trainer.model)) is not None:
+                summary["copies"] = _copies(step, streaming, trainer.args)
+            summary["step"] = _batch_in_words(trainer, recipe.config)
+            phases = _phases(trainer, step, ranks, converts=(recipe.config.dtype or recipe.dtype) != recipe.dtype)
+    if buffers is not None:
+        phases = _moved_to_disk(phases, step, ranks, buffers)
+    return RunPlan(step, phases, summary, RESERVE[recipe.device or "gpu"])
 
 
-def _store(step: StepMemory, trainer: Any, memory: int | None) -> tuple[StepMemory, str]:
-    """Divides the stored gradients between a device with `memory` bytes and the host, and describes the division."""
+def _batch_in_words(trainer: Any, config: Any) -> str:
+    """Describes the micro-batches of a step, and the images in a row."""
     args = trainer.args
-    optimizer = trainer.optimizer
+    micro = f"{args.gradient_accumulation_steps} micro-batches of " if args.gradient_accumulation_steps > 1 else ""
+    shown = images.described(trainer.train_dataset[0]) if images.sees(config) else ""
+    return f"{micro}{args.per_device_train_batch_size} x {args.max_length or LONGEST} tokens{shown}"
+
+
+def _store(step: StepMemory, optimizer: Any, memory: int | None) -> tuple[StepMemory, str]:
+    """Divides the stored gradients between a device with `memory` bytes and the host, and describes the division."""
     automatic = optimizer._parameters.config.store_bytes is None
     on_device = 0
     if automatic and memory is not None:
-        on_device = min(step.host_gradients, max(0, int(memory * (1 - HEADROOM)) - step.peak))
-    on_host = step.host_gradients - on_device
+        on_device = min(step.on_host[GRADIENTS], max(0, int(memory * (1 - HEADROOM)) - step.peak))
+    on_host = step.on_host[GRADIENTS] - on_device
     places = ((on_device, "device"), (on_host, "host"))
     text = " and ".join(f"{nbytes / 2**30:,.2f} GiB on the {place}" for nbytes, place in places if nbytes)
-    text += " until the step is decided"
+    text += " until the update"
     if automatic and memory is None:
         text += ", less if the device has room (--memory)"
     if on_host:
-        seconds = 2 * on_host / LINK
-        text += f": {seconds:,.1f} s of copies per micro-batch at {LINK / 1e9:.0f} GB/s"
-        others = args.gradient_accumulation_steps - 1
-        if others:
-            more = others * step.items[ACTIVATIONS] / 2**30
-            text += f". One batch in place of {others + 1} saves {others * seconds:,.1f} s and takes "
-            text += f"about {more:,.2f} GiB more"
-        elif optimizer.placement == "local":
-            tokens = args.per_device_train_batch_size * (args.max_length or LONGEST)
-            passes = 6 if recomputed(args) else 4  # operations per token and parameter
-            work = passes * tokens * sum(param.numel() for param in trainer.model.parameters())
-            text += f". A second backward (policy two_pass) would take {work / 100e12:,.1f} s at 100 TFLOP/s"
+        text += f": {2 * on_host / LINK:,.1f} s of copies per micro-batch at {LINK / 1e9:.0f} GB/s"
     return replace(step, host_peak=step.host_peak - on_device), text
 
 
@@ -145,46 +131,66 @@ def _copies(step: StepMemory, streaming: Any, args: Any) -> str:
     fetched, written, again = step.copied
     fetched += again * max(0, args.gradient_accumulation_steps - MICRO_BATCHES)  # the plan has no more
     seconds, tokens = max(fetched, written) / LINK, width * 100e12 / (2 * LINK)
-    copies = f"{fetched / 1e9:,.2f} GB to the device and {written / 1e9:,.2f} GB back in a step"
-    if streaming.device.type == "cpu":
-        return copies
     return (
-        f"{copies}: {seconds:,.1f} s at {LINK / 1e9:.0f} GB/s. They are hidden if a forward pass has {tokens:,.0f} "
-        "tokens for each 100 TFLOP/s that the device reaches"
+        f"{fetched / 1e9:,.2f} GB to the device and {written / 1e9:,.2f} GB back in a step: {seconds:,.1f} s at "
+        f"{LINK / 1e9:.0f} GB/s. They are hidden if a forward pass has {tokens:,.0f} tokens for each 100 TFLOP/s that "
+        "the device reaches"
     )
 
 
-def _phases(trainer: Any, step: StepMemory, ranks: int, *, on_cpu: bool, converts: bool) -> dict[str, Phase]:
-    """Returns the phases of a run. Weights and states are loaded and saved one parameter at a time. `converts` is true
-    if the files have weights in another dtype.
+def _disk_buffers(recipe: Recipe) -> int | None:
+    """Returns the bytes of host buffers through which weights on a disk are copied, or None if there are no weights on
+    a disk.
+    """
+    if recipe.fused is not None and recipe.fused.home != "host":
+        return 0
+    if (options := offloaded_to_nvme(recipe.training)) is None:
+        return None
+    return options.get("buffer_count", 5) * options.get("buffer_size", 10**8) * recipe.dtype.itemsize
+
+
+def _moved_to_disk(phases: dict[str, Phase], step: StepMemory, ranks: int, buffers: int) -> dict[str, Phase]:
+    """Moves the weights and states on the host to the disk."""
+    on_disk = {}
+    for name, (device, host, disk) in phases.items():
+        moved = step.on_host[WEIGHTS] + (0 if name == "load" else step.on_host[STATES])
+        on_disk[name] = Phase(device, max(0, host - moved) + buffers, disk + ranks * moved)
+    return on_disk
+
+
+def _phases(trainer: Any, step: StepMemory, ranks: int, *, converts: bool) -> dict[str, Phase]:
+    """Returns the phases of a run. Weights and states are loaded and saved one parameter at a time. converts: the files
+    have weights in another dtype.
     """
     args, sharded = trainer.args, trainer.optimizer.placement in ("zero3", "fsdp2")
+    on_cpu = args.device.type == "cpu"
     weights = _weights(trainer.model)
     gathered = 0
     if sharded:
         gathered = max(weights) + max(weights) // ranks  # plus the padded shard
     elif has_quantized_weights(trainer.model):
         gathered = max(weights)
-    states = (step.items[STATES] + step.host_states) * (ranks if sharded else 1)
+    states = (step.items[STATES] + step.on_host[STATES]) * (ranks if sharded else 1)
     # quantized weights are saved twice: rounded, as a model of transformers, and with the states of the optimizer
     codes = sum(nbytes(param) for param in trainer.model.parameters() if is_quantized(param))
     checkpoint = sum(weights) + (0 if args.save_only_model else states + codes)
-    kept = 0 if args.save_strategy == "no" else args.save_total_limit or _saves(args)
-    load = _load(trainer, step, ranks, on_cpu=on_cpu, converts=converts)
+    count = 0 if args.save_strategy == "no" else args.save_total_limit or _saves(args)
+    load = _load(trainer, step, ranks, converts=converts)
     saved = Phase(step.rest + gathered, 0 if on_cpu else step.host_peak + max(weights))
     phases = {"load": load, "step": Phase(step.peak, step.host_peak)}
     if step.evaluation:
-        phases["evaluation"] = Phase(step.evaluation, step.host_weights + step.host_states)
-    if kept:
-        phases["save"] = saved._replace(disk=(kept + 1) * checkpoint)
-        phases["resume"] = Phase(max(load.device, saved.device), max(load.host, saved.host), kept * checkpoint)
-    phases["end"] = saved._replace(disk=kept * checkpoint + sum(weights))
+        phases["evaluation"] = Phase(step.evaluation, step.on_host[WEIGHTS] + step.on_host[STATES])
+    if count:
+        phases["save"] = saved._replace(disk=(count + 1) * checkpoint)
+        phases["resume"] = Phase(max(load.device, saved.device), max(load.host, saved.host), count * checkpoint)
+    phases["end"] = saved._replace(disk=count * checkpoint + sum(weights))
     return phases
 
 
-def _load(trainer: Any, step: StepMemory, ranks: int, *, on_cpu: bool, converts: bool) -> Phase:
+def _load(trainer: Any, step: StepMemory, ranks: int, *, converts: bool) -> Phase:
     """Returns the memory of loading. On the host, weights that are not converted are pages of the mapped files."""
     placement, quantizes = trainer.optimizer.placement, has_quantized_weights(trainer.model)
+    on_cpu = trainer.args.device.type == "cpu"
     weights, unit = _weights(trainer.model), _largest_unit(trainer.model, placement)
     by_rows = placement == "fsdp2"
     more = on_host = 0  # bytes beyond the weights of the rank
@@ -204,13 +210,15 @@ def _load(trainer: Any, step: StepMemory, ranks: int, *, on_cpu: bool, converts:
             more = max(weights)
         one_by_one = ranks == 1 and placement != "streamed" and not (on_cpu or quantizes)  # to the GPU
         if converts and not one_by_one:
-            on_host = sum(weights) - step.host_weights  # streamed weights get their home layer by layer
+            on_host = sum(weights)
+            if trainer.fused.home == "host":  # streamed weights get their home layer by layer
+                on_host -= step.on_host[WEIGHTS]
         elif converts or quantizes:
             on_host = max(weights)
-    held = step.items[WEIGHTS] + step.items[BUFFERS]
+    resident = step.items[WEIGHTS] + step.items[BUFFERS]
     if on_cpu:
-        return Phase(max(held + more, on_host + (held if by_rows else 0)))
-    return Phase(held + more, step.host_weights + on_host)
+        return Phase(max(resident + more, on_host + (resident if by_rows else 0)))
+    return Phase(resident + more, step.on_host[WEIGHTS] + on_host)
 
 
 def _weights(model: Any) -> list[int]:

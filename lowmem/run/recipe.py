@@ -31,9 +31,6 @@ from lowmem.run.parser import Parser, dataclasses_of
 from lowmem.run.terminal import CONFIG, METRICS
 from lowmem.run.yaml_file import SECTIONS, Setting, configured
 
-# Values of `resume_from_checkpoint` for the last intact checkpoint in `output_dir`. AUTO starts a run if it has none.
-LAST, AUTO = "last", "auto"
-
 # Without these, trainers log a NaN loss as 0, the progress bar depends on the log level of transformers, and trainers
 # upload the run folder whenever they save.
 _DEFAULTS = {"logging_nan_inf_filter": False, "disable_tqdm": False, "hub_strategy": "end"}

@@ -57,14 +57,14 @@ def planned(recipe: Recipe, ranks: int, memory: int) -> Iterator[tuple[Reduction
     """Plans each reduction. If the run does not fit in `memory` with any of them, combines them until it fits. Yields a
     reduction, the recipe with its values, and the bytes that each device needs.
     """
-    least, found = math.inf, reductions(recipe, ranks)
-    for reduction in found:
+    least, valid = math.inf, reductions(recipe, ranks)
+    for reduction in valid:
         with suppress(LowmemError):  # the model may not support it
             changed = recipe.having(**reduction.values)
             needed = plan(changed, reduction.ranks or ranks).needed
             least = min(least, needed)
             yield reduction, changed, needed
-    alone = (reduction for reduction in found if reduction.ranks is None)
+    alone = (reduction for reduction in valid if reduction.ranks is None)
     together = next(alone, None)
     for reduction in alone:
         if together is None or least <= memory:

@@ -7,17 +7,28 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 from transformers import ProgressCallback, Trainer, TrainerCallback
 
 from lowmem.errors import LowmemError
 from lowmem.files import write_file, writing
-from lowmem.run.pictures import Record, draw
 from lowmem.run.terminal import METRICS, out, size, warn
+
+# A line of metrics.jsonl.
+Record = dict[str, Any]
+
+# Metrics with a panel, from top to bottom. The metrics of evaluations are in the same panel.
+_PANELS = (
+    "reward", "loss", "kl", "rewards/accuracies", "rewards/margins", "accuracy", "margin", "grad_norm", "learning_rate",
+    "changed_share", "clip_coef", "loss_scale",
+)  # fmt: skip
 
 # Metrics that log lines omit. The last ones are the norms of parameters (`fused.log_norms`).
 _HIDDEN = re.compile(r"step|epoch|total_flos|.*runtime|.*(samples|steps)_per_second|.*num_.*tokens.*|grad_norm/.*")
@@ -97,8 +108,10 @@ class RunReport(TrainerCallback):  # type: ignore[misc]
 
     def _draw(self) -> None:
         if self.records:
+            png = BytesIO()
+            loss_picture(self.records, self.run_dir.resolve().name).savefig(png, format="png", dpi=150)
             try:
-                draw(self.run_dir, self.records)
+                write_file(self.run_dir / "loss.png", png.getvalue())
             except LowmemError as error:  # the weights are worth more than the picture
                 warn(str(error))
 
@@ -114,6 +127,27 @@ class RunReport(TrainerCallback):  # type: ignore[misc]
         path = self.run_dir / METRICS
         with writing(path), path.open("a", encoding="utf-8") as file:
             file.write(_json_line(state.log_history[-1]))
+
+
+def loss_picture(records: list[Record], name: str) -> Figure:
+    """Draws the logged metrics of `_PANELS`, each with its values in evaluations."""
+    logged = dict.fromkeys(key for record in records for key in record)
+    panels = [key for key in _PANELS if key in logged] or ["loss"]
+    figure = Figure(figsize=(9, 3 + 1.4 * len(panels)), layout="constrained")
+    ratios = [3, *[1] * (len(panels) - 1)]
+    axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False, height_ratios=ratios)[:, 0]
+    for metric, panel in zip(panels, axes, strict=True):
+        for key in (key for key in logged if key == metric or re.fullmatch(rf"eval_(.+_)?(?<!aux_){metric}", key)):
+            rows = [(row["step"], math.nan if row[key] is None else row[key]) for row in records if key in row]
+            panel.plot(*zip(*rows, strict=True), label=key, lw=1.3, marker="o" if len(rows) < 20 else "")
+        panel.set_ylabel(metric.replace("_", " "))
+        panel.grid(alpha=0.3)
+    axes[0].set_title(name)
+    if axes[0].lines:
+        axes[0].legend()
+    axes[-1].set_xlabel("step")
+    axes[-1].xaxis.set_major_locator(MaxNLocator("auto", integer=True))
+    return figure
 
 
 def _json_line(record: Record) -> str:

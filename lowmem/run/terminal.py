@@ -1,12 +1,10 @@
 """Prints to the terminal. Only rank 0 prints, except that any rank reports its own failure (`cli.main`)."""
 
 import os
-import shlex
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partialmethod
-from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -29,18 +27,6 @@ err = Console(highlight=False, markup=False, emoji=False, stderr=True)
 def rank() -> int:
     """Returns the rank that the launcher assigned to this process."""
     return int(os.environ.get("RANK", 0))
-
-
-def train_command(command: str, run_dir: Path, save_only_model: bool = False) -> str:
-    """Returns the command that continues a run or, if its checkpoints contain only models, that starts a run from one
-    of them. It does not include the launcher of several processes, which is not known.
-    """
-    launcher = ", with the same launcher" if int(os.environ.get("WORLD_SIZE", 1)) > 1 else ""
-    config = shlex.quote(str(run_dir / CONFIG))
-    again = "--resume_from_checkpoint last"
-    if save_only_model:
-        again = f"--model_name_or_path {shlex.quote(str(run_dir / 'checkpoint-N'))} --output_dir ANOTHER"
-    return f"lowmem {command} --config {config} {again}{launcher}"
 
 
 def stage(activity: str) -> None:

@@ -15,14 +15,14 @@ from transformers.trainer_utils import has_length
 
 from lowmem.errors import ConfigError, LowmemError
 from lowmem.hf.arguments import Inputs
-from lowmem.hf.resuming import steps_with_completions
+from lowmem.hf.resuming import evaluation_is_missing, steps_with_completions
 from lowmem.placements import in_group, streaming_of
 from lowmem.run import build, data, plan, precheck, publishing, reductions, report
 from lowmem.run.boundary import blaming, blaming_libraries, is_out_of_memory, reason
 from lowmem.run.description import describe
 from lowmem.run.folder import RunFolder
 from lowmem.run.recipe import Recipe
-from lowmem.run.terminal import out, print_topics, rank, stage, train_command, warn
+from lowmem.run.terminal import out, print_topics, rank, stage, warn
 
 
 def train(recipe: Recipe) -> int | None:
@@ -32,7 +32,7 @@ def train(recipe: Recipe) -> int | None:
         The signal that stopped the run after it saved a checkpoint, or None if the run is complete.
     """
     Inputs(None, recipe.training, None, recipe.fused).check_before_loading()
-    folder = RunFolder(Path(recipe.training.output_dir), recipe.training.resume_from_checkpoint, rank())
+    folder = RunFolder(Path(recipe.training.output_dir), recipe.training.resume_from_checkpoint)
     with folder.opened(), _with_advice(recipe, folder):
         checkpoint = folder.start()
         if not recipe.options.force:
@@ -47,11 +47,11 @@ def train(recipe: Recipe) -> int | None:
         topics = {**describe(trainer), "data": counts}
         print_topics(topics)
         _require_metric(trainer)
-        first_step, stop = _FirstStep(recipe, folder), _StopOnSignal()
+        first_step, stop = _FirstStep(recipe, folder), _StopOnSignal(trainer)
         trainer.add_callback(first_step)
         trainer.add_callback(stop)
-        with report.RunReport(folder.path).attached(trainer):
-            with stop.handling(), first_step.blaming:
+        with report.RunReport(folder.path).attached(trainer), stop.handling():
+            with first_step.blaming:
                 trainer.train(resume_from_checkpoint=checkpoint)
             first_step.on_step_end()  # also if no steps remained
             if stop.number is None:
@@ -63,7 +63,7 @@ def train(recipe: Recipe) -> int | None:
             distributed.barrier()
             distributed.destroy_process_group()
     if rank() == 0:
-        _print_end(recipe.command, trainer, folder.path, stopped=stop.number is not None)
+        _print_end(recipe, trainer, folder, stopped=stop.number is not None)
     return stop.number
 
 
@@ -104,9 +104,10 @@ class _StopOnSignal(TrainerCallback):  # type: ignore[misc]
     second Ctrl-C ends it at once. A second SIGTERM does not, because a cluster and a launcher may both send one.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, trainer: Any) -> None:
         self.number: int | None = None  # the signal that has ended training
         self._received = 0
+        self._trainer = trainer
 
     @contextmanager
     def handling(self) -> Iterator[None]:
@@ -116,7 +117,7 @@ class _StopOnSignal(TrainerCallback):  # type: ignore[misc]
             self._received = number
             signal.signal(signal.SIGINT, handlers[signal.SIGINT])
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            warn("stopping after this step, with a checkpoint; press Ctrl-C again to stop at once")
+            warn("stopping after this step is saved; press Ctrl-C again to stop at once")
 
         for number in handlers:
             signal.signal(number, receive)
@@ -125,6 +126,16 @@ class _StopOnSignal(TrainerCallback):  # type: ignore[misc]
         finally:
             for number, handler in handlers.items():
                 signal.signal(number, handler)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Evaluates the weights of the checkpoint, if the stop after this step skipped their evaluation."""
+        if not evaluation_is_missing(args, state, at_epoch_end=self._trainer._position.start[1] == 0):
+            return
+        control.should_evaluate = True
+        self._trainer._maybe_log_save_evaluate(None, None, self._trainer.model, None, state.epoch, None, 0.0)
+        control.should_evaluate = False
+        if self.number is not None:  # this evaluation was stopped, too, so training ends after its first step
+            self._received, self.number, control.should_training_stop = self.number, None, False
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._stop(args, state, control)
@@ -160,18 +171,18 @@ class _StopOnSignal(TrainerCallback):  # type: ignore[misc]
         return bool(number)
 
 
-def _print_end(command: str, trainer: Any, run_dir: Path, *, stopped: bool) -> None:
+def _print_end(recipe: Recipe, trainer: Any, folder: RunFolder, *, stopped: bool) -> None:
     """Prints how the run ended, and how to continue it or use its results."""
     if stopped:
-        again = train_command(command, run_dir, trainer.args.save_only_model)
-        out.print(f"stopped at step {trainer.state.global_step}; continue with: {again}", style="bold", soft_wrap=True)
+        end = f"stopped at step {trainer.state.global_step}; continue with: {folder.train_command(recipe)}"
+        out.print(end, style="bold", soft_wrap=True)
         return
     out.print("done", style="bold")
-    topics = {"results": f"{run_dir}: model, config.yaml, metrics.jsonl, loss.png"}
+    topics = {"results": f"{folder.path}: model, config.yaml, metrics.jsonl, loss.png"}
     code = getattr(trainer.model.config, "auto_map", None)  # `generate` does not execute it
     fits = streaming_of(trainer.model) is None  # `generate` loads the model as a whole
     if fits and trainer.model.can_generate() and not code:
-        topics["try it"] = f"lowmem generate {shlex.quote(str(run_dir))} 'a prompt'"
+        topics["try it"] = f"lowmem generate {shlex.quote(str(folder.path))} 'a prompt'"
     print_topics(topics)
 
 
@@ -182,12 +193,11 @@ def _with_advice(recipe: Recipe, folder: RunFolder) -> Iterator[None]:
         yield
     except Exception as error:
         if is_out_of_memory(error):
-            command = train_command(recipe.command, folder.path, recipe.training.save_only_model)
-            again = f" Then continue with: {command}" if folder.begun else ""
+            again = f" Then continue with: {folder.train_command(recipe)}" if folder.begun else ""
             advice = ""
             with suppress(Exception):  # the first error matters more
-                if found := ", ".join(each.words for each in reductions.reductions(recipe)):
-                    advice = f" Arguments that reduce the memory of a step: {found}."
+                if arguments := ", ".join(each.words for each in reductions.reductions(recipe)):
+                    advice = f" Arguments that reduce the memory of a step: {arguments}."
                 plan.require_plannable(recipe, recipe.training.world_size)
                 advice += " `lowmem plan` shows by how much."
             raise LowmemError(f"out of memory: {reason(error)}.{advice}{again}") from error

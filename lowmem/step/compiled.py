@@ -185,7 +185,7 @@ class Compilation:
         """Returns the code of an update, which is compiled if it is new, or None. key: in `Program.compiled`.  small:
         the small states; None if code cannot update the tensors of this rank.
         """
-        several = self._parameters.placement.several
+        several = bool(self._parameters.placement.process_groups)
         if small is None and not several:
             return None
         if key not in program.compiled and (program, key) not in self._unsettled:

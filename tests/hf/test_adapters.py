@@ -11,6 +11,7 @@ from support.products import FULL
 from support.ranks import Ranks
 from support.trainers import SHARDED, both, joined, losses, quiet, require_sharding
 from transformers import BitsAndBytesConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers.integrations.peft import MIN_PEFT_VERSION
 
 import lowmem
 from lowmem import placements
@@ -200,6 +201,8 @@ def test_full_weights_and_adapters_are_distinguished(make, tmp_path, tiny_llama)
 
 
 def test_adapters_that_transformers_adds_are_refused_where_they_would_be_saved(make):
+    pytest.importorskip("peft", minversion=MIN_PEFT_VERSION)  # `add_adapter` requires it
+
     def add(model):
         model.add_adapter(peft.LoraConfig(**LORA))
 

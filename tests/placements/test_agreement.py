@@ -4,7 +4,6 @@ import itertools
 
 import pytest
 import torch
-from support.nets import records_of
 from torch.distributed.fsdp import fully_shard
 
 import lowmem
@@ -99,7 +98,7 @@ def steps_that_notice(rank, at):
     """Returns the steps in which ranks notice that their elements differ at this index."""
     param = torch.nn.Parameter(torch.zeros(4096))  # a step compares every fourth element
     param.data[at] += rank
-    return [step for step in range(8) if drifted(records_of(param), step)]
+    return [step for step in range(8) if drifted({"param": param}, step)]
 
 
 def test_every_element_is_compared_in_its_turn(two):

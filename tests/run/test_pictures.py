@@ -4,9 +4,7 @@ import math
 
 import pytest
 
-from lowmem.run import pictures
-
-PNG = b"\x89PNG\r\n\x1a\n"
+from lowmem.run import report
 
 
 @pytest.fixture
@@ -23,13 +21,15 @@ def records():
 
 def test_a_picture_is_drawn(records, tmp_path):
     for logged in ([{"step": 1, "train_loss": 1.0}], [{"step": 0, "loss": 6.0}, *records]):
-        pictures.draw(tmp_path, logged)
-        assert (tmp_path / "loss.png").read_bytes().startswith(PNG)
+        run = report.RunReport(tmp_path)
+        run.records = logged
+        run.on_save()
+        assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
         (tmp_path / "loss.png").unlink()
 
 
 def test_the_loss_picture_shows_training_evaluation_norm_and_rate(records):
-    loss, norm, rate = pictures.loss_picture(records, "one").axes
+    loss, norm, rate = report.loss_picture(records, "one").axes
     training, evaluation = loss.lines
     assert (training.get_label(), evaluation.get_label()) == ("loss", "eval_loss")
     assert math.isnan(training.get_ydata()[8]) and evaluation.get_ydata().tolist() == [0.3, 0.15]
@@ -45,4 +45,4 @@ def test_the_loss_picture_shows_training_evaluation_norm_and_rate(records):
 )
 def test_the_metric_a_method_improves_has_a_panel(metrics, labels):
     steps = [{"step": step, "loss": 1.0, **metrics} for step in (1, 2)]
-    assert [axes.get_ylabel() for axes in pictures.loss_picture(steps, "one").axes] == labels
+    assert [axes.get_ylabel() for axes in report.loss_picture(steps, "one").axes] == labels

@@ -289,7 +289,7 @@ def test_the_shipped_configuration_of_streamed_weights_is_planned(tmp_path):
     with torch.device("meta"):
         small = AutoModelForCausalLM.from_config(shipped)
     of_a_layer = 2 * sum(p.numel() for p in small.model.layers[0].parameters() if p.ndim > 1)
-    assert step.host_weights == 3 * of_a_layer
+    assert step.on_host["weights"] == 3 * of_a_layer
     missing = (layers - 3) * 4096 + 2 * (tokens - 4096)  # saved inputs of layers, and vocabulary matrices
     gib = (step.peak + 2 * missing * shipped.hidden_size) / 2**30
     assert gib == pytest.approx(14.5, abs=0.3)  # plus the reserve: 16 GiB, as in the README and the file
@@ -320,7 +320,7 @@ def test_offloaded_weights_are_on_the_host_or_on_the_disk(write, where, tmp_path
     words = ["--deepspeed", json.dumps(config), "--save_strategy", "steps"]
     recipe = parse("sft", ["--config", write(), *words], device="gpu")
     result = plan.plan(recipe, 2)
-    shard, buffers = result.step.host_weights, 5 * 10**6 * 2
+    shard, buffers = result.step.on_host["weights"], 5 * 10**6 * 2
     assert result.step.items["weights"] == 0 and shard == pytest.approx(PARAMETERS, rel=0.01)
     assert result.phases["step"].host >= (buffers if where == "nvme" else shard)
     saved = result.phases["save"].disk - (2 * shard if where == "nvme" else 0)
@@ -401,7 +401,7 @@ def test_layers_that_are_streamed_are_on_the_host_or_in_files(streamed, tmp_path
     assert ours.step.peak == local.step.peak - layers - states + 2 * LAYER
     assert ours.step.items["weights"] == local.step.items["weights"] - layers + 2 * LAYER
     assert ours.step.items["activations"] == local.step.items["activations"]
-    assert (ours.step.host_weights, ours.step.host_states) == (layers, states)
+    assert ours.step.on_host["weights"] == layers and ours.step.on_host["optimizer states"] == states
     assert ours.phases["load"].host == layers
     assert ours.phases["step"].host == local.phases["step"].host + layers + states
     home = tmp_path / "home"
@@ -432,5 +432,5 @@ def test_a_reference_model_is_streamed(streamed):
     local, ours = streamed("dpo", rule="adalomo"), streamed("dpo", rule="adalomo", **STREAMS)
     assert ours.step.peak == local.step.peak - 2 * (LAYERS - 2) * LAYER
     assert ours.step.items["weights"] == local.step.items["weights"] - 2 * (LAYERS - 2) * LAYER
-    assert ours.step.host_weights == 2 * LAYERS * LAYER
+    assert ours.step.on_host["weights"] == 2 * LAYERS * LAYER
     assert ours.step.copied[:2] == ((2 * (LAYERS - 2) + LAYERS) * LAYER, LAYERS * LAYER)

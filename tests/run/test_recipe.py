@@ -125,7 +125,7 @@ MISTAKES = {
     "datasets: [{path: json, data_file: a}]": "line 1: datasets: DatasetConfig.__init__() got an unexpected",
     "mlp_tile: 3": "unknown key 'mlp_tile'. Did you mean 'layers.mlp_tile'?",
     "seed: 1\nlayers:\n  mlp_tile: 0": "c.yaml, line 3: layers: mlp_tile=0",
-    "layers:\n  computed_gradients: true": "c.yaml, line 2: layers: computed_gradients: true is no longer supported",
+    "layers:\n  computed_gradients: true": "c.yaml, line 2: layers: computed_gradients: true is not supported",
     "fused:\n  rule: lomo\n  rounding: up": "c.yaml, line 3: fused: rounding 'up' is unknown",
     "fused: {rule: adaloom, clip_threshold: 1}": "line 1: fused: rule 'adaloom' is unknown. Did you mean 'adalomo'?",
     "fused: {groups: 3}": "line 1: fused: groups=3",

@@ -8,11 +8,12 @@ from functools import cache
 
 import pytest
 from support.products import FULL
-from support.runs import lowmem, write
+from support.runs import logged, lowmem, write
 from transformers import TrainerCallback
 
 from lowmem.hf import checkpoint
 from lowmem.run import build
+from lowmem.run.folder import RunFolder
 from lowmem.trainer import FusedTrainerMixin
 
 pytestmark = pytest.mark.usefixtures("sketched_pictures")
@@ -21,11 +22,15 @@ EPOCHS = {"max_steps": 6, "per_device_train_batch_size": 3, "test_split_size": 0
 STRATEGIES = {
     "steps": {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 1},
     "epoch": {"save_strategy": "epoch", "eval_strategy": "epoch"},
-    "best": {"save_strategy": "best", "metric_for_best_model": "loss", "eval_strategy": "steps", "eval_steps": 1},
-}
-CASES = [("steps", "on_step_end", 2), ("steps", "on_evaluate", 1), ("epoch", "on_prediction_step", 4)]
+    "best": {
+        "save_strategy": "best", "metric_for_best_model": "loss", "eval_strategy": "steps", "eval_steps": 1,
+        "load_best_model_at_end": True,
+    },
+}  # fmt: skip
+CASES = [("steps", "on_evaluate", 1), ("epoch", "on_prediction_step", 4), ("best", "on_step_end", 6)]
 if FULL:
-    CASES += [("steps", "on_step_end", 6), ("steps", "on_save", 2), ("epoch", "on_step_end", 4)]
+    CASES += [("steps", "on_step_end", 2), ("steps", "on_step_end", 6), ("steps", "on_save", 2)]
+    CASES += [("epoch", "on_step_end", 4)]
     CASES += [("best", "on_step_end", 2)]
 
 
@@ -63,20 +68,20 @@ def stopping(monkeypatch, moment, step, number=signal.SIGTERM):
 
 @pytest.fixture(scope="module")
 def complete(tmp_path_factory):
-    """Returns a function that computes the weights of an uninterrupted run with a strategy."""
+    """Returns a function that computes the weights of an uninterrupted run with a strategy, and its evaluations."""
 
     @cache
     def of(strategy):
         folder = tmp_path_factory.mktemp(strategy)
         assert run(folder, **STRATEGIES[strategy]).status == 0
-        return (folder / "run" / "model.safetensors").read_bytes()
+        return (folder / "run" / "model.safetensors").read_bytes(), logged(folder / "run", "eval_loss")
 
     return of
 
 
 @pytest.mark.parametrize(("strategy", "moment", "step"), CASES)
 def test_a_stop_saves_at_once_and_evaluates_no_more(strategy, moment, step, complete, tmp_path, run_dir, monkeypatch):
-    settings, complete_weights = STRATEGIES[strategy], complete(strategy)  # before a signal is sent
+    settings, (complete_weights, losses) = STRATEGIES[strategy], complete(strategy)  # before a signal is sent
     evaluations = stopping(monkeypatch, moment, step)
     stopped = run(tmp_path, "--resume_from_checkpoint", "auto", **settings)  # the signal starts it
     assert stopped.status == 128 + signal.SIGTERM, stopped.out
@@ -87,6 +92,7 @@ def test_a_stop_saves_at_once_and_evaluates_no_more(strategy, moment, step, comp
     continued = run(tmp_path, "--resume_from_checkpoint", "auto", **settings)
     assert continued.status == 0, continued.err
     assert (run_dir / "model.safetensors").read_bytes() == complete_weights
+    assert logged(run_dir, "eval_loss") == losses  # the evaluation that the stop skipped comes first
 
 
 def test_ctrl_c_stops_a_run_that_saves_models_only(tmp_path, run_dir, monkeypatch):
@@ -94,11 +100,23 @@ def test_ctrl_c_stops_a_run_that_saves_models_only(tmp_path, run_dir, monkeypatc
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     stopping(monkeypatch, "on_step_end", 2, signal.SIGINT)
     stopped = run(tmp_path, save_strategy="steps", save_only_model=True)
-    assert stopped.status == 128 + signal.SIGINT and "stopping after this step, with a checkpoint" in stopped.err
+    assert stopped.status == 128 + signal.SIGINT and "stopping after this step is saved" in stopped.err
     assert handlers == [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     command = stopped.out.partition("continue with: lowmem ")[2].splitlines()[0]
     words = command.replace("checkpoint-N", "checkpoint-2").replace("ANOTHER", str(tmp_path / "another"))
     assert lowmem(*shlex.split(words), "--max_steps", 1).status == 0
+
+
+def test_ctrl_c_while_the_final_model_is_saved_does_not_lose_it(tmp_path, run_dir, monkeypatch):
+    save = RunFolder.save_model
+
+    def interrupted(folder, trainer):
+        os.kill(os.getpid(), signal.SIGINT)
+        save(folder, trainer)
+
+    monkeypatch.setattr(RunFolder, "save_model", interrupted)
+    assert run(tmp_path).status == 0
+    assert (run_dir / "model.safetensors").exists()
 
 
 def test_a_stop_trains_the_steps_that_share_completions(tmp_path, run_dir, monkeypatch):
@@ -140,6 +158,6 @@ def test_a_best_checkpoint_that_is_gone_does_not_end_a_run(tmp_path, run_dir, mo
         FusedTrainerMixin, "_load_best_model",
         lambda self: (shutil.rmtree(self.state.best_model_checkpoint), load(self)),
     )  # fmt: skip
-    ended = run(tmp_path, **STRATEGIES["best"], load_best_model_at_end=True)
+    ended = run(tmp_path, **STRATEGIES["best"])
     assert ended.status == 0 and (run_dir / "model.safetensors").exists()
     assert "is gone, so the weights of the last step stay loaded" in caplog.text
