@@ -204,7 +204,9 @@ def plan(command: argparse.Namespace, rest: Sequence[str]) -> int:
             fitting, figures["reductions"] = _fitting(recipe, ranks, memory)
     if options.json is not None:
         write_file(options.json, (json.dumps(figures, indent=2) + "\n").encode())
-    if options.write is not None and fitting is not None:
+    if options.write is not None and fitting is None:
+        out.print(f"not written: {options.write}, because no change of the arguments fits", soft_wrap=True)
+    elif options.write is not None and fitting is not None:
         write_file(options.write, fitting.to_yaml().encode())
         out.print(f"written: {options.write}", soft_wrap=True)
     return 0 if fits else 1
@@ -262,7 +264,8 @@ def _fitting(recipe: "Recipe", ranks: int, memory: int) -> tuple["Recipe | None"
         out.print(
             Text.assemble(f"  {reduction.words}  {size(needed)}, ", verdict, f" ({reduction.cost})"), soft_wrap=True
         )
-        fitting = changed if fitting is None and needed <= memory else fitting
+        if fitting is None and needed <= memory and reduction.ranks is None:
+            fitting = changed
     return fitting, needs
 
 

@@ -137,9 +137,9 @@ class FusedTrainerMixin(Trainer):
             self._inputs.sharding.shard(self.model, self.accelerator)
             self._inputs.sharding.release(self.model)
 
-    def compute_loss(self, *args: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, *args: Any, **kwargs: Any) -> Any:
         with model_layers.lazily([] if return_outputs else self._lazy_heads):  # returned outputs have ordinary logits
-            return super().compute_loss(*args, return_outputs=return_outputs, **kwargs)
+            return super().compute_loss(model, inputs, return_outputs, *args, **kwargs)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         """Runs the trainer's step. A backward inside `compute_loss` counts as an earlier micro-batch."""

@@ -232,6 +232,14 @@ def test_a_final_model_replaces_links_and_not_their_targets(tmp_path, outside):
     assert not any(path.is_symlink() for path in run_dir.iterdir())
 
 
+def test_a_final_model_removes_the_weights_of_an_earlier_one(tmp_path):
+    saving = staged(tmp_path, "model/config.json", "model/model-00001-of-00002.safetensors")
+    for name in ("model.safetensors", "notes.txt"):
+        (tmp_path / name).touch()
+    checkpoint.publish_model(saving / "model", tmp_path)
+    assert not (tmp_path / "model.safetensors").exists() and (tmp_path / "notes.txt").exists()
+
+
 def resumed(run_dir):
     return RunFolder(run_dir, "last").opened()
 

@@ -246,7 +246,7 @@ def check_optimizer(optimizer: Any, args: TrainingArguments) -> None:
     if (args.max_grad_norm or None) != optimizer.config.clip_norm:
         raise ConfigError(
             f"max_grad_norm={args.max_grad_norm}, but the optimizer has clip_norm={optimizer.config.clip_norm}. Set "
-            "both to the same value (0 and None do not clip)"
+            "both to the same value (max_grad_norm=0 and clip_norm=None do not clip)"
         )
     if args.fp16 and optimizer.loss_scale is None:
         raise ConfigError('fp16=True, but the optimizer has no loss scale; create it with loss_scale="dynamic"')

@@ -203,12 +203,16 @@ def publish(staged: Path, folder: Path) -> None:
 
 def publish_model(staged: Path, folder: Path) -> None:
     """Flushes a model to the disk and moves its files to a directory that may contain an earlier model. The old
-    configuration is removed first and the new one is moved last, so a model with a configuration is complete.
+    configuration is removed first and the new one is moved last, so a model with a configuration is complete. Other
+    weights of the earlier model are removed.
     """
     flush_tree(staged)
     configurations = [name for name in (CONFIG_NAME, ADAPTER_CONFIG_NAME) if (staged / name).exists()]
     for name in configurations:
         (folder / name).unlink(missing_ok=True)
+    for path in (*folder.glob("model*.safetensors*"), *folder.glob("adapter_model*.safetensors*")):
+        if not (staged / path.name).exists():  # a loader may prefer it to the new files
+            path.unlink()
     for path in sorted(staged.iterdir(), key=lambda path: path.name in configurations):
         if path.is_dir():
             remove(folder / path.name)

@@ -53,8 +53,9 @@ def choose_rule(args: TrainingArguments, fused: FusedConfig | None) -> FusedConf
         return fused
     optim = str(getattr(args.optim, "value", args.optim))
     rule, hyper = _rule_of_optim(args, optim)
-    for argument in settings.keys() & _ARGUMENTS.keys() - {name for name, key in _ARGUMENTS.items() if key in hyper}:
-        raise ConfigError(f"{argument}={settings[argument]!r} has no effect with optim={optim!r}; omit it")
+    for argument, name in _ARGUMENTS.items():
+        if argument in settings and name not in hyper:
+            raise ConfigError(f"{argument}={settings[argument]!r} has no effect with optim={optim!r}; omit it")
     for part in filter(None, settings.get("optim_args", "").split(",")):
         if (name := part.partition("=")[0].strip()) not in hyper:
             raise ConfigError(f"optim_args={settings['optim_args']!r}: optim={optim!r} does not take {name!r}")

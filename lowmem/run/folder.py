@@ -106,7 +106,7 @@ class RunFolder:
         """Returns the command that continues a run or, if its checkpoints contain only models, that starts a run from
         one of them. It does not include the launcher of several processes, which is not known.
         """
-        launcher = ", with the same launcher" if int(os.environ.get("WORLD_SIZE", 1)) > 1 else ""
+        launcher = "  # with the same launcher or --num_processes" if int(os.environ.get("WORLD_SIZE", 1)) > 1 else ""
         again = f"--resume_from_checkpoint {LAST}"
         if recipe.training.save_only_model:
             again = f"--model_name_or_path {shlex.quote(str(self.path / 'checkpoint-N'))} --output_dir ANOTHER"

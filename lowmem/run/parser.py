@@ -132,6 +132,8 @@ class Parser(TrlParser):
                 hint = f" The rule {self.rule.name} takes {', '.join(self.rule.defaults)}."
         elif name in FORMER:
             hint = f" It belongs to an earlier version: write {FORMER[name]} instead."
+        elif name == "num_processes":
+            hint = " Write it on the command line of a training command. In `lowmem plan`, it is --ranks."
         elif name in _LAUNCHER_OPTIONS:
             launch = f"accelerate launch OPTIONS -m {self.prog} ..."
             hint = f" Write the options of the launcher before the command: {launch}"

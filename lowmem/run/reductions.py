@@ -5,7 +5,7 @@ import math
 import shlex
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import chain
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 
 from lowmem.errors import LowmemError
 from lowmem.hf.arguments import offloading
+from lowmem.options import FusedConfig
 from lowmem.rules import AdaLomo
 from lowmem.run.description import recomputed
 from lowmem.run.fake import LONGEST, checkpointing
@@ -57,23 +58,33 @@ def planned(recipe: Recipe, ranks: int, memory: int) -> Iterator[tuple[Reduction
     """Plans each reduction. If the run does not fit in `memory` with any of them, combines them until it fits. Yields a
     reduction, the recipe with its values, and the bytes that each device needs.
     """
-    least, valid = math.inf, reductions(recipe, ranks)
-    for reduction in valid:
+    least, possible = math.inf, []
+    for reduction in reductions(recipe, ranks):
         with suppress(LowmemError):  # the model may not support it
             changed = recipe.having(**reduction.values)
             needed = plan(changed, reduction.ranks or ranks).needed
             least = min(least, needed)
+            if reduction.ranks is None:
+                possible.append(reduction)
             yield reduction, changed, needed
-    alone = (reduction for reduction in valid if reduction.ranks is None)
-    together = next(alone, None)
-    for reduction in alone:
+    together = possible.pop(0) if possible else None
+    for reduction in possible:
         if together is None or least <= memory:
             return
         with suppress(LowmemError):
-            both = Reduction({**together.values, **reduction.values}, f"{together.cost}; {reduction.cost}")
+            both = _combined(together, reduction)
             changed = recipe.having(**both.values)
             least, together = plan(changed, ranks).needed, both
             yield both, changed, least
+
+
+def _combined(first: Reduction, second: Reduction) -> Reduction:
+    """Combines two reductions. If the second one sets a rule, the hyperparameters of the first one's rule go."""
+    values = first.values
+    if "fused.rule" in second.values:
+        options = {f"fused.{option.name}" for option in fields(FusedConfig)}
+        values = {name: value for name, value in values.items() if not name.startswith("fused.") or name in options}
+    return Reduction({**values, **second.values}, f"{first.cost}; {second.cost}")
 
 
 def _of_weights(recipe: Recipe) -> Iterator[Reduction]:

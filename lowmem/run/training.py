@@ -107,6 +107,7 @@ class _StopOnSignal(TrainerCallback):  # type: ignore[misc]
     def __init__(self, trainer: Any) -> None:
         self.number: int | None = None  # the signal that has ended training
         self._received = 0
+        self._began = False  # whether this process has begun a step
         self._trainer = trainer
 
     @contextmanager
@@ -129,13 +130,11 @@ class _StopOnSignal(TrainerCallback):  # type: ignore[misc]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Evaluates the weights of the checkpoint, if the stop after this step skipped their evaluation."""
-        if not evaluation_is_missing(args, state, at_epoch_end=self._trainer._position.start[1] == 0):
-            return
-        control.should_evaluate = True
-        self._trainer._maybe_log_save_evaluate(None, None, self._trainer.model, None, state.epoch, None, 0.0)
-        control.should_evaluate = False
-        if self.number is not None:  # this evaluation was stopped, too, so training ends after its first step
-            self._received, self.number, control.should_training_stop = self.number, None, False
+        if evaluation_is_missing(args, state, at_epoch_end=self._trainer._position.start[1] == 0):
+            self._trainer._determine_best_metric(self._trainer._evaluate(None, None), None)
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        self._began = True
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._stop(args, state, control)
@@ -149,8 +148,10 @@ class _StopOnSignal(TrainerCallback):  # type: ignore[misc]
         self._stop(args, state, control, saved=True)
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Ends an evaluation, which may take longer than a cluster waits after SIGTERM."""
-        if self._stop(args, state, control):
+        """Ends an evaluation, which may take longer than a cluster waits after SIGTERM. Before the first step, nothing
+        would be saved, so the evaluation is completed.
+        """
+        if self._began and self._stop(args, state, control):
             raise build.EvaluationStopped
 
     def _stop(self, args: Any, state: Any, control: Any, *, saved: bool = False) -> bool:

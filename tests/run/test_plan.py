@@ -248,6 +248,12 @@ def test_suggestions_respect_the_other_arguments(write, changes, absent, present
     assert not any(absent in way for way in found) and any(present in way for way in found), found
 
 
+def test_a_combination_with_another_rule_has_only_its_hyperparameters(write):
+    recipe = parse("sft", ["--config", write()], device="gpu")
+    *_, (everything, changed, _) = reductions.planned(recipe, ranks=1, memory=0)
+    assert changed.fused.rule == "adalomo" and changed.fused.weight_format == "int12", everything.words
+
+
 @pytest.mark.parametrize(
     ("config", "model"),
     [
