@@ -1,4 +1,4 @@
-"""Direct preference optimization with TRL's trainer. The two lines marked as new use lowmem.
+"""Direct preference optimization with TRL's trainer. The lines marked as new, and the class of the trainer, use lowmem.
 
 python examples/dpo.py MODEL pairs.jsonl --output_dir runs/dpo
 """

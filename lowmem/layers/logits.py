@@ -152,10 +152,11 @@ class Source:
             return NotImplemented
         return self.rows(lambda tensor: tensor[index])
 
-    def log_softmax(self, func: Any, dim: Any = None, *_: Any, dtype: Any = None, **__: Any) -> Any:
+    def log_softmax(self, func: Any, dim: Any = None, *rest: Any, dtype: Any = None, **_: Any) -> Any:
         if not self.over_vocabulary(dim) or self.normalized:
             return NotImplemented
-        return self.but(normalized=True, dtype=dtype or self.dtype)
+        dtypes = [each for each in (*rest, dtype) if isinstance(each, torch.dtype)]
+        return self.but(normalized=True, dtype=dtypes[0] if dtypes else self.dtype)
 
     def gather(self, func: Any, dim: int, index: Tensor) -> Any:
         if not self.over_vocabulary(dim) or index.shape != (*self.hidden.shape[:-1], 1):
@@ -188,8 +189,8 @@ class Source:
             return losses.sum() / counted.sum()
         return losses.sum()
 
-    def reduce(self, func: Any, dim: Any = None, **options: Any) -> Any:
-        if options or not (self.over_vocabulary(dim) or (dim is None and func.__name__ != "argmax")):
+    def reduce(self, func: Any, dim: Any = None, *rest: Any, **options: Any) -> Any:
+        if rest or options or not (self.over_vocabulary(dim) or (dim is None and func.__name__ != "argmax")):
             return NotImplemented
         memory = self.head.available(self.hidden.device)
         parts = self.hidden.flatten(0, -2).split(max(1, memory // (12 * self.vocabulary)))

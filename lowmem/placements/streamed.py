@@ -312,8 +312,11 @@ class Streamed(Placement):
 
     def adopt(self, records: Collection[ParamEntry], model: nn.Module | None) -> None:
         super().adopt(records, model)
-        for record in records:
-            self.reducer.streaming, _ = _where(record.param)
+        streamings = {_where(record.param)[0] for record in records}
+        if len(streamings) > 1:
+            raise UnsupportedError("the parameters belong to several streamed models. Create an optimizer for each one")
+        for streaming in streamings:
+            self.reducer.streaming = streaming
 
     def settle(self) -> None:
         self.reducer.streaming.settle()

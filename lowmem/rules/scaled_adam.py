@@ -40,7 +40,7 @@ class ScaledAdam(UpdateRule):
     """delta ← β₁·delta - (1-β₁)·lr·rms(w)·g/(√v̂ + eps), w ← w + delta. Every `size_update_period` steps,
     rms(w) is measured, and Adam on log(rms(w)) with learning rate lr·scalar_lr_scale scales w. For a parameter with one
     element, lr·scalar_lr_scale replaces lr·rms(w). As in the source, a parameter without a gradient is updated as if
-    its gradient were zero, even if it is frozen during training.
+    its gradient were zero, unless it is frozen.
 
     Options: `param_min_rms`: a weight with a smaller rms stops shrinking, and its steps use this value as rms(w).
     `param_max_rms`: a weight with a larger rms is shrunk. `scalar_max`: a single element is clamped to it before its

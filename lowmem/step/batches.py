@@ -30,8 +30,9 @@ class KernelBatches:
         self._earlier: Flushes = {}  # flushes of the last step
 
     def begin(self) -> None:
-        """Begins a step."""
-        self._earlier, self._flushes = self._flushes, {}
+        """Begins a micro-batch."""
+        if self._flushes:  # micro-batches without updates keep those of the last step
+            self._earlier, self._flushes = self._flushes, {}
 
     def of(self, operands: Sequence[Operands], decision: Decision | None) -> Batches:
         """Returns the batches of a flush. Updates without kernels are in no batch. If sharded, every rank calls it."""

@@ -59,7 +59,7 @@ class StepInputs:
         self._by_device: dict[torch.device, StepValues] = {}
 
     def begin(self, step: int) -> None:
-        """Begins a step: every rule computes the numbers of its groups, or raises."""
+        """Begins a micro-batch: every rule computes the numbers of its groups, or raises."""
         self._numbers = {group: group.rule.scalars(group.live, step) for group in self._parameters.groups}
         self._by_device.clear()
 

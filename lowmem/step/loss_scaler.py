@@ -93,8 +93,9 @@ class LossScaler:
             return
         for name in ("scale", "good", "patience"):
             value = saved.get(name)
-            if not isinstance(value, int | float) or not 0 <= value < math.inf:
-                raise CheckpointError(f"the saved loss scale has {name}={value!r}, which is not a number >= 0")
+            valid = isinstance(value, int | float) and 0 <= value < math.inf and (value > 0 or name != "scale")
+            if not valid:
+                raise CheckpointError(f"the saved loss scale has {name}={value!r}, which is not a valid number")
 
     def load_state_dict(self, saved: Mapping[str, Any] | None) -> None:
         """Continues from the result of `state_dict`. Without it, the scale starts from `init_scale`."""

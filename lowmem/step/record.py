@@ -37,8 +37,10 @@ class AddedGroup:
     @property
     def is_by_name(self) -> bool:
         """True if a hyperparameter lists parameter names, so that parameters of one program may become different."""
-        values = [(key, value) for group in (self.settings, self.live) for key, value in group.items()]
-        return any(isinstance(value, Mapping | list) for key, value in values if key not in ("params", "param_names"))
+        groups = self.settings, self.live
+        values = [value for group in groups for key, value in group.items() if key not in ("params", "param_names")]
+        values += [item for value in values if isinstance(value, tuple) for item in value]
+        return any(isinstance(value, Mapping | list) for value in values)
 
     def edits(self, number: int, group: Group) -> Iterable[str]:
         """Yields the differences between this group and entry `number` of `param_groups`."""

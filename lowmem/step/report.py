@@ -195,6 +195,7 @@ class Report:
     def load_state_dict(self, saved: Mapping[str, int] | None) -> None:
         """Restores the counters from the result of `state_dict`, and discards the outcome of the last step."""
         self._ended, self._diverged = False, None
+        self._searching = saved is None and self._clipping.scaler.dynamic
         saved = {"gradients": 0, "steps": 0, "streak": 0, **(saved or {})}
         self.nonfinite_gradients.fill_(saved["gradients"])
         self.nonfinite_steps.fill_(saved["steps"])

@@ -126,7 +126,10 @@ def _initial(parameters: Parameters, record: ParamRecord) -> dict[str, Any]:
         return {}
     shard = parameters.shard
     owner = Owner(record, record.group.live, record.program_of(record.group.live, shard))
-    tensors = initial_tensors(owner.program, owner.program.created, shard.read(record.param))
+    weight = shard.read(record.param)
+    if owner.program.extra_names:
+        weight = weight.clone()  # creating the other tensors of its storage rounds it
+    tensors = initial_tensors(owner.program, owner.program.created, weight)
     return _kept(_sources(shard, owner, tensors))
 
 

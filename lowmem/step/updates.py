@@ -100,7 +100,7 @@ class Updates:
         self._stacks: dict[tuple[Program, torch.dtype], Queue] = defaultdict(Queue)  # wait for a full stack
         self._per_stack: dict[Program, int] = {}  # number of its parameters per stack
         self._free: dict[torch.device, int] = {}  # elements for which memory is free on a device in this step
-        self._steps = 0  # number of steps in this process
+        self._steps = 0  # number of steps that have ended in this process
 
     @property
     def compiled(self) -> bool:
@@ -115,12 +115,11 @@ class Updates:
         return max((record.program.span.numel for record in records if record.claimed), default=0)
 
     def begin(self, step: int) -> None:
-        """Begins a step: every rule computes the numbers of its groups, or raises."""
+        """Begins a micro-batch: every rule computes the numbers of its groups, or raises."""
         self._inputs.begin(step)
         self.compilation.begin(step)
         self._batches.begin()
         self._free.clear()
-        self._steps += 1
         for record in self._parameters.records.values():
             record.size = None
 
@@ -167,7 +166,7 @@ class Updates:
         if record.program.ranks is not None:
             return 0
         if grad.device not in self._free:
-            largest = self.largest if self._steps > 1 else 0
+            largest = self.largest if self._steps else 0
             fits = unused_memory(grad.device) >= largest * grad.element_size()
             self._free[grad.device] = largest if fits else 0
         return self._free[grad.device]
@@ -213,6 +212,7 @@ class Updates:
         for stack in self._stacks.values():
             if stack.gradients:
                 self._update_stack(stack, decision)
+        self._steps += 1
 
     def drop(self) -> None:
         """Discards the waiting gradients after a failed backward."""

@@ -162,7 +162,7 @@ def test_mistakes_in_a_file(text, error_message):
         ("stray", "unknown argument 'stray'"),
         ("--fused.betas [1", "--fused.betas: '[1' is not YAML"),
         ("--config none.yaml", "none.yaml cannot be read: No such file"),
-        ("--num_processes 2 --max_steps 3", "accelerate launch OPTIONS -m lowmem sft ..."),
+        ("--num_processes 2 --max_steps 3", "the command line of a training command. In `lowmem plan`, it is --ranks"),
         ("--model_init_kwargs " + '{"a":' * 20_000, "is not YAML: it is nested too deeply"),
     ],
 )

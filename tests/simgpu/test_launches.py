@@ -31,3 +31,19 @@ def test_kernels_get_the_pointers_of_the_gradients_of_their_step(monkeypatch):
             kept.append(torch.empty(200, 200, device="cuda"))  # changes the addresses of gradients
     sent = [each.tolist() for each in launched[:: len(launched) // len(pointers)]]
     assert sent == pointers and len({tuple(each) for each in pointers}) > 3
+
+
+def test_batches_are_kept_over_micro_batches(monkeypatch):
+    batches, made = [], Batch.__init__
+    monkeypatch.setattr(Batch, "__init__", lambda self, *args: (batches.append(self), made(self, *args))[1])
+    with without_computing(kernels=True):
+        params = [torch.nn.Parameter(torch.ones(200, 200, device="cuda")) for _ in range(3)]
+        opt = lowmem.FusedOptimizer(params, rule="lion", compile=True)
+        counts = []
+        for _ in range(4):
+            for _ in range(2):
+                with opt.accumulate():
+                    opt.backward(torch.stack(params).square().sum())
+            opt.backward(torch.stack(params).square().sum())
+            counts.append(len(batches))
+    assert counts[0] and counts[1] == counts[3]

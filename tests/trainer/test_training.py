@@ -255,7 +255,7 @@ def with_a_loss_beside(trainer):
     compute = trainer.compute_loss
 
     def compute_loss(model, inputs, return_outputs=False, **kwargs):
-        loss, outputs = compute(model, inputs, return_outputs=True, **kwargs)
+        loss, outputs = compute(model, inputs, True, **kwargs)
         if model.training:
             beside = 1e-3 * outputs["logits"].float().square().mean() / trainer.args.gradient_accumulation_steps
             beside.backward(retain_graph=True)
