@@ -69,6 +69,11 @@ class Inputs:
     fused: FusedConfig | None
 
     @classmethod
+    def of_arguments(cls, args: TrainingArguments, fused: FusedConfig | None) -> "Inputs":
+        """The inputs of a trainer that is not created yet."""
+        return cls(None, args, None, fused)
+
+    @classmethod
     def from_call(
         cls, bases: tuple[type, ...], args: tuple[Any, ...], kwargs: dict[str, Any], fused: FusedConfig | None
     ) -> "Inputs":

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lowmem.kernels.arguments import ARGS
-from lowmem.kernels.source import Source
+from lowmem.kernels.source import KernelSource
 from lowmem.kernels.tables import FOLD, Member, Tables
 from lowmem.tiles.stored import RankGroup
 from lowmem.tiles.tile import Reading
@@ -45,7 +45,7 @@ class Kernels:
     """
 
     def __init__(self, update: TracedUpdate, *, one_row: bool, aligned: bool) -> None:
-        self.source = Source(update, one_row=one_row, aligned=aligned)
+        self.source = KernelSource(update, one_row=one_row, aligned=aligned)
         self._compiled: dict[Any, Any] = {}  # by name and constants
 
     @functools.cached_property
@@ -187,8 +187,8 @@ class Batch:
         return self._by_name
 
     def _send(self, pointers: list[int]) -> Tensor:
-        """Copies pointers to the device unless they equal the last run's. The last copy has ended, because each step
-        waits for the outcome of the one before.
+        """Copies pointers to the device unless they equal the last run's. Waits for the last copy, which has normally
+        ended, because each step waits for the outcome of the one before.
         """
         if pointers != self._pointers:
             if self._copied is not None:

@@ -10,7 +10,7 @@ MATRIX_TILE = TileSize(8, 256, 16)
 LINE_TILE = TileSize(1, 2048, 16)
 
 
-class Source:
+class KernelSource:
     """Source code of an update's kernels.
 
     Attributes:

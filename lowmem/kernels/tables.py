@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from lowmem.kernels.source import Source
+from lowmem.kernels.source import KernelSource
 from lowmem.tiles.layout import WIDEST, Layout
 
 # Number of lines and columns of partial sums that a program of `fold` processes at a time.
@@ -33,8 +33,8 @@ class Member(NamedTuple):
     layout: Layout  # layout of the shard
     tensors: Mapping[tuple[str, int], Tensor]  # the weight ("param") and full-size states, by name and part number
     small: Mapping[tuple[str, str], Tensor]  # the other states, by kind and name
-    group: int = 0  # offset of the group's numbers
-    key: int = 0  # index of the noise key
+    numbers_offset: int = 0  # index of its group's first number
+    key_index: int = 0  # index of its noise key
 
     @property
     def _views(self) -> list[Tensor]:
@@ -90,7 +90,7 @@ class Tables:
         size: size of the workspace.
     """
 
-    def __init__(self, source: Source, members: Sequence[Member], *, sharded: bool = False) -> None:
+    def __init__(self, source: KernelSource, members: Sequence[Member], *, sharded: bool = False) -> None:
         """sharded: whether all sums of a pass are totals, which ranks add."""
         self._source = source
         self._members = members
@@ -181,9 +181,9 @@ class Tables:
         member = self._members[each.member]
         line = each.slice * member.layout.shape[1] + each.row
         high, low = divmod(each.col + (1 << 31), 1 << 32)
-        fixed = each._asdict() | {"first": self._first[row], "slice": slice_row, "group": member.group}
+        fixed = each._asdict() | {"first": self._first[row], "slice": slice_row, "group": member.numbers_offset}
         noise = {"line": (line + (1 << 31)) % (1 << 32) - (1 << 31), "high": high, "low": low - (1 << 31)}
-        fixed |= noise | {"key": member.key}
+        fixed |= noise | {"key": member.key_index}
         columns = list[int]()
         for kind, name in self._source.rectangles.keys:
             if kind == "pointer":
@@ -204,7 +204,14 @@ class Tables:
         n, index = self._slices[row]
         member = self._members[n]
         batch, rows, cols = member.layout.shape
-        fixed = {"rows": rows, "cols": cols, "slices": batch, "index": index, "member": n, "group": member.group}
+        fixed = {
+            "rows": rows,
+            "cols": cols,
+            "slices": batch,
+            "index": index,
+            "member": n,
+            "group": member.numbers_offset,
+        }
         columns = list[int]()
         first, last = (bisect(self._slice_of, row) for bisect in (bisect_left, bisect_right))  # its rectangles
         for kind, name in self._source.slices.keys:

@@ -23,7 +23,7 @@ from lowmem.layers.head_tiles import Head
 
 
 @dataclass(eq=False, repr=False)
-class Source:
+class LogitsSource:
     """The tensors that logits are computed from, with a method for each torch function that does not need the matrix.
 
     Attributes:
@@ -201,30 +201,30 @@ class Source:
 
 # Name of a torch function → the method that replaces it.
 _METHODS: dict[str, Callable[..., Any]] = {
-    **dict.fromkeys(("float", "half", "bfloat16", "to"), Source.cast),
-    **dict.fromkeys(("mul", "__mul__", "__rmul__", "div", "div_", "__truediv__"), Source.scale),
-    **dict.fromkeys(("view", "reshape", "flatten", "contiguous"), Source.reshape),
-    **dict.fromkeys(("split", "chunk", "unbind", "index_select"), Source.select),
-    **dict.fromkeys(("argmax", "mean", "sum", "nansum"), Source.reduce),
-    "__getitem__": Source.index,
-    "tanh": Source.tanh,
-    "detach": Source.detach,
-    "log_softmax": Source.log_softmax,
-    "gather": Source.gather,
-    "logsumexp": Source.logsumexp,
-    "cross_entropy": Source.cross_entropy,
+    **dict.fromkeys(("float", "half", "bfloat16", "to"), LogitsSource.cast),
+    **dict.fromkeys(("mul", "__mul__", "__rmul__", "div", "div_", "__truediv__"), LogitsSource.scale),
+    **dict.fromkeys(("view", "reshape", "flatten", "contiguous"), LogitsSource.reshape),
+    **dict.fromkeys(("split", "chunk", "unbind", "index_select"), LogitsSource.select),
+    **dict.fromkeys(("argmax", "mean", "sum", "nansum"), LogitsSource.reduce),
+    "__getitem__": LogitsSource.index,
+    "tanh": LogitsSource.tanh,
+    "detach": LogitsSource.detach,
+    "log_softmax": LogitsSource.log_softmax,
+    "gather": LogitsSource.gather,
+    "logsumexp": LogitsSource.logsumexp,
+    "cross_entropy": LogitsSource.cross_entropy,
 }
 
 
 class Logits(Tensor):
     """Lazy logits as a tensor. For autograd it is the product of its tensors. Any operation may compute its matrix."""
 
-    source: Source
+    source: LogitsSource
     _node: Any
     _matrix: Tensor | None
 
     @staticmethod
-    def of(source: Source) -> "Logits":
+    def of(source: LogitsSource) -> "Logits":
         logits: Logits = _Product.apply(source.hidden, *source.parameters(), source)  # type: ignore[no-untyped-call]
         logits.source = source
         logits._matrix = None
@@ -263,7 +263,7 @@ class Logits(Tensor):
 
 class _Product(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, source: Source) -> Any:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, source: LogitsSource) -> Any:
         ctx.source = source
         make: Any = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
         return make(Logits, source.shape, dtype=source.dtype, device=hidden.device)
@@ -305,4 +305,4 @@ class LazyHead(nn.Module):
             weight, bias = (None if param is None else placements.full_tensor(param) for param in (weight, bias))
         hidden = hidden.to(weight.device, autocast_dtype(weight.device) or hidden.dtype)
         gather = partial(self._gather, weight, bias)
-        return Logits.of(Source(hidden, weight, bias, self.linear.out_features, hidden.dtype, self._head, gather))
+        return Logits.of(LogitsSource(hidden, weight, bias, self.linear.out_features, hidden.dtype, self._head, gather))

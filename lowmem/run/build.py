@@ -110,15 +110,16 @@ def trainer(recipe: Recipe, train: Any, evaluation: Any, model: Any = None, **op
     Raises:
         ConfigError: TRL, transformers or DeepSpeed raise an error for the arguments, the model or the data.
     """
-    args, names = copy.copy(recipe.training), recipe.model
-    if names.model_name_or_path is None:
+    args = copy.copy(recipe.training)
+    model_args = recipe.model
+    if model_args.model_name_or_path is None:
         raise ConfigError("no model: set model_name_or_path to a directory or to a name on the Hub")
     if model is None:
-        model = names.model_name_or_path
+        model = model_args.model_name_or_path
         args.model_init_kwargs = {
             **recipe.loading_options,
-            "attn_implementation": names.attn_implementation,
-            "dtype": names.dtype,
+            "attn_implementation": model_args.attn_implementation,
+            "dtype": model_args.dtype,
             "use_safetensors": True,  # never load pickles
             **(args.model_init_kwargs or {}),
         }
@@ -126,15 +127,15 @@ def trainer(recipe: Recipe, train: Any, evaluation: Any, model: Any = None, **op
         args.model_init_kwargs = None
     if recipe.command in _WITH_REWARDS:
         options["reward_funcs"] = _reward_functions(recipe.script)
-    with blaming(f"{recipe.subject_of(type(args))} of {names.model_name_or_path}"):
-        if (quantization := get_quantization_config(names)) is not None and args.model_init_kwargs is not None:
+    with blaming(f"{recipe.subject_of(type(args))} of {model_args.model_name_or_path}"):
+        if (quantization := get_quantization_config(model_args)) is not None and args.model_init_kwargs is not None:
             args.model_init_kwargs["quantization_config"] = quantization
         return trainer_class(type(args).__name__.replace("Config", "Trainer"))(
             model=model,
             args=args,
             train_dataset=train,
             eval_dataset=evaluation,
-            peft_config=get_peft_config(names),
+            peft_config=get_peft_config(model_args),
             fused=recipe.fused,
             layers=recipe.layers,
             **options,

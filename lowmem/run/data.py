@@ -63,17 +63,17 @@ def load(recipe: Recipe) -> tuple[Any, Any]:
         )
     set_seed(recipe.training.seed)  # TRL splits by NumPy's random state, which must be the same on every rank and start
     try:
-        splits = _splits(script, mixture)
+        splits = _load_splits(script, mixture)
     except Exception as error:  # each reader of `datasets` raises its own types
         raise DataError(f"the data cannot be loaded: {_fault(mixture.datasets) or _cause(error)}") from error
-    train = _split(splits, script.dataset_train_split, "dataset_train_split", "")
+    train = _require_split(splits, script.dataset_train_split, "dataset_train_split", "")
     if recipe.training.eval_strategy == "no":
         if share := mixture.test_split_size:
             warn(f"test_split_size {share}: nothing uses these rows. Omit it, or set eval_strategy: steps")
         return train, None
     test = script.dataset_test_split
     advice = f"; or name its file in data_files: {{train: FILE, {test}: FILE}}, or set test_split_size, such as 0.05"
-    return train, _split(splits, test, "dataset_test_split", advice if mixture.datasets else "")
+    return train, _require_split(splits, test, "dataset_test_split", advice if mixture.datasets else "")
 
 
 def _cause(error: Exception) -> str:
@@ -86,7 +86,7 @@ def _cause(error: Exception) -> str:
     return text
 
 
-def _splits(script: Any, mixture: Any) -> Any:
+def _load_splits(script: Any, mixture: Any) -> Any:
     """Returns the splits of the data: TRL's splits, and evaluation splits that `data_files` of the mixture names."""
     if mixture.datasets:
         splits, test = get_dataset(mixture), script.dataset_test_split
@@ -104,7 +104,7 @@ def _splits(script: Any, mixture: Any) -> Any:
     return splits
 
 
-def _split(splits: Any, name: str, key: str, more: str) -> Any:
+def _require_split(splits: Any, name: str, key: str, more: str) -> Any:
     if name not in splits:
         raise ConfigError(f"the data has no split {name!r}. It has {', '.join(splits)}. Set {key} to one of them{more}")
     if next(iter(splits[name]), None) is None:

@@ -31,17 +31,17 @@ def train(recipe: Recipe) -> int | None:
     Returns:
         The signal that stopped the run after it saved a checkpoint, or None if the run is complete.
     """
-    Inputs(None, recipe.training, None, recipe.fused).check_before_loading()
+    Inputs.of_arguments(recipe.training, recipe.fused).check_before_loading()
     folder = RunFolder(Path(recipe.training.output_dir), recipe.training.resume_from_checkpoint)
     with folder.opened(), _with_advice(recipe, folder):
         checkpoint = folder.start()
         if not recipe.options.force:
             precheck.require_fit(recipe)
         stage("loading the data")
-        train, evaluation = data.load(recipe)
+        train_data, evaluation_data = data.load(recipe)
         stage("loading the model and tokenizing")
-        trainer = build.trainer(recipe, train, evaluation)
-        counts = data.check(trainer, train, evaluation)
+        trainer = build.trainer(recipe, train_data, evaluation_data)
+        counts = data.check(trainer, train_data, evaluation_data)
         with blaming_libraries("this model cannot be trained"):
             trainer.create_optimizer()  # raises for unsupported models before anything is written
         topics = {**describe(trainer), "data": counts}

@@ -332,13 +332,13 @@ def compiled_update(program: Program, kind: Kind, variant: Any) -> Update | None
     return update
 
 
-def member_of(operands: Operands, group: int = 0, key: int = 0) -> Member:
-    """Returns the tensors of a parameter as kernel arguments. group, key: see `Member`."""
+def member_of(operands: Operands, numbers_offset: int = 0, key_index: int = 0) -> Member:
+    """Returns the tensors of a parameter as kernel arguments, with `numbers_offset` and `key_index` as in `Member`."""
     program, states = operands.program, operands.states
     full = {"param": operands.weight, **program.full_states(states)}
     parts = {(name, n): part for name, each in full.items() for n, part in enumerate(each.parts)}
     small = {(str(state.extent), name): states[name] for name, state in program.small_states.items()}
-    return Member(program.layout, parts, small, group, key)
+    return Member(program.layout, parts, small, numbers_offset, key_index)
 
 
 def is_traceable(rule: UpdateRule) -> bool:

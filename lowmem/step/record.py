@@ -162,7 +162,7 @@ class Operands(NamedTuple):
         return records[0].program, grad.dtype, grad.is_contiguous(), grad.data_ptr() % 16 == 0, pointers
 
 
-def store(records: Sequence[ParamRecord], result: Result) -> None:
+def store_results(records: Sequence[ParamRecord], result: Result) -> None:
     """Stores the results of updates in the records of their parameters."""
     sizes = [None] * len(records) if result.sizes is None else _each(result.sizes)
     for record, square_sum, size in zip(records, _each(result.square_sums), sizes, strict=True):

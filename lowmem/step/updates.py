@@ -17,7 +17,7 @@ from lowmem.step.cycle import StepCycle
 from lowmem.step.inputs import StepInputs
 from lowmem.step.parameters import Parameters
 from lowmem.step.program import Program, Result
-from lowmem.step.record import Operands, ParamRecord, store
+from lowmem.step.record import Operands, ParamRecord, store_results
 from lowmem.step.room import unused_memory
 from lowmem.tiles.quantized import tensors_of
 from lowmem.tiles.storage import Float, RoundedCopy, StoredTensor
@@ -270,7 +270,7 @@ class Updates:
         counts = [self.changes.watch(each) for each in members] if self.changes.is_due else []
         records, grads = [each.records[0] for each in members], [each.grad for each in members]
         values, reading = self._inputs.on(batch.device), self._inputs.reading(records, grads[0], decision)
-        store(records, Result.of(batch.run(grads, values.numbers, values.keys, reading), reading))
+        store_results(records, Result.of(batch.run(grads, values.numbers, values.keys, reading), reading))
         for count_changes in filter(None, counts):
             count_changes()
         shards = [each.shard for each in members]
@@ -332,7 +332,7 @@ class Updates:
             result = self.compilation.run(operands, tiles)
         if result is None:
             result = self.observer.update(operands.program, tiles, operands.states)
-        store(operands.records, result)
+        store_results(operands.records, result)
         if count_changes is not None:
             count_changes()
         if len(operands.records) == 1:
