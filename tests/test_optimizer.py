@@ -68,16 +68,6 @@ def test_parameter_without_elements(give_gradients):
     assert opt.last_step.names == ("one",)
 
 
-def test_config_builds():
-    config = lowmem.FusedConfig(rule="lomo", clip_value=0.5, rounding="stochastic", seed=7, weight_decay=0.3)
-    params = [torch.nn.Parameter(torch.zeros(2))]
-    config = dataclasses.replace(config, lr=0.2)
-    opt = lowmem.FusedOptimizer.from_config(params, config)
-    assert opt.config == config
-    assert (opt._clipping.value, opt.param_groups[0]["rounding"], opt._cycle.seed) == (0.5, "stochastic", 7)
-    assert (opt.param_groups[0]["lr"], opt.param_groups[0]["weight_decay"]) == (0.2, 0.3)
-
-
 def test_hyperparameters_stand_next_to_options():
     """Hyperparameters are accepted next to options, as in FusedOptimizer(...). A loop's default rule is AdaLomo."""
     config = lowmem.FusedConfig(rule="adamw", weight_decay=0.1, seed=3)
@@ -92,9 +82,6 @@ def test_hyperparameters_stand_next_to_options():
     assert (opt.config.rule, opt.param_groups[0]["clip_threshold"]) == ("adalomo", 2.0)
     with pytest.raises(ConfigError, match="rule 'adalomo' has no hyperparameter 'betas'"):
         lowmem.FusedOptimizer.from_config(params, lowmem.FusedConfig(betas=(0.9, 0.99)))
-
-
-# -- options and parameters --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -26,9 +26,6 @@ def nothing_installed(monkeypatch):
     monkeypatch.setattr(methods, "installed", lambda package: False)
 
 
-# -- the commands ------------------------------------------------------------------------------------------------------
-
-
 COMMANDS = {  # Arguments and a line of the output.
     step: ([*SMALL, "--dtype", "bfloat16", *only(FLOOR, "AdamW, fused", "optimi AdamW")], "| AdamW, fused "),
     update: (["--size", "64", "--rounds", "1", *only("adalomo, eager", update.BASE)], "| adalomo, eager "),
@@ -78,9 +75,6 @@ def test_a_plan_is_the_one_of_the_command_line(monkeypatch, tmp_path):
 
     every = {words: dict.fromkeys(memory.COLORS, 2**30) for words in memory.every()}
     assert len(memory.tables({"plans": every})) == 5
-
-
-# -- methods -----------------------------------------------------------------------------------------------------------
 
 
 def test_methods_train_as_documented(tiny_llama):

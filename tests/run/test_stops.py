@@ -109,12 +109,7 @@ def test_ctrl_c_stops_a_run_that_saves_models_only(tmp_path, run_dir, monkeypatc
 
 def test_ctrl_c_while_the_final_model_is_saved_does_not_lose_it(tmp_path, run_dir, monkeypatch):
     save = RunFolder.save_model
-
-    def interrupted(folder, trainer):
-        os.kill(os.getpid(), signal.SIGINT)
-        save(folder, trainer)
-
-    monkeypatch.setattr(RunFolder, "save_model", interrupted)
+    monkeypatch.setattr(RunFolder, "save_model", lambda *args: (os.kill(os.getpid(), signal.SIGINT), save(*args)))
     assert run(tmp_path).status == 0
     assert (run_dir / "model.safetensors").exists()
 
