@@ -24,14 +24,14 @@ from torch import Tensor
 from lowmem import rules
 from lowmem.errors import ConfigError, LowmemError
 from lowmem.files import write_file
-from lowmem.hf import processes, versions
+from lowmem.hf import processes
 from lowmem.options import parse_bytes
 from lowmem.rules import require
 from lowmem.rules.rule import describe_rates
 from lowmem.run.boundary import is_out_of_memory, reason
 from lowmem.run.memory import StepMemory, state_bytes
 from lowmem.run.secrets import redacted
-from lowmem.run.terminal import err, out, print_topics, progress_in_lines, rank, size, stage
+from lowmem.run.terminal import err, out, print_topics, progress_in_lines, rank, size, stage, versions
 from lowmem.run.yaml_file import configured
 
 # Modules that import transformers, trl or datasets are imported in functions, so that `lowmem --help` is fast.

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.trainer_utils import rotate_checkpoints
 
-from lowmem.errors import StepError, require_packages
+from lowmem.errors import require_packages
 from lowmem.hf import adapters, arguments, checkpoint, optim, packing, processes, resuming
 from lowmem.hf import layers as model_layers
 from lowmem.hf.accelerator import FusedAccelerator, step_metrics
@@ -177,8 +177,13 @@ class FusedTrainerMixin(Trainer):
         if not isinstance(self.optimizer, FusedOptimizer):
             self.optimizer = self._new_optimizer(model)
         opt: Any = self.optimizer
-        self._check_optimizer(opt)
+        arguments.check_optimizer(opt, self.args)
         _OPTIMIZERS[model] = ref(opt)
+        if self.args.gradient_accumulation_steps > 1:
+            with opt.accumulate():  # selects the policy now instead of after the first micro-batch
+                pass
+        if opt.policy == "two_pass":
+            arguments.check_replay(self.args)
         names = ", ".join(dict.fromkeys(group["rule"] for group in opt.param_groups))
         formats = weights_in_words(opt._records.values())
         logger.info("fused optimizer: %s, weights in %s, policy %s (%s)", names, formats, opt.policy, opt.policy_reason)
@@ -195,20 +200,6 @@ class FusedTrainerMixin(Trainer):
         if not getattr(self.accelerator, "updates", False):  # train() creates the optimizer again
             packing.check(self)
             self._shard()  # frees the weights that were gathered by the check
-
-    def _check_optimizer(self, opt: FusedOptimizer) -> None:
-        """Raises an error unless the optimizer can train this model with the trainer's arguments."""
-        arguments.check_optimizer(opt, self.args)
-        if opt.removed:
-            raise StepError(
-                "another trainer has since trained this model and removed the hooks of this trainer's optimizer. "
-                "Create a new trainer"
-            )
-        if self.args.gradient_accumulation_steps > 1:
-            with opt.accumulate():  # selects the policy now instead of after the first micro-batch
-                pass
-        if opt.policy == "two_pass":
-            arguments.check_replay(self.args)
 
     def _new_optimizer(self, model: nn.Module) -> FusedOptimizer:
         """Creates the optimizer from `fused`, or from the class, options and groups of one that the trainer creates."""

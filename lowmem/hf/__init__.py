@@ -1,11 +1,9 @@
 """Integrates lowmem with Hugging Face libraries, and checks that their versions are tested."""
 
 import functools
-import platform
 import warnings
 from importlib import metadata
 
-from lowmem import __version__
 from lowmem.errors import require_packages
 
 # The oldest and the newest tested minor version (docs/reference/limits.md). docs/reference/tested.md lists failures.
@@ -25,12 +23,6 @@ def version(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
-
-
-def versions() -> dict[str, str | None]:
-    """Returns the versions of lowmem, Python, the packages that it uses (None: not installed), and the system."""
-    packages = {name: version(name) for name in (*TESTED, "peft")}
-    return {"lowmem": __version__, "python": platform.python_version(), **packages, "system": platform.platform()}
 
 
 @functools.cache

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import TrainingArguments
 from transformers.trainer_utils import has_length
 
-from lowmem.errors import ConfigError, UnsupportedError
+from lowmem.errors import ConfigError, StepError, UnsupportedError
 from lowmem.hf import optim, sharding
 from lowmem.hf.sharding import FSDP2Sharding, Sharding, StreamedSharding, Zero3Sharding
 from lowmem.optimizer import FusedOptimizer
@@ -67,11 +67,6 @@ class Inputs:
     args: Any  # the trainer's arguments; None if its class creates them
     optimizer: Any  # the optimizer in `optimizers`
     fused: FusedConfig | None
-
-    @classmethod
-    def of_arguments(cls, args: TrainingArguments, fused: FusedConfig | None) -> "Inputs":
-        """The inputs of a trainer that is not created yet."""
-        return cls(None, args, None, fused)
 
     @classmethod
     def from_call(
@@ -243,11 +238,13 @@ def check_replay(args: TrainingArguments) -> None:
 
 
 def check_optimizer(optimizer: Any, args: TrainingArguments) -> None:
-    """Raises `ConfigError` unless the trainer's optimizer agrees with its arguments."""
+    """Raises an error unless the trainer's optimizer has its hooks and agrees with the arguments."""
     if not isinstance(optimizer, FusedOptimizer):
         raise ConfigError(
             f"optimizers=({type(optimizer).__name__}, ...): a fused trainer needs a FusedOptimizer: set fused.rule"
         )
+    if optimizer.removed:
+        raise StepError("another trainer has since trained this model and removed these hooks. Create a new trainer")
     if (args.max_grad_norm or None) != optimizer.config.clip_norm:
         raise ConfigError(
             f"max_grad_norm={args.max_grad_norm}, but the optimizer has clip_norm={optimizer.config.clip_norm}. Set "

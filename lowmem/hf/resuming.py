@@ -18,7 +18,7 @@ import torch
 import xxhash
 from datasets.fingerprint import Hasher
 from torch.utils.data import IterableDataset, SequentialSampler
-from transformers import DefaultFlowCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainingArguments
 from transformers.trainer_utils import has_length
 
 from lowmem.errors import CheckpointError, DataError
@@ -174,17 +174,6 @@ class DataPosition(TrainerCallback):  # type: ignore[misc]
         if write:
             position = {"epoch": self.epoch + ended, "row": 0 if ended else batch * self._rows_per_batch}
             (folder / RECORD_FILE).write_text(json.dumps(self._record | position))
-
-
-def evaluation_is_missing(args: TrainingArguments, state: TrainerState, *, at_epoch_end: bool) -> bool:
-    """Returns whether the last step of a run should have been followed by an evaluation, but was not."""
-    flow, control = DefaultFlowCallback(), TrainerControl()
-    flow.on_step_end(args, state, control)
-    if at_epoch_end:
-        flow.on_epoch_end(args, state, control)
-    records = (record for record in state.log_history if record["step"] == state.global_step)
-    evaluated = any(name.startswith("eval_") for record in records for name in record)
-    return state.global_step > 0 and control.should_evaluate and not evaluated
 
 
 def steps_with_completions(args: TrainingArguments) -> int:

@@ -147,7 +147,7 @@ def _trainer(
     changed = {} if rows_with_images else dict(_DATA_ARGUMENTS)
     if not args.deepspeed:  # left by an earlier plan, for which transformers would partition the model
         unset_hf_deepspeed_config()
-    if (sharding := Inputs.of_arguments(args, recipe.fused).sharding) is not None:
+    if (sharding := Inputs(None, args, None, recipe.fused).sharding) is not None:
         if fake is not None and (nvme := offloaded_to_nvme(args)):
             nvme["device"] = "cpu"  # fake tensors cannot be written
         sharding.prepare(recipe.dtype)

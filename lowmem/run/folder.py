@@ -14,10 +14,10 @@ from filelock import FileLock, Timeout
 
 from lowmem.errors import ConfigError
 from lowmem.files import write_file, writing
-from lowmem.hf import checkpoint, versions
+from lowmem.hf import checkpoint
 from lowmem.run.recipe import Recipe
 from lowmem.run.secrets import redacted
-from lowmem.run.terminal import CONFIG, METRICS, rank, warn
+from lowmem.run.terminal import CONFIG, METRICS, rank, versions, warn
 
 # Values of `resume_from_checkpoint` for the last intact checkpoint in `output_dir`. AUTO starts a run if it has none.
 LAST, AUTO = "last", "auto"

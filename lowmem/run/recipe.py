@@ -131,7 +131,7 @@ class Recipe:
     @cached_property
     def optimizer(self) -> FusedConfig:
         """The options of the optimizer. Raises `LowmemError` if the arguments are not valid for training."""
-        completed = Inputs.of_arguments(self.training, self.fused).options(self.training)
+        completed = Inputs(None, self.training, None, self.fused).options(self.training)
         with_learning_rate(self.training, completed, nn.Module())
         return completed
 

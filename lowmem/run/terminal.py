@@ -1,6 +1,7 @@
 """Prints to the terminal. Only rank 0 prints, except that any rank reports its own failure (`cli.main`)."""
 
 import os
+import platform
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,6 +11,9 @@ from unittest.mock import patch
 
 from rich.console import Console
 from tqdm import tqdm  # type: ignore[import-untyped]
+
+from lowmem import __version__
+from lowmem.hf import TESTED, version
 
 # Files of a run: its arguments, and the log history with one JSON object per line.
 CONFIG, METRICS = "config.yaml", "metrics.jsonl"
@@ -22,6 +26,12 @@ out = Console(highlight=False, markup=False, emoji=False)
 if not out.is_terminal:
     out.width = _IN_A_FILE
 err = Console(highlight=False, markup=False, emoji=False, stderr=True)
+
+
+def versions() -> dict[str, str | None]:
+    """Returns the versions of lowmem, Python, the packages that it uses (None: not installed), and the system."""
+    packages = {name: version(name) for name in (*TESTED, "peft")}
+    return {"lowmem": __version__, "python": platform.python_version(), **packages, "system": platform.platform()}
 
 
 def rank() -> int:

@@ -10,12 +10,12 @@ from unittest.mock import patch
 
 import torch
 from torch import distributed
-from transformers import TrainerCallback
+from transformers import DefaultFlowCallback, TrainerCallback, TrainerControl
 from transformers.trainer_utils import has_length
 
 from lowmem.errors import ConfigError, LowmemError
 from lowmem.hf.arguments import Inputs
-from lowmem.hf.resuming import evaluation_is_missing, steps_with_completions
+from lowmem.hf.resuming import steps_with_completions
 from lowmem.placements import in_group, streaming_of
 from lowmem.run import build, data, plan, precheck, publishing, reductions, report
 from lowmem.run.boundary import blaming, blaming_libraries, is_out_of_memory, reason
@@ -31,7 +31,7 @@ def train(recipe: Recipe) -> int | None:
     Returns:
         The signal that stopped the run after it saved a checkpoint, or None if the run is complete.
     """
-    Inputs.of_arguments(recipe.training, recipe.fused).check_before_loading()
+    Inputs(None, recipe.training, None, recipe.fused).check_before_loading()
     folder = RunFolder(Path(recipe.training.output_dir), recipe.training.resume_from_checkpoint)
     with folder.opened(), _with_advice(recipe, folder):
         checkpoint = folder.start()
@@ -130,7 +130,7 @@ class _StopOnSignal(TrainerCallback):  # type: ignore[misc]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Evaluates the weights of the checkpoint, if the stop after this step skipped their evaluation."""
-        if evaluation_is_missing(args, state, at_epoch_end=self._trainer._position.start[1] == 0):
+        if _evaluation_is_missing(args, state, at_epoch_end=self._trainer._position.start[1] == 0):
             self._trainer._determine_best_metric(self._trainer._evaluate(None, None), None)
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
@@ -170,6 +170,17 @@ class _StopOnSignal(TrainerCallback):  # type: ignore[misc]
             self.number, control.should_save, control.should_evaluate = number, not saved, False
             control.should_training_stop = True
         return bool(number)
+
+
+def _evaluation_is_missing(args: Any, state: Any, *, at_epoch_end: bool) -> bool:
+    """Returns whether the last step of a run should have been followed by an evaluation, but was not."""
+    flow, control = DefaultFlowCallback(), TrainerControl()
+    flow.on_step_end(args, state, control)
+    if at_epoch_end:
+        flow.on_epoch_end(args, state, control)
+    records = (record for record in state.log_history if record["step"] == state.global_step)
+    evaluated = any(name.startswith("eval_") for record in records for name in record)
+    return state.global_step > 0 and control.should_evaluate and not evaluated
 
 
 def _print_end(recipe: Recipe, trainer: Any, folder: RunFolder, *, stopped: bool) -> None:
