@@ -127,7 +127,7 @@ def test_killed_runs_end_like_an_uninterrupted_one(name, tmp_path):
 def run(tmp_path, monkeypatch):
     """Returns a function that trains a small run with additional arguments, or generates text from it."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("lowmem.run.report.draw", lambda *_: None)
+    monkeypatch.setattr("lowmem.run.report.RunReport._draw", lambda *_: None)
     config = runs.write(tmp_path, save_strategy="steps", save_steps=2)
     return lambda *words: runs.lowmem(*(words if "generate" in words else ("sft", "--config", config, *words)))
 

@@ -139,7 +139,7 @@ def test_code_compiled_by_a_different_version_is_not_used(fresh, monkeypatch, tm
         return counters["inductor"]["fxgraph_cache_hit"] - before
 
     assert (hits(), hits()) == (0, 1)
-    monkeypatch.setattr(graph, "_version", lambda: "another")
+    monkeypatch.setattr(graph, "_VERSION", "another")
     assert (hits(), hits()) == (0, 1)
 
 
