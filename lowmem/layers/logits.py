@@ -96,8 +96,12 @@ class LogitsSource:
         return Logits.of(replace(self, **changes))
 
     def rows(self, change: Callable[[Tensor], Any]) -> Any:
-        """Applies a function that does not change the last dimension, and returns `Logits` or a tuple of `Logits`."""
+        """Applies a function that does not change the last dimension, and returns `Logits` or a tuple of `Logits`. Does
+        not apply to results for a single token without a dimension of tokens.
+        """
         hidden = change(self.hidden)
+        if any(each.ndim < 2 for each in ([hidden] if isinstance(hidden, Tensor) else hidden)):
+            return NotImplemented
         log_sum = None if self.log_sum is None else change(self.log_sum)
         if isinstance(hidden, Tensor):
             return self.but(hidden=hidden, log_sum=log_sum)
@@ -145,6 +149,8 @@ class LogitsSource:
 
     def index(self, func: Any, index: Any) -> Any:
         items = index if isinstance(index, tuple) else (index,)
+        if not items:
+            return NotImplemented
         indexed = sum(item.ndim if isinstance(item, Tensor) and item.dtype == torch.bool else 1 for item in items)
         may_be_last = indexed >= self.hidden.ndim or any(item is ... for item in items[:-1])
         whole = items[-1] is ... or (isinstance(items[-1], slice) and items[-1] == slice(None))

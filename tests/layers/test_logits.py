@@ -93,6 +93,7 @@ BY_MATRIX = {
     "a loss over dimension 1": lambda z: F.cross_entropy(z.transpose(1, 2), LABELS),
     "classes with weights": lambda z: loss(z, weight=torch.linspace(0, 1, VOCABULARY)),
     "probabilities as labels": lambda z: F.cross_entropy(z.flatten(0, 1), z.detach().flatten(0, 1).softmax(-1)),
+    "one token": lambda z: z[0, -1].logsumexp(-1),
     "a function of autograd": lambda z: loss(Same.apply(z)),
     "a loss and a function of autograd": lambda z: loss(z) + Same.apply(z).square().mean(),
 }

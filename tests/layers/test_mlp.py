@@ -51,21 +51,23 @@ class Mixing(MLP):
         return x * self.down(self.act(self.up(x.mean(-2, keepdim=True))))
 
 
+class Causal(MLP):
+    def forward(self, x):
+        return super().forward(x.cumsum(-2))
+
+
 class Pooling(MLP):
     def forward(self, x):
         return super().forward(x)[..., :1]
 
 
 @pytest.mark.parametrize("tokens", [1, 3])
-@pytest.mark.parametrize(("cls", "fault"), [(Mixing, "mixes tokens"), (Pooling, "not return one tensor of the shape")])
-def test_a_module_that_only_resembles_an_mlp_raises_in_its_first_forward(cls, fault, tokens):
-    net = Net(cls())
+@pytest.mark.parametrize("cls", [Mixing, Causal, Pooling])
+def test_a_module_that_only_resembles_an_mlp_raises_in_its_first_forward(cls, tokens):
+    net, fault = Net(cls()), "not return one tensor of the shape" if cls is Pooling else "mixes tokens"
     tile_mlps(net, tokens)
     with pytest.raises(UnsupportedError, match=f"{cls.__name__} .*{fault}.*Omit mlp_tile"):
         net(torch.randn(2, 8, 32))
-
-
-# -- the same result ---------------------------------------------------------------------------------------------------
 
 
 # Without --full: a gated MLP, one that also normalizes its output, and one of Conv1D.
