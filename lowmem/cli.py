@@ -204,11 +204,12 @@ def plan(command: argparse.Namespace, rest: Sequence[str]) -> int:
             fitting, figures["reductions"] = _fitting(recipe, ranks, memory)
     if options.json is not None:
         write_file(options.json, (json.dumps(figures, indent=2) + "\n").encode())
-    if options.write is not None and fitting is None:
-        out.print(f"not written: {options.write}, because no change of the arguments fits", soft_wrap=True)
-    elif options.write is not None and fitting is not None:
-        write_file(options.write, fitting.to_yaml().encode())
-        out.print(f"written: {options.write}", soft_wrap=True)
+    if options.write is not None:
+        if fitting is None:
+            out.print(f"not written: {options.write}, because no change of the arguments fits", soft_wrap=True)
+        else:
+            write_file(options.write, fitting.to_yaml().encode())
+            out.print(f"written: {options.write}", soft_wrap=True)
     return 0 if fits else 1
 
 

@@ -44,6 +44,7 @@ _REPLACED = ".replaced"
 _VOLATILE = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"}
 
 _DIRECTORY = re.compile(r"checkpoint-(\d+)")
+_WEIGHTS = re.compile(r"(model(-\d+-of-\d+)?|adapter_model)\.safetensors(\.index\.json)?")
 
 # RuntimeErrors of torch.save about a file. Devices and other ranks also raise RuntimeError.
 _FILE_ERROR = re.compile("inline_container|iostream|Parent|opened")
@@ -210,8 +211,8 @@ def publish_model(staged: Path, folder: Path) -> None:
     configurations = [name for name in (CONFIG_NAME, ADAPTER_CONFIG_NAME) if (staged / name).exists()]
     for name in configurations:
         (folder / name).unlink(missing_ok=True)
-    for path in (*folder.glob("model*.safetensors*"), *folder.glob("adapter_model*.safetensors*")):
-        if not (staged / path.name).exists():  # a loader may prefer it to the new files
+    for path in [*folder.iterdir()]:  # a loader may prefer weights of other names to the new ones
+        if _WEIGHTS.fullmatch(path.name) and not (staged / path.name).exists():
             path.unlink()
     for path in sorted(staged.iterdir(), key=lambda path: path.name in configurations):
         if path.is_dir():

@@ -300,7 +300,8 @@ class Streaming:
                 copies.append((home, value))
             else:
                 states[name] = unit.states.keep(value) if moves(value) else value
-        self._borrowed.append((new, self._copy_out(copies)))
+        unit.left[param] = self._copy_out(copies)  # a weight that was written in this context has left before
+        self._borrowed.append((new, unit.left[param]))
         self.written += sum(home.nbytes for home in states.values() if moves(home))
 
     def _bring(self, unit: Unit, param: Tensor, homes: dict[Any, Tensor]) -> dict[Any, Tensor]:

@@ -182,8 +182,11 @@ class Compilation:
         return bound[record]
 
     def _code(self, program: Program, tiles: StoredTiles, key: Any, small: Arguments | None) -> Update | None:
-        """Returns the code of an update, which is compiled if it is new, or None. key: in `Program.compiled`.  small:
-        the small states; None if code cannot update the tensors of this rank.
+        """Returns the code of an update, which is compiled if it is new, or None.
+
+        Args:
+            key: the key of the code in `Program.compiled`.
+            small: the small states; None if code cannot update the tensors of this rank.
         """
         several = bool(self._parameters.placement.process_groups)
         if small is None and not several:
