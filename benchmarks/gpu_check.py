@@ -13,6 +13,7 @@ import itertools
 import json
 import os
 import platform
+import re
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -128,7 +129,7 @@ def updates(report: Report, small: bool) -> None:
             above = peak(tested.run)
             seconds[name] = device_seconds(tested.run) / count
             report.row(
-                f"update, {name}: temporary memory of the parameter's",
+                f"update, {name}: temporary memory, relative to the parameter",
                 None if above is None else above / (2 * numel),
                 0.01 if "fused" not in options and "eager" not in name else None,
                 seconds=seconds[name],
@@ -155,7 +156,7 @@ def offload(report: Report, small: bool) -> None:
         opt.backward(squares(params))
     needed = sum(param.nbytes for param in params)
     pinned = pinned_bytes() - before if GPU else None
-    report.row("pinned memory, times the gradients'", pinned and pinned / needed, 1.1, bytes=pinned)
+    report.row("pinned memory, relative to the gradients", pinned and pinned / needed, 1.1, bytes=pinned)
 
 
 def loading(report: Report, small: bool) -> None:
@@ -166,7 +167,7 @@ def loading(report: Report, small: bool) -> None:
     before = torch.cuda.memory_allocated() if GPU else 0
     above = peak(lambda: model.to(DEVICE))
     stored = torch.cuda.memory_allocated() - before if GPU else 0
-    report.row("peak of loading 10-bit weights, times their bytes", above and above / stored, 1.1, bytes=stored)
+    report.row("peak of loading 10-bit weights, relative to their bytes", above and above / stored, 1.1, bytes=stored)
 
 
 # -- steps -------------------------------------------------------------------------------------------------------------
@@ -282,37 +283,27 @@ def streamed(report: Report, small: bool) -> None:
                 rate = (streaming.fetched + streaming.written - before[0]) / 3 / taken
                 waits = (streaming.waited - before[1]) / 3 / taken
                 figures = {"layers": len(streaming.units), "rate": rate, "bare_rate": bare, "waiting": waits}
-                report.row(f"{what}: rate of copies, of a bare one", rate / bare, **figures)
+                report.row(f"{what}: rate of copies, relative to a single copy", rate / bare, **figures)
         model = take = run = streaming = None  # type: ignore[assignment]
         clear()
 
 
 def tables(report: dict[str, Any]) -> dict[str, str]:
-    """Returns a table of steps, with a row per setting and method, and a table of goals, missed goals first."""
-    every = [row for part in ("small_steps", "one_billion", "eight_billion") for row in report[part]["rows"]]
-    timed = {row["what"].removesuffix(": times gradients dropped"): row for row in every if "seconds" in row}
-    peaks = {row["what"].removesuffix(": peak over the weights"): row["measured"] for row in every if "measured" in row}
-    steps = [
-        {
-            "step": step,
-            "seconds": f"{row['seconds']:.3f}",
-            "× gradients dropped": f"{row['measured']:.2f}",
-            "peak over the weights": f"{peaks[step]:.3f}",
-        }
-        for step, row in timed.items()
-    ]
-    parts = [part["rows"] for part in report.values() if isinstance(part, dict)]
-    measured = [row for rows in parts for row in rows if row.get("met") is not None]
-    goals = [
-        {
-            "measured": row["what"],
-            "limit": row["goal"].removeprefix("<= "),
-            "value": f"{row['measured']:.3g}",
-            "met": "yes" if row["met"] else "no",
-        }
-        for row in sorted(measured, key=lambda row: row["met"])
-    ]
-    return {"": markdown(steps), "goals": markdown(goals)}
+    """Returns a table of steps by model and batch, with the seconds and the peak of each method."""
+    rows = [row for part in report.values() if isinstance(part, dict) for row in part["rows"]]
+    measured = {row["what"]: row for row in rows if "measured" in row}
+    cells: dict[str, dict[str, str]] = {}
+    for what, row in measured.items():
+        if step := re.fullmatch(r"(\w+), (.+), head_memory (.+ MiB), (.+): times gradients dropped", what):
+            model, batch, memory, method = step.groups()
+            peak = measured[what.replace("times gradients dropped", "peak over the weights")]["measured"]
+            cells.setdefault(f"{model}, {batch}, {memory}", {})[method] = f"{row['seconds']:.3f} s, {peak:.2f} ×"
+    methods = list(dict.fromkeys(method for step in cells.values() for method in step))
+    return {
+        "": markdown(
+            [{"step": name, **{method: step.get(method, "–") for method in methods}} for name, step in cells.items()]
+        )
+    }
 
 
 # The parts, most important first, with the maximum number of seconds that each needs, including compilation.
