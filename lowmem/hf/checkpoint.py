@@ -248,7 +248,7 @@ def _supersede(run_dir: Path, step: int) -> None:
             place = run_dir / f"superseded-{later.name}"
             remove(place)
             later.rename(place)
-            logger.warning("%s is now %s, because the run continues without it", later, place.name)
+            logger.warning("renamed %s to %s, because the run was resumed from an earlier step", later, place.name)
 
 
 def find_last(run_dir: Path, check: Callable[[Path], None] = check_resumable) -> tuple[Path, list[str]]:

@@ -97,7 +97,7 @@ class DataPosition(TrainerCallback):  # type: ignore[misc]
             saved = read_json(checkpoint / RECORD_FILE)
             require_same_rows(saved, self._record, checkpoint, steps=max_steps - step)
             self.start = saved["epoch"], saved["row"] // self._rows_per_batch
-        self.epoch = self.start[0] - 1  # the next one begins
+        self.epoch = self.start[0] - 1  # `on_epoch_begin` increments it
         self.fetched = 0
         self.ended = False
 

@@ -63,7 +63,7 @@ def linear_cross_entropy(
     """
     head = Head(**options)
     if reduction not in ("mean", "sum", "none"):
-        raise ConfigError(f"reduction={reduction!r}; allowed are 'mean', 'sum' and 'none'")
+        raise ConfigError(f"reduction={reduction!r} is not valid. Expected 'mean', 'sum' or 'none'")
     if reduction == "none" and num_items is not None:
         raise ConfigError("reduction='none' does not divide the losses, so num_items has no effect. Omit it")
     counted = labels != ignore_index

@@ -96,8 +96,8 @@ class LogitsSource:
         return Logits.of(replace(self, **changes))
 
     def rows(self, change: Callable[[Tensor], Any]) -> Any:
-        """Applies a function that does not change the last dimension, and returns `Logits` or a tuple of `Logits`. Does
-        not apply to results for a single token without a dimension of tokens.
+        """Applies a function that does not change the last dimension, and returns `Logits` or a tuple of `Logits`.
+        Returns NotImplemented if the result would have no token dimension.
         """
         hidden = change(self.hidden)
         if any(each.ndim < 2 for each in ([hidden] if isinstance(hidden, Tensor) else hidden)):

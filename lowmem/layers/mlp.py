@@ -25,7 +25,7 @@ from lowmem.rules import require
 # The random state of the host, the indices of devices, and the random state of each device.
 _RandomState = tuple[Tensor, tuple[list[int], list[Tensor]]]
 
-_FAULT = "{} has the name of an MLP, but {}. Omit mlp_tile"
+_FAULT = "a module of class {} is named like an MLP but {}. Omit mlp_tile"
 
 
 @dataclass

@@ -65,7 +65,8 @@ class Shard:
 
     Attributes:
         sharded: whether ranks have different elements of a parameter.
-        moves: whether weights and states leave the device between uses. If so, gradients cannot wait there.
+        moves: whether weights and states leave the device between uses. If so, gradients are not queued for batched
+            updates.
         process_groups: the groups that together connect all ranks with shards of one model, in the same order on every
             rank. They are known when `ranks_of` has been called for its parameters.
     """

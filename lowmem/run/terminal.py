@@ -59,7 +59,8 @@ def progress_in_lines(seconds: float = 60) -> Iterator[None]:
 
         return show
 
-    # bars move the cursor by writing to their file, and huggingface_hub's are shown unless the file is not a terminal
+    # bars write cursor movements to this file, which discards them. huggingface_hub hides its bars if the file's
+    # isatty() is False, so this file has no isatty()
     begin = partialmethod(tqdm.__init__, file=SimpleNamespace(write=len))
     with patch.object(tqdm, "__init__", begin), patch.object(tqdm, "status_printer", staticmethod(printer)):
         yield

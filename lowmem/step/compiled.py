@@ -67,7 +67,7 @@ class Compilation:
 
     Attributes:
         seconds: total compile time in this process.
-        failure: the error because of which updates are not compiled, or None.
+        failure: the error that prevents compilation, or None.
     """
 
     seconds: ClassVar[float] = 0.0

@@ -172,8 +172,8 @@ class GradientStore:
         room = max(0, self._bytes[device] + free - int(total * HEADROOM))
         if device not in self._least:
             logger.info(
-                "store auto: %.1f GiB of %s are free when the first gradient is ready, of which gradients take up to "
-                "%.1f GiB and leave %.1f GiB free. Others are offloaded to the host until the step is decided",
+                'store="auto": %.1f GiB are free on %s when the first gradient is ready. Up to %.1f GiB will hold '
+                "gradients, and %.1f GiB stay free. Other gradients are offloaded to the host",
                 free / 2**30, device, room / 2**30, total * HEADROOM / 2**30,
             )  # fmt: skip
         return room

@@ -117,7 +117,7 @@ class QuantizedWeight(Tensor):
 
     @property
     def transposed(self) -> bool:
-        """Returns whether groups run along columns, as in a transposed view for a product."""
+        """True if groups run along columns, as in a transposed view for a product."""
         codes = self.parts[0]
         return codes.ndim > 1 and codes.stride(-2) == 1  # a row has at least one group
 
@@ -219,7 +219,7 @@ class QuantizedWeight(Tensor):
         )
 
     def _by_rows(self, func: Any, *args: Any, **kwargs: Any) -> Any:
-        """Runs operations that do not need dequantized rows. Returns None for other operations."""
+        """Runs operations without dequantizing the whole matrix (except cloning a cast). Returns None for others."""
         if func is aten.embedding.default or (func is aten.index.Tensor and len(args[0]) == 1 and self.ndim > 1):
             (at,) = tree_leaves(args[0])
             return rows_of(self, at) if at.dtype != torch.bool or at.ndim < self.ndim else None

@@ -102,8 +102,9 @@ class TileCode:
 def copied(
     update: TracedUpdate, args: Arguments, results: Mapping[Any, fx.Node], end: fx.Node, sums_of: Callable[..., Any]
 ) -> Graph:
-    """Copies the graph of an update up to node `end`. args: fake arguments.  results: nodes of the update.  sums_of:
-    returns the sums of pass n as nodes, given the new graph, n, and the nodes of arguments and vectors of the pass.
+    """Copies the graph of an update up to node `end`. args: fake arguments.  results: nodes of the update.
+    sums_of(graph, n, nodes): returns the nodes of pass n's sums in the new graph; `nodes` maps arguments and vectors to
+    nodes.
     """
     graph, inputs = fx.Graph(), dict(args)
     for n, (key, value) in enumerate(args.items()):
