@@ -293,8 +293,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Discards the micro-batches of an incomplete step, and gradients in `.grad`.
 
         Raises:
-            StepError: the loop calls `step()`, and a backward since the last `step()` has already applied its
-                gradients.
+            StepError: the loop calls `step()`, and a backward since the last call has already applied its gradients.
         """
         if self._hooks.postponed and not self._wraps:
             return

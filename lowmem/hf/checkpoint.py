@@ -229,9 +229,7 @@ def remove(folder: Path) -> None:
 
 
 def candidates(run_dir: Path) -> list[Path]:
-    """Returns the checkpoints in a run directory, complete or not, including one that was being replaced. The last step
-    comes first.
-    """
+    """Returns all checkpoints in a run directory, last step first, also incomplete ones and one being replaced."""
     paths = [path for home in (run_dir / _REPLACED, run_dir) for path in home.glob("checkpoint-*")]
     checkpoints = {path.name: path for path in paths if _DIRECTORY.fullmatch(path.name)}
     return sorted(checkpoints.values(), key=_step, reverse=True)

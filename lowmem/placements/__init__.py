@@ -49,16 +49,12 @@ def find(placement: Choice, params: Iterable[Any]) -> Placement:
     placed = [kind if kind == "streamed" else f"sharded by {kind}" for kind in sorted(filter(None, kinds))]
     if len(kinds) > 1:
         others = placed[1] if len(placed) > 1 else "not"
-        raise UnsupportedError(
-            f"some parameters are {placed[0]} and others are {others}. Use one placement for all trained parameters"
-        )
+        raise UnsupportedError(f"some parameters are {placed[0]} and others are {others}. Use one placement for all")
     kind = kinds.pop() if kinds else None
     if kind is None and placement in ("zero3", "fsdp2"):
         raise ConfigError(f"placement={placement!r}, but the parameters are not sharded; shard the model first")
     if kind is None and placement == "streamed":
-        raise ConfigError(
-            "placement='streamed', but the parameters are not streamed; call lowmem.stream(model, device) first"
-        )
+        raise ConfigError("placement='streamed', but the model is not streamed. Call lowmem.stream(model, device)")
     if kind is not None and placement not in ("auto", kind):
         raise ConfigError(f"placement={placement!r}, but the parameters are {placed[0]}")
     if placement == "replicated" and not in_group():

@@ -17,8 +17,8 @@ WRAPPED = (
 
 _ENGINE = (
     "DeepSpeed (ZeRO stage 1 or 2) reduces gradients in its buckets, but lowmem frees them in hooks. Use the model "
-    "without the engine (lowmem averages gradients over ranks), or use stage 3 without a DeepSpeed optimizer and create "
-    "the FusedOptimizer after deepspeed.initialize"
+    "without the engine (lowmem averages gradients over ranks), or use stage 3 without a DeepSpeed optimizer and "
+    "create the FusedOptimizer after deepspeed.initialize"
 )
 
 _LATER = (

@@ -104,7 +104,7 @@ def _of_weights(recipe: Recipe) -> Iterator[Reduction]:
             yield Reduction({"fused.state_storage": "8bit"}, "no loss in our fine-tuning study")
     if any(rule.name not in _SMALL_STATES for rule, _ in groups):
         rate = {"learning_rate": AdaLomo.usual_lr[0]}
-        loss = "loss up to 0.07 nats higher than with AdamW in our studies; needs a different learning rate"
+        loss = "loss up to 0.07 nats higher than with AdamW in our studies; different learning rate"
         yield Reduction({**_MOMENTUM, **rate}, loss)
         yield Reduction({"fused.rule": "adalomo", **rate}, f"no momentum; {loss}")
     quantizable = recipe.command == "sft" and not (args.deepspeed or args.fsdp)

@@ -59,8 +59,7 @@ def progress_in_lines(seconds: float = 60) -> Iterator[None]:
 
         return show
 
-    # bars write cursor movements to this file, which discards them. huggingface_hub hides its bars if the file's
-    # isatty() is False, so this file has no isatty()
+    # discards cursor movements. It has no isatty(), because huggingface_hub hides its bars if isatty() is False
     begin = partialmethod(tqdm.__init__, file=SimpleNamespace(write=len))
     with patch.object(tqdm, "__init__", begin), patch.object(tqdm, "status_printer", staticmethod(printer)):
         yield

@@ -244,9 +244,7 @@ class Compilation:
 
 
 def is_observed() -> bool:
-    """Returns whether a dispatch mode (fake tensors, a memory tracker) must see every operation. Compiled code hides
-    them.
-    """
+    """Returns whether a dispatch mode (fake tensors, memory tracker) must see all operations. Compiled code hides them."""
     return _get_current_dispatch_mode() is not None
 
 

@@ -179,9 +179,7 @@ class GradientStore:
         return room
 
     def _allocate(self, make: Callable[[], Tensor]) -> Tensor:
-        """Calls a function that allocates device memory. If the device is out of memory, offloads all gradients and
-        calls it again.
-        """
+        """Calls a function that allocates device memory. If memory runs out, offloads all gradients and calls again."""
         try:
             return make()
         except torch.OutOfMemoryError:

@@ -84,9 +84,7 @@ class Policy:
         self.updates.put(record, grad, self._decision)
 
     def complete(self) -> Decision | None:
-        """Called when all gradients of the step are ready. Applies stored gradients, if any. Returns the decision that
-        was made before the first update, or None.
-        """
+        """Called when all gradients of a step are ready. Applies stored gradients. Returns the decision, if any."""
         return self._decision
 
     def replayed(self) -> Tensor | None:

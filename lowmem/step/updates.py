@@ -1,4 +1,4 @@
-"""Updates parameters one by one, in stacks, or in batches by kernels. Shards of elementwise rules are measured first."""
+"""Updates parameters one by one, in stacks, or by kernels in batches. Measures shards of elementwise rules first."""
 
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
@@ -129,7 +129,7 @@ class Updates:
         may_wait: the number of elements of large gradients that may wait for kernels, although they need not.
 
         An elementwise rule does not need sums over ranks, but all ranks must know whether a gradient is finite before
-        any of them writes. So shards are collected until they have as many elements as the largest full gradient among
+        any of them writes. So shards wait until together they have as many elements as the largest full gradient among
         them, or SHARDS elements, and are then measured in one collective.
         """
         program = record.program
