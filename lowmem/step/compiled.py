@@ -244,7 +244,7 @@ class Compilation:
 
 
 def is_observed() -> bool:
-    """Returns whether a dispatch mode (fake tensors, memory tracker) must see all operations. Compiled code hides them."""
+    """Returns whether a dispatch mode (fake tensors, memory tracker) must see each operation, also in compiled code."""
     return _get_current_dispatch_mode() is not None
 
 
