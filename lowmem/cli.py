@@ -141,7 +141,9 @@ def train(command: argparse.Namespace, rest: Sequence[str]) -> int:
     if started is None and count > 1:
         _launch(count, [command.training, *rest], recipe.values)
     if started is not None and recipe.options.num_processes not in (None, int(started)):
-        raise ConfigError(f"omit --num_processes {count}: the launcher has already started {started} processes")
+        raise ConfigError(
+            f"--num_processes is {count}, but the launcher started {started} processes. Omit --num_processes"
+        )
     from lowmem.run import training
 
     stopped = training.train(recipe)

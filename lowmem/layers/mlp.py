@@ -34,7 +34,7 @@ class _Tiling:
 
     tokens: int
     forward: MethodType  # the module's forward, bound, because deepcopy binds it to the copy
-    checked: bool = False  # whether tokens are known to be independent
+    checked: bool = False  # whether `_check_tokens` has found that tokens are independent
 
 
 def tile_mlps(model: nn.Module, tokens: int, names: Collection[str] = ("mlp", "feed_forward")) -> list[str]:
@@ -228,7 +228,7 @@ def _tiles(hidden: Tensor, tokens: int) -> Iterator[tuple[slice, Tensor]]:
 
 @contextmanager
 def _random_state(state: _RandomState, device_type: str) -> Iterator[None]:
-    """A context that draws random numbers from a saved state, and restores the current state afterwards."""
+    """Draws random numbers from a saved state in this context, and restores the current state afterwards."""
     host, (devices, states) = state
     with torch.random.fork_rng(devices, device_type=device_type):
         torch.set_rng_state(host)

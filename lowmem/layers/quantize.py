@@ -79,8 +79,8 @@ def _is_chosen(weight: Tensor, names: list[str], group: int, skipped: list[str])
         raise UnsupportedError(f"{names[0]} has hooks, which quantize_ would drop. Register them after quantize_")
     if weight.shape[-1] % group:
         raise ConfigError(
-            f"group={group} does not divide the rows of {names[0]}, {list(weight.shape)}. Choose a smaller one, or "
-            f"skip=[{names[0].rpartition('.')[0]!r}]"
+            f"group={group} does not divide the rows of {names[0]} of shape {list(weight.shape)}. Choose a smaller "
+            f"group, or skip=[{names[0].rpartition('.')[0]!r}]"
         )
     return True
 

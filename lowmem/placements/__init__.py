@@ -49,7 +49,9 @@ def find(placement: Choice, params: Iterable[Any]) -> Placement:
     placed = [kind if kind == "streamed" else f"sharded by {kind}" for kind in sorted(filter(None, kinds))]
     if len(kinds) > 1:
         others = placed[1] if len(placed) > 1 else "not"
-        raise UnsupportedError(f"some parameters are {placed[0]} and others are {others}. Use one placement for all")
+        raise UnsupportedError(
+            f"some parameters are {placed[0]} and others are {others}. Use one placement for all trained parameters"
+        )
     kind = kinds.pop() if kinds else None
     if kind is None and placement in ("zero3", "fsdp2"):
         raise ConfigError(f"placement={placement!r}, but the parameters are not sharded; shard the model first")

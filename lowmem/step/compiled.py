@@ -244,7 +244,7 @@ class Compilation:
 
 
 def is_observed() -> bool:
-    """Returns whether a dispatch mode (fake tensors, memory tracker) must see each operation, also in compiled code."""
+    """Returns whether a dispatch mode (fake tensors, memory tracker) observes operations, which compiled code hides."""
     return _get_current_dispatch_mode() is not None
 
 

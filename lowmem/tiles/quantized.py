@@ -1,8 +1,8 @@
 """Quantized weights that act as ordinary matrices in a model.
 
-For autograd, a quantized weight is a bfloat16 matrix (or has its original dtype) with ordinary gradients. It stores
-integers and a scale per group. Below autograd, a product dequantizes the matrix, and an embedding the rows that it
-looks up. So autograd saves the quantized tensor, and each product in backward dequantizes it again.
+For autograd, a quantized weight is a matrix of its original dtype, such as bfloat16, with ordinary gradients. It stores
+integers and a scale per group. Below autograd, a product dequantizes the matrix, and an embedding dequantizes the rows
+that it looks up. So autograd saves the quantized tensor, and each product in backward dequantizes it again.
 """
 
 import functools
@@ -91,8 +91,8 @@ class QuantizedWeight(Tensor):
             if not value.is_meta and not matrix._decoded(rows).to(weight.dtype).isfinite().all():
                 raise UnsupportedError(
                     f"{name} contains Inf, NaN or a number near the {weight.dtype} maximum in rows {rows.start} to "
-                    f"{min(rows.stop, len(matrix)) - 1}, which {format} cannot represent. Correct it, or do not "
-                    "quantize its module: quantize_(model, ..., skip=[...])"
+                    f"{min(rows.stop, len(matrix)) - 1}, which {format} cannot represent. Correct it, or exclude its "
+                    "module: quantize_(model, ..., skip=[...])"
                 )
         return new
 
@@ -213,9 +213,8 @@ class QuantizedWeight(Tensor):
         return UnsupportedError(
             f"a weight of shape {list(self.shape)} quantized to {self.format} is used in {use}, which needs an "
             "ordinary matrix. A quantized weight can be used in a product or an embedding, also sharded by fully_shard "
-            "(FSDP2), but not with DeepSpeed or DistributedDataParallel. Do not quantize its module, quantize_(model, "
-            "..., skip=[...]), compute with weight.dequantize(), or call lowmem.dequantize_(model) before saving or "
-            "sharing"
+            "(FSDP2), but not with DeepSpeed or DistributedDataParallel. Exclude its module (quantize_(model, ..., "
+            "skip=[...])), compute with weight.dequantize(), or call lowmem.dequantize_(model) before saving or sharing"
         )
 
     def _by_rows(self, func: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,7 +1,7 @@
 """Storage: how float32 values are stored between two sweeps.
 
 A storage defines the tensors that store a float32 tensor, and converts tiles to and from float32. Weights, optimizer
-states and waiting gradients each have a storage, which is hidden from rules. `register` adds a storage.
+states and gradients each have a storage, which is hidden from rules. `register` adds a storage.
 """
 
 import functools
@@ -61,7 +61,7 @@ class Storage(ABC):
     Equal storages share compiled code.
 
     Attributes:
-        parts: the stored tensors. The first has an element for each float32 value. If all are zero, so are the values.
+        parts: the stored tensors. The first has an element for each float32 value. Zeros in all parts store zeros.
         draws: whether `encode` uses random numbers.
     """
 
@@ -279,8 +279,8 @@ class Integer(Storage):
 
 @dataclass(frozen=True)
 class RoundedCopy(Storage):
-    """A weight that is stored in `held`, with the parameter as a copy rounded to the parameter's dtype. Where the
-    parameter differs from that copy, it has been modified since, and its value replaces the stored weight.
+    """Stores a weight in the storage `held`. The parameter is a copy that is rounded to its dtype. If an element of the
+    parameter differs from this copy, something else has modified it, and its value replaces the stored one.
     """
 
     dtype: torch.dtype
@@ -321,7 +321,7 @@ TABLE: dict[str, Maker] = {
     "compensated8": lambda dtype, signed: Compensated(dtype, 8),
     "master": lambda dtype, signed: FLOAT32,
 }
-_OF_WEIGHTS = frozenset(TABLE)  # names that only `rounding` accepts. float32 weights need none of them
+_OF_WEIGHTS = frozenset(TABLE)  # names that only `rounding` accepts. float32 weights are exact with any of them
 
 # Names that only `state_storage` accepts.
 MOMENTS: dict[str, Maker] = {

@@ -174,7 +174,7 @@ class Passes(Tiles):
         return StoredTensor(storage, tuple(torch.zeros(1, 1, cols // p.group, dtype=p.dtype) for p in storage.parts))
 
     def complete_grad(self) -> Tensor:
-        raise UnsupportedError("the rule steps on the parameter as one tensor")
+        raise UnsupportedError("the rule updates the parameter as one tensor (Sweep.materialized)")
 
     def reduce(self, body: Callable[[RawTile], Vectors], full: States, vectors: Vectors) -> Vectors:
         return self._record(body, full, vectors, writes=False)
@@ -221,7 +221,7 @@ def trace_update(kind: Kind, update: Callable[[Sweep, dict[str, Any]], Tensor | 
 
     graph = Graph.of(results_of, args)
     if not passes or any(each.writes != (each is passes[-1]) for each in passes):
-        raise UnsupportedError("the rule does not end with its only pass that writes")
+        raise UnsupportedError("the rule does not call Sweep.apply exactly once, after all calls of Sweep.reduce")
     nodes = graph.module.graph.find_nodes(op="call_function", target=OVER_TILES)
     return TracedUpdate(
         kind, [each._replace(node=node) for each, node in zip(passes, nodes, strict=True)], graph, sizes
