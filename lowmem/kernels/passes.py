@@ -1,8 +1,10 @@
 """Writes the kernel of a pass, in which a program processes several tiles of a rectangle one after another.
 
-v0 = tl.load(h0 + base1 + offsets1, mask=inside1, other=0)    the gradient of a tile
-v1 = v0 * v0                                                  a line of `lowmem.kernels.printing`
-sum1 += tl.where(inside1, v1, 0.0)                            a column sum, stored after the loop over tiles
+Lines of AdaLomo's first pass:
+
+    v0 = tl.load(h0 + base1 + offsets1, mask=inside1, other=0)    the gradient of a tile
+    v1 = v0 * v0                                                  a line of `lowmem.kernels.printing`
+    sum1 += tl.where(inside1, v1, 0.0)                            a column sum, stored after the loop over tiles
 """
 
 from collections.abc import Mapping, Sequence

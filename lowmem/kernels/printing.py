@@ -1,8 +1,10 @@
 """Prints a traced graph as Triton code, one line per operation, with the rounding of eager PyTorch.
 
-h4 = tl.load(numbers + group + 0).to(tl.float32)    an expression of the head, computed once per program
-v2 = v1 * h4                                        aten.mul of an earlier value and a number of the rule
-v3 = tl.fma(v0, h2, v2)                             the fused multiply-add of aten.addcmul
+Lines of LOMO's last pass:
+
+    h4 = tl.load(numbers + group + 0).to(tl.float32)    an expression of the head, computed once per program
+    v2 = v1 * h4                                        aten.mul of an earlier value and a number of the rule
+    v3 = tl.fma(v0, h2, v2)                             the fused multiply-add of aten.addcmul
 """
 
 import itertools

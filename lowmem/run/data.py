@@ -69,7 +69,7 @@ def load(recipe: Recipe) -> tuple[Any, Any]:
     train = _require_split(splits, script.dataset_train_split, "dataset_train_split", "")
     if recipe.training.eval_strategy == "no":
         if share := mixture.test_split_size:
-            warn(f"test_split_size={share} has no effect if eval_strategy is no. Omit it, or set eval_strategy: steps")
+            warn(f'test_split_size={share} has no effect with eval_strategy="no". Omit it, or set eval_strategy: steps')
         return train, None
     test = script.dataset_test_split
     advice = f"; or name its file in data_files: {{train: FILE, {test}: FILE}}, or set test_split_size, such as 0.05"
