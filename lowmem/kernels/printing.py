@@ -100,7 +100,7 @@ def closure(roots: Iterable[fx.Node], stop: Callable[[fx.Node], bool]) -> list[f
 
 
 class Lines:
-    """The start of a kernel. head: expression → variable, for expressions that are computed once."""
+    """The first lines of a kernel. head: expression → variable, for expressions that are computed once per program."""
 
     def __init__(self) -> None:
         self.head: dict[str, str] = {}

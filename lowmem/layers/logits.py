@@ -223,7 +223,7 @@ _METHODS: dict[str, Callable[..., Any]] = {
 
 
 class Logits(Tensor):
-    """Lazy logits as a tensor. For autograd it is the product of its tensors. Any operation may compute its matrix."""
+    """Lazy logits as a tensor, for autograd a product. Operations that are not in `_METHODS` compute the elements."""
 
     source: LogitsSource
     _node: Any

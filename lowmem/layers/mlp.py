@@ -30,7 +30,7 @@ _FAULT = "a module of class {} is named like an MLP but {}. Omit mlp_tile"
 
 @dataclass
 class _Tiling:
-    """The tiling of a module, as its attribute `_tiling`."""
+    """The tiling of a module, which is stored in its attribute `_tiling`."""
 
     tokens: int
     forward: MethodType  # the module's forward, bound, because deepcopy binds it to the copy

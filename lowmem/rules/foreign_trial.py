@@ -29,8 +29,9 @@ Grads = list[list[Tensor | None]]
 
 
 def trial_shapes(params: Sequence[Tensor], sharded: bool) -> list[list[tuple[int, ...]]]:
-    """Returns lists of shapes on which to try a class: predefined ones with the numbers of dimensions of `params`, and
-    those of the smallest and largest `params`. (Low-bit optimizers use full-precision states for small parameters.)
+    """Returns lists of shapes on which to try a class: small predefined shapes with the numbers of dimensions of
+    `params`, and the shapes of the smallest and largest of `params`. (Low-bit optimizers store float32 states for small
+    parameters.)
     """
     ndims = {2} if sharded or not params else {param.ndim for param in params}
     usual = [shape for ndim in sorted(ndims, reverse=True) for shape in _SHAPES.get(ndim, ())]

@@ -313,7 +313,7 @@ class RoundedCopy(Storage):
 Maker = Callable[[torch.dtype, bool], Storage]
 MakerType = TypeVar("MakerType", bound=Maker)
 
-# By the names that `rounding` and `state_storage` accept.
+# Storages that `rounding` accepts, by name. `state_storage` accepts only those that `register` has added.
 TABLE: dict[str, Maker] = {
     "nearest": lambda dtype, signed: Float(dtype),
     "stochastic": lambda dtype, signed: Float(dtype, draws=True),
@@ -323,7 +323,7 @@ TABLE: dict[str, Maker] = {
 }
 _OF_WEIGHTS = frozenset(TABLE)  # names that only `rounding` accepts. float32 weights are exact with any of them
 
-# Names that only `state_storage` accepts.
+# Storages that only `state_storage` accepts, by name.
 MOMENTS: dict[str, Maker] = {
     "8bit": lambda dtype, signed: Moment(signed),
     "8bit_64": lambda dtype, signed: Moment(signed, 64),

@@ -159,7 +159,7 @@ def test_the_verdict_compares_the_peak_with_the_budget(write, tmp_path, monkeypa
     needed = planned(path, *words).peak / 1.2 + plan.RESERVE["gpu"]
     words += ("--memory", f"{needed / 1e6:.3f}MB", "--device", "gpu")
     ended = runs.lowmem("plan", "sft", "--config", path, *words, "--json", file)
-    assert ended.status == 1 and "does not fit" in ended.out
+    assert ended.status == 1 and "exceeds" in ended.out
     assert "  --fused.rule adalomo --learning_rate 0.001  " in ended.out and ", fits" in ended.out
     assert json.loads(file.read_text())["reductions"]["--max_length 32"] > 0
 
