@@ -166,7 +166,7 @@ def inspect(command: argparse.Namespace, rest: Sequence[str]) -> None:
 
     samples = _count("--samples", recipe.options.samples, 3)
     train = data.first(data.load(recipe)[0], samples)
-    trainer = data.stand_in(recipe, train)
+    trainer = data.tiny_trainer(recipe, train)
     opening, closing = ("", "") if out.is_terminal else ("⟦", "⟧")  # a file shows no colors
     for number, parts in enumerate(data.rows(trainer, samples), start=1):
         trained = sum(part.tokens for part in parts if part.trained)

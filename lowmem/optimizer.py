@@ -90,11 +90,11 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._wraps = True  # Accelerate may wrap this optimizer
         self._created = False
         try:
-            with placement.together():
+            with placement.raise_together():
                 super().__init__(groups, {})
                 self.defaults = {**rules.resolve(rule).defaults, **config.given}
             placement.adopt(self._records.values(), model)
-            with placement.together():
+            with placement.raise_together():
                 self._parameters.complete()
                 self._clipping = Clipping(self._parameters)
                 self._updates = Updates(self._parameters, self._cycle, self._clipping)
@@ -145,7 +145,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             for record in records.values():
                 self._hooks.add(record)
                 claim(record, parameters, self._hooks)
-                record.refuse_leftover()
+                record.require_no_gradient()
             if not sharded:  # after records are claimed, whose errors name the parameter
                 rule.adopt(group, sharded)
             self._records.update(records)

@@ -28,17 +28,17 @@ LOWEST = 'float("-inf")'
 NOISE_LINE, NOISE_KEY, NOISE_HIGH, NOISE_LOW = (("noise_part", name) for name in ("line", "key", "high", "low"))
 
 
-def trace_tile(kind: Kind, reached: Pass, tile: TileSize) -> Graph:
+def trace_tile(kind: Kind, tile_pass: Pass, tile: TileSize) -> Graph:
     """Traces the function of a pass for a tile. If the pass writes, the results are the tensors of the tile."""
     sizes = Sizes()
     shape = (1, tile.rows, tile.cols)
     tensors = {
         (name, n): sizes.tensor((1, tile.rows, tile.cols // part.group), part.dtype, kind.device)
-        for name, storage in reached.storages.items()
+        for name, storage in tile_pass.storages.items()
         for n, part in enumerate(storage.parts)
     }
     args: Arguments = dict(tensors)
-    for key, dtype, tail in reached.args:
+    for key, dtype, tail in tile_pass.args:
         if key[0] == "noise":
             args[NOISE_LINE] = sizes.tensor((1, tile.rows, 1), torch.int32, kind.device)
             for part in (NOISE_KEY, NOISE_HIGH, NOISE_LOW):
@@ -48,13 +48,13 @@ def trace_tile(kind: Kind, reached: Pass, tile: TileSize) -> Graph:
             args[key] = sizes.tensor(() if tail is None else here, dtype, kind.device)
 
     def results_of(values: Arguments) -> dict[Any, Tensor]:
-        vectors = {key: values[key] for key, *_ in reached.args if key[0] not in ("reading", "noise")}
+        vectors = {key: values[key] for key, *_ in tile_pass.args if key[0] not in ("reading", "noise")}
         if NOISE_LINE in values:
             noise = mix(values[NOISE_LINE] + values[NOISE_KEY])
             noise = torch.where(values[NOISE_HIGH] != 0, mix(noise + values[NOISE_HIGH]), noise)
             vectors["noise", ""] = noise + values[NOISE_LOW]
-        sums = reached.run(values, vectors)
-        return {key: values[key] for key in tensors} if reached.writes else sums
+        sums = tile_pass.run(values, vectors)
+        return {key: values[key] for key in tensors} if tile_pass.writes else sums
 
     return Graph.of(results_of, args)
 
@@ -75,7 +75,7 @@ class TilePrinter(Printer):
     """
 
     def __init__(
-        self, scalars: KernelScalars, columns: Columns, reached: Pass, graph: Graph, tile: TileSize, *, aligned: bool
+        self, scalars: KernelScalars, columns: Columns, tile_pass: Pass, graph: Graph, tile: TileSize, *, aligned: bool
     ) -> None:
         super().__init__(Lines())
         self.before = list[str]()
@@ -86,7 +86,7 @@ class TilePrinter(Printer):
         self._tile = tile
         self._aligned = aligned
         self._keys = {node: key for key, node in graph.inputs.items()}
-        self._vectors = dict(zip(reached.vectors, reached.node.args[0], strict=True))
+        self._vectors = dict(zip(tile_pass.vectors, tile_pass.node.args[0], strict=True))
         self._row_sums: dict[str, str] = {}  # value → sum of each row
 
     def once(self, value: Value) -> Value:
@@ -207,12 +207,12 @@ def _masked(value: Value, other: str = "0.0") -> str:
 
 
 def pass_text(
-    scalars: KernelScalars, columns: Columns, number: int, reached: Pass, tile: TileSize, *, aligned: bool
+    scalars: KernelScalars, columns: Columns, number: int, tile_pass: Pass, tile: TileSize, *, aligned: bool
 ) -> str:
     """Returns the source of the kernel for pass `number`."""
-    graph = trace_tile(scalars.update.kind, reached, tile)
-    printer = TilePrinter(scalars, columns, reached, graph, tile, aligned=aligned)
-    if reached.writes:
+    graph = trace_tile(scalars.update.kind, tile_pass, tile)
+    printer = TilePrinter(scalars, columns, tile_pass, graph, tile, aligned=aligned)
+    if tile_pass.writes:
         printer.write_tensors(graph.results)
     else:
         printer.write_sums(number, graph.results)

@@ -121,27 +121,34 @@ class Head:
             return [slice(start, start + step) for start in block_starts(len(weight), step, weight)]
         return [slice(None)]
 
-    def of_products(
-        self, p: Tensor, slope: Tensor | None, grad: Tensor, of_targets: Tensor, targets: Tensor, first: int, total: int
+    def grad_products(
+        self,
+        p: Tensor,
+        slope: Tensor | None,
+        grad: Tensor,
+        grad_targets: Tensor,
+        targets: Tensor,
+        first: int,
+        total: int,
     ) -> Tensor:
         """Converts probabilities to the gradient of the products y, in-place.
 
         Args:
             p: probabilities [tokens, rows].
             slope: the derivative of tanh at each logit, [tokens, rows], or None without `softcap`.
-            grad, of_targets: derivatives of the loss with respect to each log-sum-exp, and with respect to minus the
+            grad, grad_targets: derivatives of the loss with respect to each log-sum-exp, and with respect to minus the
                 logit of each label, float32 [tokens].
             targets: int64 [tokens].
             first: number of the first row.
             total: number of rows in the vocabulary.
         """
         grad = grad * self.slope
-        of_targets = of_targets * self.slope
+        grad_targets = grad_targets * self.slope
         p.mul_(grad[:, None])
         if self.label_smoothing:
             p.sub_(grad[:, None], alpha=self.label_smoothing / total)
         at = targets - first
-        of_labels = torch.where((at >= 0) & (at < p.shape[1]), (self.label_smoothing - 1) * of_targets, 0.0)
+        of_labels = torch.where((at >= 0) & (at < p.shape[1]), (self.label_smoothing - 1) * grad_targets, 0.0)
         p.scatter_add_(1, at.clamp(0, p.shape[1] - 1)[:, None], of_labels[:, None])
         return p if slope is None else p.mul_(slope)
 

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 _waiting: tuple[int, "weakref.ref[Tensor]", "weakref.ref[Tensor]"] | None = None
 
 
-def hold(weight: Tensor, grad: Tensor) -> None:
+def record_head_gradient(weight: Tensor, grad: Tensor) -> None:
     """Called in the backward of a head. Records the gradient that it will return, unless one is already waiting."""
     global _waiting
     if weight.is_leaf and waiting(weight) is None:

@@ -47,7 +47,7 @@ def _record_ddp(module: nn.Module, name: str, submodule: Any) -> None:
 register_module_module_registration_hook(_record_ddp)
 
 
-def refuse_wrapped(params: Collection[Tensor]) -> None:
+def require_unwrapped(params: Collection[Tensor]) -> None:
     """Raises `UnsupportedError` if parameters are in a wrapper, or were sharded after their optimizer was created."""
     if any(not set(params).isdisjoint(module.parameters()) for module in _DDP):
         raise UnsupportedError(WRAPPED)

@@ -114,7 +114,7 @@ class Adafactor(UpdateRule):
     def without_decay(self) -> dict[str, Any]:
         return {"weight_decay_rate": None, "weight_decay_rate_lr_exponent": None}  # an exponent replaces 0.0 by 1.0
 
-    def takes_nonfinite(self, hyper: Hyper) -> bool:
+    def handles_nonfinite(self, hyper: Hyper) -> bool:
         return bool(hyper["skip_nan_updates"])
 
     def clip_by_norm(self, group: GroupNorms) -> GroupClip:
@@ -144,7 +144,7 @@ class Adafactor(UpdateRule):
     def update(self, sweep: Sweep, spec: FactoredSpec, state: State) -> None:
         number = sweep.scalar
         if "skip_nan" in number:
-            sweep.pass_nonfinite()
+            sweep.allow_nonfinite()
         change = precondition(sweep, spec, state)
         scale = number.lr
         rounded = sweep.stored if "as_stored" in number else exactly

@@ -146,7 +146,7 @@ class UpdateRule(ABC):
     def end(self, hyper: Hyper) -> None:  # noqa: B027 (most rules have nothing to do)
         """Called at the end of every step that is not skipped."""
 
-    def takes_nonfinite(self, hyper: Hyper) -> bool:
+    def handles_nonfinite(self, hyper: Hyper) -> bool:
         """Returns whether the rule handles Inf and NaN in gradients itself, so that no step is skipped."""
         return False
 

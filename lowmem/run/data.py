@@ -25,7 +25,7 @@ from trl import get_dataset
 from lowmem.errors import ConfigError, DataError
 from lowmem.hf.layers import embedding
 from lowmem.run import build, images
-from lowmem.run.boundary import blaming, reason
+from lowmem.run.boundary import convert_errors, reason
 from lowmem.run.recipe import Recipe
 from lowmem.run.terminal import warn
 
@@ -144,9 +144,9 @@ def first(train: Any, samples: int = 0) -> Any:
     return datasets.Dataset.from_list(list(train.take(count)))
 
 
-def stand_in(recipe: Recipe, train: Any) -> Any:
+def tiny_trainer(recipe: Recipe, train: Any) -> Any:
     """Creates the trainer of a run for these rows, with the run's tokenizer and a tiny model."""
-    with blaming("model_name_or_path"):
+    with convert_errors("model_name_or_path"):
         tokenizer = AutoProcessor.from_pretrained(recipe.model.model_name_or_path, **recipe.loading_options)
     size = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
     words = len(getattr(tokenizer, "tokenizer", tokenizer))

@@ -49,7 +49,7 @@ def reductions(recipe: Recipe, ranks: int = 1) -> list[Reduction]:
     kinds = (_of_weights(recipe), _of_activations(recipe), _of_ranks(recipe, ranks), _of_rows(recipe))
     for reduction in chain(*kinds):
         with suppress(LowmemError):  # values may conflict with other values of the recipe
-            _ = recipe.having(**reduction.values).optimizer  # raises
+            _ = recipe.with_values(**reduction.values).optimizer  # raises
             valid.append(reduction)
     return valid
 
@@ -61,7 +61,7 @@ def planned(recipe: Recipe, ranks: int, memory: int) -> Iterator[tuple[Reduction
     least, possible = math.inf, []
     for reduction in reductions(recipe, ranks):
         with suppress(LowmemError):  # the model may not support it
-            changed = recipe.having(**reduction.values)
+            changed = recipe.with_values(**reduction.values)
             needed = plan(changed, reduction.ranks or ranks).needed
             least = min(least, needed)
             if reduction.ranks is None:
@@ -73,7 +73,7 @@ def planned(recipe: Recipe, ranks: int, memory: int) -> Iterator[tuple[Reduction
             return
         with suppress(LowmemError):
             both = _combined(together, reduction)
-            changed = recipe.having(**both.values)
+            changed = recipe.with_values(**both.values)
             least, together = plan(changed, ranks).needed, both
             yield both, changed, least
 

@@ -139,7 +139,7 @@ class Clipping:
         norms = self._over_ranks(torch.stack([measured[record.name].to(self.device) for record in fired], 1))
         finite = norm_over(norms.unscaled).isfinite()
         # with a dynamic loss scale, an overflow skips the step even if a rule handles Inf and NaN
-        if not self.scaler.dynamic and all(record.takes_nonfinite for record in fired):
+        if not self.scaler.dynamic and all(record.handles_nonfinite for record in fired):
             finite = torch.ones_like(finite)
         coef = None
         if self.norm is not None:  # the same division as in torch
@@ -171,7 +171,7 @@ class Clipping:
         square_sums = self.gather(record.square_sum for record in fired)
         updated = square_sums.isfinite()
         # a third-party optimizer has updated its parameter before the host knows
-        unconditional = [record.rule.materializes or record.takes_nonfinite for record in fired]
+        unconditional = [record.rule.materializes or record.handles_nonfinite for record in fired]
         if any(unconditional):
             updated |= to_device(unconditional, torch.bool, self.device)
         return Decision(

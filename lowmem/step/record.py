@@ -81,9 +81,9 @@ class ParamRecord(ParamEntry):
         return self.group.rule
 
     @property
-    def takes_nonfinite(self) -> bool:
+    def handles_nonfinite(self) -> bool:
         """True if its rule itself handles Inf and NaN in its gradient."""
-        return self.rule.takes_nonfinite(self.group.live)
+        return self.rule.handles_nonfinite(self.group.live)
 
     def program_of(self, group: Mapping[str, Any], shard: Shard) -> Program:
         """Returns how the parameter is updated and stored if its group has these settings; see `make_program`."""
@@ -131,7 +131,7 @@ class ParamRecord(ParamEntry):
         shard.write(self.param, tensor)
         self.version = shard.version(self.param) if self.extra else None
 
-    def refuse_leftover(self) -> None:
+    def require_no_gradient(self) -> None:
         """Raises `StepError` if the parameter has a gradient to which the next one would be added."""
         if self.param.grad is not None and self.trained:
             raise StepError(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lowmem.errors import ConfigError
-from lowmem.tiles.graph import realized
+from lowmem.tiles.graph import materialize
 from lowmem.tiles.rounding import fraction, narrow_stochastically, nearest, raised, split, split8, widen, widen8
 
 ROUNDED_DTYPES = (torch.bfloat16, torch.float16)
@@ -272,7 +272,7 @@ class Integer(Storage):
         if not self._low:
             return whole.flatten(-2), unit
         code = (whole * 2.0**-self._low).floor()
-        low = realized((whole - code * 2.0**self._low).to(torch.uint8)).unflatten(-1, self._planes)
+        low = materialize((whole - code * 2.0**self._low).to(torch.uint8)).unflatten(-1, self._planes)
         packed = (low.float() * (1 << self._shifts(unit.device)).float()).sum(-2)
         return code.flatten(-2), packed.flatten(-2), unit
 

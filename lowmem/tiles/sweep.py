@@ -194,7 +194,7 @@ class Sweep:
             self._finite = self.square_sums.isfinite()
         return self._finite
 
-    def pass_nonfinite(self) -> None:
+    def allow_nonfinite(self) -> None:
         """Makes later writes unconditional, for rules that handle non-finite gradients themselves."""
         self._guarded = False
 
@@ -243,7 +243,7 @@ class Sweep:
         """
         weight, grad = self._tiles.weight, self._tiles.complete_grad()
         self._measure()  # before the gradient is modified
-        self.pass_nonfinite()
+        self.allow_nonfinite()
         reading = self._tiles.reading
         if reading.inverse_scale is not None:
             grad.mul_(reading.inverse_scale)

@@ -33,7 +33,7 @@ def summary(arguments):
     def of(rows=None, command="sft", **changes):
         parsed = arguments(rows, command, **changes)
         train, _ = data.load(parsed)
-        return data.check(data.stand_in(parsed, data.first(train)), data.first(train))
+        return data.check(data.tiny_trainer(parsed, data.first(train)), data.first(train))
 
     return of
 
@@ -188,7 +188,7 @@ def test_the_row_that_cannot_be_tokenized_is_named(case, alone, arguments):
     rows = [row] if alone or not usual else [*usual[:11], row, usual[11]]
     parsed = arguments(rows, command)
     with pytest.raises(DataError) as error:
-        data.stand_in(parsed, data.first(data.load(parsed)[0]))
+        data.tiny_trainer(parsed, data.first(data.load(parsed)[0]))
     number = rows.index(row) + 1
     assert str(error.value).startswith(f"row {number} of the data cannot be tokenized: ")
     assert f'The row: {{"{column}": ' in str(error.value) and "\n" not in str(error.value)
