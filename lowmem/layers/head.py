@@ -181,6 +181,7 @@ class _TokenLosses(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             grad_hidden = torch.mul(directions, grad[:, None], out=torch.empty_like(hidden))
             if of_log_sums is not None:  # directions include the gradient of the label's logit, log-sum-exps do not
+                assert not head.label_smoothing  # directions would also include other logits
                 slope = of_log_sums * head.slope_at(log_sums - losses)
                 with gather():
                     grad_hidden += rows_of(weight, targets) * slope[:, None].to(hidden.dtype)

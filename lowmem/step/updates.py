@@ -18,7 +18,7 @@ from lowmem.step.inputs import StepInputs
 from lowmem.step.parameters import Parameters
 from lowmem.step.program import Program, Result
 from lowmem.step.record import Operands, ParamRecord, store_results
-from lowmem.step.room import unused_memory
+from lowmem.step.room import peak_memory, unused_memory
 from lowmem.tiles.quantized import tensors_of
 from lowmem.tiles.storage import Float, RoundedCopy, StoredTensor
 from lowmem.tiles.stored import StoredTiles, begin_storage, separate
@@ -100,6 +100,7 @@ class Updates:
         self._stacks: dict[tuple[Program, torch.dtype], Queue] = defaultdict(Queue)  # wait for a full stack
         self._per_stack: dict[Program, int] = {}  # number of its parameters per stack
         self._free: dict[torch.device, int] = {}  # elements for which memory is free on a device in this step
+        self._peaks: dict[torch.device, int] = {}  # the largest peak of tensors in earlier steps
         self._steps = 0  # number of steps that have ended in this process
 
     @property
@@ -167,7 +168,8 @@ class Updates:
             return 0
         if grad.device not in self._free:
             largest = self.largest if self._steps else 0
-            fits = unused_memory(grad.device) >= largest * grad.element_size()
+            unused = unused_memory(grad.device, self._peaks.get(grad.device, 0))
+            fits = unused >= largest * grad.element_size()
             self._free[grad.device] = largest if fits else 0
         return self._free[grad.device]
 
@@ -212,6 +214,8 @@ class Updates:
         for stack in self._stacks.values():
             if stack.gradients:
                 self._update_stack(stack, decision)
+        for device in self._free:
+            self._peaks[device] = max(self._peaks.get(device, 0), peak_memory(device))
         self._steps += 1
 
     def drop(self) -> None:
