@@ -1,4 +1,11 @@
-"""Writes the kernel of a pass, in which a program processes several tiles of a rectangle one after another."""
+"""Writes the kernel of a pass, in which a program processes several tiles of a rectangle one after another.
+
+Lines of AdaLomo's first pass:
+
+    v0 = tl.load(h0 + base1 + offsets1, mask=inside1, other=0)    the gradient of a tile
+    v1 = v0 * v0                                                  a line of `lowmem.kernels.printing`
+    sum1 += tl.where(inside1, v1, 0.0)                            a column sum, stored after the loop over tiles
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,7 +23,8 @@ from lowmem.tiles.traced import GRAD, Arguments, Graph, Kind, Pass
 
 LOWEST = 'float("-inf")'
 
-# Arguments of a tile that its noise depends on: the numbers of its lines, and its first column number in two parts.
+# Arguments that determine the noise of a tile: the numbers of its lines, the noise key of its parameter, and the number
+# of its first column in two parts.
 NOISE_LINE, NOISE_KEY, NOISE_HIGH, NOISE_LOW = (("noise_part", name) for name in ("line", "key", "high", "low"))
 
 
@@ -150,7 +158,7 @@ class TilePrinter(Printer):
         return self.assign(code, kernel_shape(node.meta["val"]), value.dtype)
 
     def write_tensors(self, results: Mapping[Any, fx.Node]) -> None:
-        """Prints the stores of the tensors of a tile that the pass changes."""
+        """Prints code that stores the tensors of a tile that the pass changes."""
         for (name, n), node in results.items():
             if node.op != "placeholder":
                 value = self.value(node)
@@ -158,7 +166,9 @@ class TilePrinter(Printer):
                 self.lines.append(f"tl.store({address}, {value.code}, mask={inside})")
 
     def write_sums(self, number: int, results: Mapping[Any, fx.Node]) -> None:
-        """Prints the partial sums of pass `number`. Sums over several tiles continue in `before` and `after`."""
+        """Prints code for the partial sums of pass `number`. Sums over several tiles begin in `before` and are stored
+        in `after`.
+        """
         rows, cols = self._tile.rows, self._tile.cols
         for n, ((kind, _), node) in enumerate(results.items()):
             value = self.value(node)
@@ -186,7 +196,7 @@ class TilePrinter(Printer):
         self.lines.append(f"{name} += {code}")
 
     def _row_sum(self, value: Value) -> str:
-        """Returns the sum of each row, which a row sum and a scalar sum of one value share."""
+        """Returns the variable with the sum of each row of a value, which its row sum and its scalar sum share."""
         if value.code not in self._row_sums:
             self._row_sums[value.code] = self.assign(f"tl.sum({_masked(value)}, 1)").code
         return self._row_sums[value.code]
@@ -240,9 +250,7 @@ def _prologue(columns: Columns, tile: TileSize, aligned: bool) -> list[str]:
 
 
 def _position(tile: TileSize, groups: Sequence[int]) -> list[str]:
-    """Returns the lines at the start of each tile, which compute the positions of its elements in tensors that have one
-    value for each group of columns.
-    """
+    """Returns the lines that compute the positions of a tile's elements, for tensors with each of these group sizes."""
     down, across = tile.strip
     lines = [f"row0 = down * {down} + step * {tile.rows}", f"rows = row0 + tl.arange(0, {tile.rows})[:, None]"]
     if tile.is_line:

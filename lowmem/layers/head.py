@@ -63,7 +63,7 @@ def linear_cross_entropy(
     """
     head = Head(**options)
     if reduction not in ("mean", "sum", "none"):
-        raise ConfigError(f"reduction={reduction!r}; allowed are 'mean', 'sum' and 'none'")
+        raise ConfigError(f"reduction={reduction!r} is not valid. Expected 'mean', 'sum' or 'none'")
     if reduction == "none" and num_items is not None:
         raise ConfigError("reduction='none' does not divide the losses, so num_items has no effect. Omit it")
     counted = labels != ignore_index
@@ -107,7 +107,8 @@ def token_losses(
         weight, bias: [vocabulary, size] and [vocabulary].
         targets: integers [tokens], the label of each token.
         metrics: names of `METRICS`.
-        gather: returns a context in which backward has the weight and the bias. (They are gathered during this call.)
+        gather: returns a context in which the weight and the bias are gathered, for backward. During this call they are
+            already gathered.
         caches_probabilities: store the probabilities if they fit into half of the head's memory, so that backward does
             not recompute logits for the gradient of the weight.
 

@@ -1,4 +1,4 @@
-"""A tile of an output head: its size, the logits of some tokens for some rows of the vocabulary, and their gradient."""
+"""Tiles of an output head: their size, and logits and gradients of some tokens for some rows of the vocabulary."""
 
 import math
 from dataclasses import dataclass
@@ -147,7 +147,7 @@ class Head:
 
     def tokens(self, vocabulary: int, size: int, device: torch.device, in_use: int) -> int:
         """Returns the number of tokens per tile with the full vocabulary. in_use: bytes of the memory that are used."""
-        self.tile(1, vocabulary, size, device)  # raises if there is too little
+        self.tile(1, vocabulary, size, device)  # raises if the memory is not enough
         return max(1, (self.available(device) - in_use) // (_TILE * vocabulary + _ROW * size))
 
     def tile(self, tokens: int, vocabulary: int, size: int, device: torch.device) -> tuple[int, int]:

@@ -96,8 +96,8 @@ class LogitsSource:
         return Logits.of(replace(self, **changes))
 
     def rows(self, change: Callable[[Tensor], Any]) -> Any:
-        """Applies a function that does not change the last dimension, and returns `Logits` or a tuple of `Logits`. Does
-        not apply to results for a single token without a dimension of tokens.
+        """Applies a function that does not change the last dimension, and returns `Logits` or a tuple of `Logits`.
+        Returns NotImplemented if the result would have no token dimension.
         """
         hidden = change(self.hidden)
         if any(each.ndim < 2 for each in ([hidden] if isinstance(hidden, Tensor) else hidden)):
@@ -108,7 +108,7 @@ class LogitsSource:
         log_sums = [None] * len(hidden) if log_sum is None else log_sum
         return tuple(self.but(hidden=h, log_sum=s) for h, s in zip(hidden, log_sums, strict=True))
 
-    # -- torch functions; NotImplemented: computed from the matrix -----------------------------------------------------
+    # -- torch functions. NotImplemented means that the result is computed from the matrix -----------------------------
 
     def cast(self, func: Any, *args: Any, **options: Any) -> Any:
         before = torch.zeros((), dtype=self.dtype, device=self.hidden.device)
@@ -223,7 +223,7 @@ _METHODS: dict[str, Callable[..., Any]] = {
 
 
 class Logits(Tensor):
-    """Lazy logits as a tensor. For autograd it is the product of its tensors. Any operation may compute its matrix."""
+    """Lazy logits as a tensor, for autograd a product. Operations that are not in `_METHODS` compute the elements."""
 
     source: LogitsSource
     _node: Any
@@ -260,7 +260,7 @@ class Logits(Tensor):
         return func(*args, **kwargs)
 
     def matrix(self) -> Tensor:
-        """Computes the elements and stores them from then on, because they may be modified in-place."""
+        """Returns the elements. The first call computes and stores them, because they may be modified in-place."""
         if self._matrix is None:
             with torch.no_grad():
                 self._matrix = self.source.matrix(self.source.hidden)
@@ -286,7 +286,7 @@ class _Product(torch.autograd.Function):
 
 
 class LazyHead(nn.Module):
-    """Replaces a linear layer, the output embedding of a model, and has all of its attributes.
+    """Replaces the output embedding of a model, which is a linear layer. Its attributes can be read from this module.
 
     Args:
         gather: returns a context in which the given weight and bias are gathered.

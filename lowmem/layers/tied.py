@@ -49,8 +49,8 @@ def share_gradient(module: nn.Module) -> bool:
     for the same weight. Then one gradient exists instead of two.
 
     Returns:
-        Whether the module was modified. A module that is not an `nn.Embedding`, or that uses `max_norm`,
-        `scale_grad_by_freq` or `sparse`, is left unchanged.
+        True, or False if the module is unchanged, because it is not an `nn.Embedding`, or uses `max_norm`,
+        `scale_grad_by_freq` or `sparse`.
     """
     if not isinstance(module, nn.Embedding) or module.max_norm is not None:
         return False

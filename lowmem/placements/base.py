@@ -65,7 +65,7 @@ class Shard:
 
     Attributes:
         sharded: whether ranks have different elements of a parameter.
-        moves: whether weights and states leave the device between uses. If so, gradients cannot wait there.
+        moves: whether weights and states leave the device between uses. If so, updates are not batched.
         process_groups: the groups that together connect all ranks with shards of one model, in the same order on every
             rank. They are known when `ranks_of` has been called for its parameters.
     """
@@ -276,9 +276,7 @@ class Placement:
             raise RankError(failure)
 
     def drifted(self, records: Collection[ParamEntry], step: int) -> list[str]:
-        """Returns the names of parameters that should be equal on all ranks but differ in a sample of their elements.
-        Every rank calls it.
-        """
+        """Returns names of parameters that should be equal on all ranks but differ in a sample. Every rank calls it."""
         return []
 
     def settle(self) -> None:

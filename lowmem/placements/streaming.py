@@ -60,7 +60,7 @@ class Unit:
 
 
 # Functions that do not access the elements of a tensor. Any other function raises `StepError` while the layer is not
-# running, also a harmless one that is missing here.
+# running, including harmless functions that this list omits.
 _OF_METADATA = {
     "__delete__", "__get__", "__hash__", "__set__", "_has_compatible_shallow_copy_type", "as_strided",
     "backward", "data_ptr", "detach", "dim",

@@ -16,9 +16,9 @@ WRAPPED = (
 )
 
 _ENGINE = (
-    "the model is inside a DeepSpeed engine of ZeRO stage 1 or 2, which reduces gradients in its own buckets and "
-    "would find none. Use the model without the engine, because the hooks of this optimizer average over ranks, or "
-    "set stage 3 without an optimizer, and create this one after deepspeed.initialize"
+    "DeepSpeed (ZeRO stage 1 or 2) reduces gradients in its buckets, but lowmem frees them in hooks. Use the model "
+    "without the engine (lowmem averages gradients over ranks), or use stage 3 without a DeepSpeed optimizer and "
+    "create the FusedOptimizer after deepspeed.initialize"
 )
 
 _LATER = (

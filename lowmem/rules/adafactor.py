@@ -46,8 +46,8 @@ class Adafactor(UpdateRule):
     As in the source, weight decay is not multiplied by lr. With `weight_decay_rate_lr_exponent`, it is
     (weight_decay_rate or 1)·lr^exponent. With `skip_nan_updates`, elements that would become NaN do not change, and
     only a dynamic loss scale skips the step. With `global_norm_clip_threshold`, a NaN makes all gradients NaN, and an
-    Inf makes them 0. 16-bit momentum is multiplied by beta1 rounded to 16 bits. `variant`: "jit" rounds the results;
-    "op_by_op" rounds each operation on a 16-bit weight or momentum, as the source does if it is not compiled.
+    Inf makes finite elements 0. 16-bit momentum is multiplied by beta1 rounded to 16 bits. `variant`: "jit" rounds the
+    results; "op_by_op" rounds each operation on a 16-bit weight or momentum, as the source does if it is not compiled.
 
     Difference from the source: dimensions are not selected by the names of logical axes, only by parameter name.
 

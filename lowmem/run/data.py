@@ -69,7 +69,7 @@ def load(recipe: Recipe) -> tuple[Any, Any]:
     train = _require_split(splits, script.dataset_train_split, "dataset_train_split", "")
     if recipe.training.eval_strategy == "no":
         if share := mixture.test_split_size:
-            warn(f"test_split_size {share}: nothing uses these rows. Omit it, or set eval_strategy: steps")
+            warn(f'test_split_size={share} has no effect with eval_strategy="no". Omit it, or set eval_strategy: steps')
         return train, None
     test = script.dataset_test_split
     advice = f"; or name its file in data_files: {{train: FILE, {test}: FILE}}, or set test_split_size, such as 0.05"
@@ -211,8 +211,8 @@ def _counts(trainer: Any, loaded: Any, name: str) -> str:
     if not packed and len(tokenized) < len(loaded):
         parts.append(f"{len(loaded) - len(tokenized):,} dropped by max_length={limit}")
     if counts.cut:
-        advice = " (packing_strategy: wrapped cuts nothing off)" if packed else ""
-        parts.append(f"{counts.cut:,} reach max_length={limit}, where longer ones are cut off{advice}")
+        advice = "; packing_strategy: wrapped does not truncate" if packed else ""
+        parts.append(f"{counts.cut:,} have max_length={limit} tokens or more (longer ones are truncated{advice})")
     if not has_labels:
         return f"{', '.join(parts)}; columns {', '.join(tokenized.column_names)}"
     if counts.empty:

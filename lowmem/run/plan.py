@@ -139,9 +139,7 @@ def _copies(step: StepMemory, streaming: Any, args: Any) -> str:
 
 
 def _disk_buffers(recipe: Recipe) -> int | None:
-    """Returns the bytes of host buffers through which weights on a disk are copied, or None if there are no weights on
-    a disk.
-    """
+    """Returns the size in bytes of host buffers for copying weights on a disk, or None if no weights are on a disk."""
     if recipe.fused is not None and recipe.fused.home != "host":
         return 0
     if (options := offloaded_to_nvme(recipe.training)) is None:

@@ -41,9 +41,7 @@ _DEFAULT_RULE = "adamw"
 
 @dataclass(frozen=True)
 class Recipe:
-    """The arguments of a run. `recipe.having(max_length=1024)` returns a copy with this value. Raises `ConfigError` for
-    invalid values.
-    """
+    """The arguments of a run. `recipe.having(max_length=1024)` returns a changed copy. Both raise `ConfigError`."""
 
     command: str  # the training command, such as "sft"
     settings: Mapping[str, Setting] = field(repr=False)  # all arguments that are set; `section.option` in a section

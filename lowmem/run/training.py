@@ -83,7 +83,7 @@ def _require_metric(trainer: Any) -> None:
 
 
 class _FirstStep(TrainerCallback):  # type: ignore[misc]
-    """Writes the configuration after the first step. Until the first update, messages of library errors name it."""
+    """Writes the configuration after the first step. Library errors before the first update mention this step."""
 
     def __init__(self, recipe: Recipe, folder: RunFolder) -> None:
         self.recipe, self.folder, self.written = recipe, folder, False

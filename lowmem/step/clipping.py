@@ -50,7 +50,7 @@ class Decision:
     tiled: see `Norms`.
     clip_coef: the factor of `clip_norm`, a float32 scalar, or None.
     own_clips: the clip coefficients of parameter groups whose rule also clips.
-    measured: whether the gradients that are applied have these `norms`, and not the gradients of an earlier pass.
+    measured: True if `norms` belong to the gradients that are applied, False if they were measured in an earlier pass.
     prepared: whether `measured` is true and float32 gradients have been unscaled and clamped in place.
     skipped: whether the host knows that the step is skipped, so that no update is launched.
     """

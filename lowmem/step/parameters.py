@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 class States(defaultdict[Tensor, dict[str, Any]]):
-    """States by parameter. It is true even if it is empty: for an optimizer whose `state` is false,
+    """States by parameter. `bool()` is always True, because for an optimizer whose `state` is False,
     `torch.distributed.checkpoint.state_dict` runs a step with zero gradients. Our `state_dict` does not need this step.
     """
 

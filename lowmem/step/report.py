@@ -45,9 +45,9 @@ class LastStep:
     Attributes:
         names: the parameters that got a gradient, in parameter order.
         clip_coef: the factor by which `clip_norm` multiplied each gradient, a float32 scalar; None without it.
-        changed_share: the share of weights that a step changed, among those that had a gradient, a float32 scalar. It
-            is measured on a sample of this rank's weights, in the first two steps and in every 20th step. Other steps
-            report the last value. NaN if no weight of the sample was updated.
+        changed_share: the share of weights that the step changed, among sampled elements of this rank's weights with a
+            nonzero gradient; NaN if there were none. A float32 scalar. It is measured in the first two steps and in
+            every 20th step. Other steps report the last value.
     """
 
     step: int
@@ -246,10 +246,9 @@ class Report:
         if names and not self._drifted:
             self._drifted = True
             logger.warning(
-                "after step %d the ranks have different weights of %s, which should be equal, and rank 0's are saved. "
-                "Look for what differs between ranks: types of processors, versions of packages, or code that changes "
-                "weights on some ranks. A run that resumes from a checkpoint has equal weights", self._cycle.step,
-                _some(names),
+                "after step %d, weights of %s differ between ranks. They should be equal; checkpoints contain rank 0's "
+                "weights. Possible causes: different processors or package versions, or code that changes weights on "
+                "some ranks only. Resuming from a checkpoint makes them equal again", self._cycle.step, _some(names),
             )  # fmt: skip
 
     def raise_if_diverged(self) -> None:

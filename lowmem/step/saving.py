@@ -1,4 +1,4 @@
-"""Saves and loads an optimizer: everything except the weights that its next step depends on, exactly and without casts.
+"""Saves and loads everything that the next step depends on except the weights, exactly and without casts.
 
 There are two forms. Files use the form by name, which has the states of parameters that have been updated.
 `torch.optim.Optimizer.state_dict` returns the form by number, which also has states before the first update, because

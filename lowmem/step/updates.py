@@ -1,4 +1,4 @@
-"""Updates parameters: alone, stacked, or by kernels together. Some shards are measured first."""
+"""Updates parameters one by one, in stacks, or by kernels in batches. Measures shards of elementwise rules first."""
 
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
@@ -130,7 +130,8 @@ class Updates:
         may_wait: the number of elements of large gradients that may wait for kernels, although they need not.
 
         An elementwise rule does not need sums over ranks, but all ranks must know whether a gradient is finite before
-        any of them writes. So shards wait until they are as large as one full gradient, and are measured together.
+        any of them writes. So shards wait until together they have as many elements as the largest full gradient among
+        them, or SHARDS elements, and are then measured in one collective.
         """
         program = record.program
         large_shard = program.ranks is not None and program.span.numel > SMALL
@@ -161,8 +162,8 @@ class Updates:
             self._update_queue(queue, decision)
 
     def _free_elements(self, record: ParamRecord, grad: Tensor) -> int:
-        """Returns the number of elements of the largest gradient if memory for as many was free in all earlier steps,
-        and 0 otherwise, or for shards, because ranks would have to agree.
+        """Returns how many elements may wait: as many as the largest gradient has, if earlier steps always left memory
+        for that many. Returns 0 otherwise, and for shards, because ranks would have to agree.
         """
         if record.program.ranks is not None:
             return 0

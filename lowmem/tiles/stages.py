@@ -103,7 +103,7 @@ def copied(
     update: TracedUpdate, args: Arguments, results: Mapping[Any, fx.Node], end: fx.Node, sums_of: Callable[..., Any]
 ) -> Graph:
     """Copies the graph of an update up to node `end`. args: fake arguments.  results: nodes of the update.  sums_of:
-    returns the sums of pass n as nodes, given the new graph, n, and the nodes of arguments and vectors of the pass.
+    (graph, n, nodes of arguments and vectors by name) → the nodes of pass n's sums in the new graph.
     """
     graph, inputs = fx.Graph(), dict(args)
     for n, (key, value) in enumerate(args.items()):

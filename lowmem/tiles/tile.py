@@ -1,4 +1,4 @@
-"""One tile: the argument of a rule's functions, the sums over it, and writing results to it.
+"""Defines `Tile`, the argument of rule functions, sums over a tile, and writes results to it.
 
 Shapes: a parameter is viewed as [B, R, C], and a tile of it is [b, r, c]. In traced code the rows of a tile are in
 blocks, [b, n, m, c], or a single row is in parts, [b, n, 1, m] (`tiles/blocks.py`).
