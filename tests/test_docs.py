@@ -274,7 +274,8 @@ def headings(page):
 
 
 @pytest.mark.parametrize(
-    "page", [*PAGES, ROOT / "SECURITY.md", ROOT / "benchmarks" / "README.md", ROOT / "configs" / "README.md"],
+    "page",
+    [*PAGES, ROOT / "SECURITY.md", ROOT / "benchmarks" / "README.md", ROOT / "configs" / "README.md"],
     ids=lambda page: page.name,
 )
 def test_links(page):
