@@ -1,4 +1,4 @@
-"""Writes the tables in docs/reference/rules.md: the optimizer classes that run, by package, and why others do not.
+"""Writes the tables in classes.md: the optimizer classes that run, by package, and why others do not.
 
 python tests/judges/table.py
 """
@@ -16,7 +16,7 @@ from test_classes import EQUAL as PACKAGES
 from test_classes import judged
 from test_sharded_classes import judged_early
 
-PAGE = Path(__file__).parents[2] / "docs" / "reference" / "rules.md"
+PAGE = Path(__file__).parent / "classes.md"
 LARGEST = "pytorch_optimizer.optimizer"  # has its own column in the second table
 DISTRIBUTIONS = {"optimi": "torch-optimi"}
 REASONS = {
