@@ -1,9 +1,9 @@
-"""Measures time and memory of a training step under each policy, and of ordinary training that clips and accumulates.
+"""Measures the time and memory of a training step under each policy, and with an ordinary optimizer.
 
     python -m benchmarks.policies [--size 100M --batch 8 --tokens 64]
 
-All methods process the same tokens per step; methods named `8 micro-batches` process one row at a time. All methods
-except `floor` and `immediate` clip by the global norm. Times are ratios to `immediate`.
+All methods process the same tokens per step. Methods named `8 micro-batches` split a step into eight micro-batches. All
+methods except `floor` and `immediate` clip by the global norm. Times are relative to `immediate`.
 """
 
 from collections.abc import Sequence
@@ -41,7 +41,6 @@ METHODS = {
     f"deferred, gradient's dtype{EIGHT}": deferred(8, accumulation_dtype="gradient"),
     f"ordinary AdamW(fused=True){EIGHT}": Method(ADAMW, micro_batches=8),
 }
-
 
 tables = partial(step.ratios, base=BASE)
 

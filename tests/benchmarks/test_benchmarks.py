@@ -73,8 +73,8 @@ def test_a_plan_is_the_one_of_the_command_line(monkeypatch, tmp_path):
     assert sum(sizes.values()) == plan["needed"]
     assert sizes["weights"] == plan["items"]["weights"]
 
-    every = {words: dict.fromkeys(memory.COLORS, 2**30) for words in memory.every()}
-    assert len(memory.tables({"plans": every})) == 5
+    plans = {words: dict.fromkeys(memory.COLORS, 2**30) for words in memory.all_arguments()}
+    assert len(memory.tables({"plans": plans})) == 5
 
 
 def test_methods_train_as_documented(tiny_llama):

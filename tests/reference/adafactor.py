@@ -91,7 +91,7 @@ class Adafactor:
         return np.where(np.isnan(new), old, new) if self.skip_nan_updates else new
 
     def states(self):
-        """Returns the states. The dimensions of v_row are BATCH, NONE, ROW, and those of v_col BATCH, NONE, COLUMN."""
+        """Returns the states. v_row has the dimensions BATCH, NONE, ROW in this order; v_col BATCH, NONE, COLUMN."""
         states = dict(self.moments)
         for name, kind in {"v_row": "ROW", "v_col": "COLUMN"}.items():
             if name in states:
