@@ -89,8 +89,8 @@ MARKERS = {
 
 
 def draw(report: Any) -> Any:
-    """Draws two panels per task for the first seed: the loss by learning rate, and the best loss minus the loss of AdamW
-    with float32 weights, by the bytes of a weight and its states.
+    """Draws two panels per task for the first seed: the loss by learning rate, and the best loss minus the loss of
+    AdamW with float32 weights, by the bytes of a weight and its states.
     """
     results = Results(report["runs"])
     tasks = [task for task in ONE_TASK if task in set(results.rows.task)]
