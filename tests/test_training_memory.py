@@ -1,4 +1,4 @@
-"""Memory guarantees, measured tensor by tensor: besides weights and states, a step needs little more than one gradient.
+"""In addition to weights and states, a step needs little more memory than one gradient. All tensors are counted.
 
 The policy `deferred` also stores gradients. The model's embedding takes 16 MiB, a third of the model, and is the last
 to get its gradient. The head has the same size and is the first.

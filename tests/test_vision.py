@@ -1,4 +1,4 @@
-"""Vision-language models on the command line: training, generation, inspection and plans."""
+"""Tests vision-language models on the command line: training, generation, inspection and plans."""
 
 import re
 import shlex

@@ -1,4 +1,4 @@
-"""Benchmarks against other packages: the commands write their results, and the methods train as documented."""
+"""Benchmark commands write their results, and the methods that they compare train as documented."""
 
 import json
 import shlex

@@ -1,4 +1,4 @@
-"""The generated source of kernels, and the tables that they read."""
+"""Tests the generated source of kernels and the tables that kernels read."""
 
 import pytest
 import torch

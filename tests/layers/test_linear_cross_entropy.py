@@ -1,4 +1,4 @@
-"""The loss of the tiled head and its gradients compared with float64, their memory, and invalid arguments."""
+"""Tests the tiled head: its loss and gradients compared with float64, its memory, and invalid arguments."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""A tied embedding adds its gradient to the head's gradient, with the bits of two gradients and the memory of one."""
+"""A tied embedding adds its gradient to the head's gradient. The sum is bitwise exact, and only one is in memory."""
 
 import copy
 import pickle

@@ -1,4 +1,4 @@
-"""States are saved and loaded with torch.distributed.checkpoint by the names of the model, bit for bit."""
+"""torch.distributed.checkpoint saves and loads states bitwise, under the model's parameter names."""
 
 import copy
 import json

@@ -1,4 +1,4 @@
-"""Tensor memory of ranks with sharded parameters during a step, while saving and while loading."""
+"""Tests the tensor memory of ranks with sharded parameters during a step, while saving and while loading."""
 
 import warnings
 

@@ -1,4 +1,4 @@
-"""Storage formats of states and weights give the bits of one device for replicated and sharded parameters."""
+"""With replicated and sharded parameters, all storage formats give bitwise the results of one device."""
 
 import functools
 from contextlib import nullcontext

@@ -1,4 +1,4 @@
-"""Streamed weights train with the bits of local training and have at most two units on the device."""
+"""Training with streamed weights bitwise equals local training. At most two units are on the device."""
 
 import copy
 import mmap

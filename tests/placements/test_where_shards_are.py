@@ -1,4 +1,4 @@
-"""Shards on another device than their gradients, and reads of what another stream writes."""
+"""Tests shards and gradients on different devices, and reads of memory that another stream writes."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""DeepSpeed ZeRO-3 in the configurations that users choose."""
+"""Tests DeepSpeed ZeRO-3 in typical configurations."""
 
 from contextlib import nullcontext
 

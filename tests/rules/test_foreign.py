@@ -1,4 +1,4 @@
-"""A torch optimizer as a rule gives the bits of its own step(), or raises an error with the reason."""
+"""A torch optimizer used as a rule bitwise equals its `step()`, or raises an error with the reason."""
 
 import copy
 import inspect

@@ -1,4 +1,4 @@
-"""LANS: differences from its source, options by parameter name, and its step count."""
+"""Tests LANS: differences from its source, options by parameter name, and the step count."""
 
 import functools
 

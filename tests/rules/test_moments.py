@@ -1,4 +1,4 @@
-"""Rules with moments: AdamW equals torch's own, and moments in 16 bits are unbiased."""
+"""Tests rules with moments: AdamW equals torch's AdamW, and 16-bit moments are unbiased."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Guarantees of every rule, invalid hyperparameters, and the table of rules."""
+"""Tests the guarantees of every rule, invalid hyperparameters, and the table of rules."""
 
 import math
 import re

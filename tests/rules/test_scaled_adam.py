@@ -1,4 +1,4 @@
-"""ScaledAdam: parameters without a gradient, its clipping period, and the statistics of a step."""
+"""Tests ScaledAdam: parameters without a gradient, the clipping period, and the statistics of a step."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Plans of runs: reported memory, whether a run fits, options that reduce the memory, and unsupported runs."""
+"""Tests plans of runs: reported memory, whether a run fits, options that reduce memory, and unsupported runs."""
 
 import copy
 import functools

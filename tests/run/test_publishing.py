@@ -1,4 +1,4 @@
-"""Uploads to the Hub. A function that records the files of each upload replaces the Hub."""
+"""Tests uploads to the Hub, which is replaced by a function that records the files of each upload."""
 
 from types import SimpleNamespace
 

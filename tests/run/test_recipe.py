@@ -1,4 +1,4 @@
-"""Arguments of the training commands: TRL's and the sections `fused` and `layers`, as arguments and in YAML."""
+"""Tests TRL's arguments and the sections `fused` and `layers` of training commands, as arguments and in YAML."""
 
 import importlib
 import os

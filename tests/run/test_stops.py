@@ -1,4 +1,4 @@
-"""Interrupted runs: the step at which they stop, the files that they save, and the step from which they continue."""
+"""Tests interrupted runs: the step at which they stop, the files that they save, and the step where they resume."""
 
 import os
 import shlex

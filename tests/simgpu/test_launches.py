@@ -1,4 +1,4 @@
-"""Batched kernels get the current addresses of gradients on the simulated GPU, where they compute nothing."""
+"""Batched kernels receive the current addresses of gradients. On the simulated GPU, they compute nothing."""
 
 import pytest
 import torch

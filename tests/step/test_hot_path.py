@@ -1,4 +1,4 @@
-"""A step never waits for the device, and its work on several streams is ordered correctly."""
+"""A step never waits for the device, and its operations on several streams are ordered correctly."""
 
 import math
 from collections import Counter, namedtuple

@@ -1,4 +1,4 @@
-"""Stacked small parameters get the same bits as individual ones, in any order; the default rounding of weights."""
+"""Stacked small parameters bitwise equal individual ones, in any order. Also tests the default rounding."""
 
 import itertools
 import re

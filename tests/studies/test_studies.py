@@ -1,4 +1,4 @@
-"""The quality studies run completely at a small size."""
+"""The studies run completely at a small size."""
 
 import json
 from concurrent.futures import ThreadPoolExecutor

@@ -1,4 +1,4 @@
-"""Roundings to 16 bits, and the random bits of an element."""
+"""Tests rounding to 16 bits, and the random bits of elements."""
 
 import itertools
 import math

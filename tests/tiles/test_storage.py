@@ -1,4 +1,4 @@
-"""Properties of every storage: one table of storages, and one test per property."""
+"""Tests the properties of all storages, with one table of storages and one test per property."""
 
 import math
 from functools import partial

@@ -1,4 +1,4 @@
-"""Trainers that choose the optimizer, override the training loop or load checkpoints, with and without the mixin."""
+"""Trainers that choose the optimizer, override the training loop or load checkpoints train alike with the mixin."""
 
 import logging
 

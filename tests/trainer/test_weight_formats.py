@@ -1,4 +1,4 @@
-"""Trainers of models with quantized weights."""
+"""Tests trainers of models with quantized weights."""
 
 import pytest
 import torch
