@@ -43,13 +43,13 @@ def run(monkeypatch, nothing_installed, tmp_path, capsys):
     monkeypatch.setattr(defaults, "SHAPES", ((1, 64, 512, 16),))
     monkeypatch.setattr(defaults, "FusedConfig", lambda **options: FusedConfig(rule="lomo"))
 
-    def of(module):
+    def run_module(module):
         words, _ = COMMANDS[module]
         module.main([*words, "--out", str(tmp_path / "new")])
         (file,) = (tmp_path / "new").glob("*.json")
         return capsys.readouterr().out, json.loads(file.read_text())
 
-    return of
+    return run_module
 
 
 @pytest.mark.parametrize("module", COMMANDS, ids=lambda module: module.__name__)

@@ -13,7 +13,6 @@ from lowmem.errors import ConfigError
 
 make_optimizer = functools.partial(made_by, "lans")
 
-
 ONE_LARGE = torch.full((4, 35), 1e-30).index_fill_(1, torch.tensor([16]), 1e-12).view(4, 5, 7)
 # Gradient scales in four steps.
 SIZES = {

@@ -35,12 +35,12 @@ def test_equals_torch(give_gradients, options):
             their.grad = None if absent else torch.randn(their.shape) * 10.0 ** (step % 5 - 2)
         give_gradients(opt, *((param, their.grad) for param, their in zip(params, theirs, strict=True)))
         plain.step()
-    kept = opt.named_state_dict()["state"]
+    states = opt.named_state_dict()["state"]
     for i, (param, their) in enumerate(zip(params, theirs, strict=True)):
         assert equal(param, their)
-        assert kept[f"param{i}"]["step"].item() == plain.state[their]["step"].item()
+        assert states[f"param{i}"]["step"].item() == plain.state[their]["step"].item()
         for name in ("exp_avg", "exp_avg_sq"):
-            assert equal(kept[f"param{i}"][name], plain.state[their][name])
+            assert equal(states[f"param{i}"][name], plain.state[their][name])
 
 
 ELEMENTS, STEPS = 1 << 16, 60

@@ -43,11 +43,11 @@ def test_a_missing_gradient_is_zero(give_gradients, shape, batching):
         assert opt.last_step.names == tuple(f"param{i}" for i in range(3) if grads[i] is not None)
     for param, value, reference in zip(params, want, references, strict=True):
         np.testing.assert_allclose(param.detach().cpu().numpy(), value, rtol=1e-5, atol=1e-6)
-        kept = opt.state[param]
-        assert kept["step"].item() == 8
+        states = opt.state[param]
+        assert states["step"].item() == 8
         for name, state in reference.states().items():
             atol = 1e-5 * np.abs(state).max() + 1e-12
-            np.testing.assert_allclose(kept[name].cpu().numpy(), state, rtol=1e-4, atol=atol)
+            np.testing.assert_allclose(states[name].cpu().numpy(), state, rtol=1e-4, atol=atol)
 
 
 def test_unfreezing_does_not_change_the_clipping_period(give_gradients):

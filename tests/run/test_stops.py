@@ -68,15 +68,15 @@ def stopping(monkeypatch, moment, step, number=signal.SIGTERM):
 
 @pytest.fixture(scope="module")
 def complete(tmp_path_factory):
-    """Returns a function that computes the weights of an uninterrupted run with a strategy, and its evaluations."""
+    """Returns a function that returns the weights and the evaluation losses of an uninterrupted run with a strategy."""
 
     @cache
-    def of(strategy):
+    def run_strategy(strategy):
         folder = tmp_path_factory.mktemp(strategy)
         assert run(folder, **STRATEGIES[strategy]).status == 0
         return (folder / "run" / "model.safetensors").read_bytes(), logged(folder / "run", "eval_loss")
 
-    return of
+    return run_strategy
 
 
 @pytest.mark.parametrize(("strategy", "moment", "step"), CASES)

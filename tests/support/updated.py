@@ -56,8 +56,8 @@ class Parameter:
         encoded = weight.encode(start.to(self.dtype).float(), Uniform.half(start))
         for n, part in enumerate(encoded):
             self.tensors["param", n].copy_(part)
-        self.expected = {key: each.clone() for key, each in self.tensors.items()}
-        self.expected_small = {key: each.clone() for key, each in self.small.items()}
+        self.expected = {key: tensor.clone() for key, tensor in self.tensors.items()}
+        self.expected_small = {key: tensor.clone() for key, tensor in self.small.items()}
 
     def memory(self, sizes, dtype):
         """Returns a tensor of zeros between two margins filled with 7."""
