@@ -22,8 +22,8 @@ SHAPES = [(), (1,), (7,), (5, 3), (5, 3), (5, 3), (2, 3, 4), (2, 2, 3, 3), (16, 
     ],
 )
 def test_equals_torch(give_gradients, options):
-    """Bit for bit over 20 steps with a changing rate. Some parameters have no gradient in some steps, and their bias
-    correction only counts steps with one."""
+    """Compares 20 steps with a changing rate bitwise. Some parameters have no gradient in some steps, and their bias
+    correction counts only steps with a gradient."""
     start = [torch.randn(shape) for shape in SHAPES]
     params, theirs = ([torch.nn.Parameter(value.clone()) for value in start] for _ in range(2))
     opt = lowmem.FusedOptimizer(params, rule="adamw", **options)

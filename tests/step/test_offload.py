@@ -149,7 +149,7 @@ def assert_seen(opt, params, steps):
     ],
 )
 def test_sums_equal_grad(kind, dtype, sums, count, store):
-    """Bit for bit, and the sums of one step do not affect the next one."""
+    """Sums are bitwise equal, and the sums of one step do not affect the next one."""
     dtype = getattr(torch, dtype)
     params, opt = watched(dtype, accumulation_dtype=sums)
     for step in range(3):

@@ -33,7 +33,7 @@ def folder(tmp_path_factory):
 
 
 def offloaded(folder, way, tmp_path):
-    """A model that Accelerate moves to its device one part at a time."""
+    """Returns a model that Accelerate moves to its device one part at a time."""
     if way == "cpu_offload":
         return accelerate.cpu_offload(hf.AutoModelForCausalLM.from_pretrained(folder))
     places = {"model": "cpu", "lm_head": "disk"}
