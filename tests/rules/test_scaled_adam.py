@@ -86,7 +86,7 @@ def test_a_parameter_that_never_had_a_gradient_stays(give_gradients):
 
 def test_statistics(give_gradients):
     """Compares with values computed by hand. The norm is over gradients times the size of their weight, which is
-    measured after the statistics in steps 1, 3 and so on. Parameters with one element are not scaled.
+    measured in step 1 and, after the statistics, in steps 2 and 4. Parameters with one element are not scaled.
     """
     matrix, single = torch.nn.Parameter(torch.full((2, 2), 2.0)), torch.nn.Parameter(torch.tensor([7.0]))
     opt = lowmem.FusedOptimizer([("m", matrix), ("s", single)], rule="scaled_adam", lr=0.0, size_update_period=2)
