@@ -1,4 +1,4 @@
-"""Measures the step time of `FusedSFTTrainer` with its default loss, relative to TRL's loss.
+"""Measures the step time of `FusedSFTTrainer` with default options, relative to its time with TRL's loss.
 
     python -m benchmarks.defaults [--rounds 5]
 
