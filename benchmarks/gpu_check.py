@@ -213,8 +213,8 @@ def steps(
     methods["AdamW(fused=True)"] = partial(ordinary, cls=torch.optim.AdamW, fused=True)
     floor = 0.0
     for method, make in methods.items():
-        what = f"{name}, {rows} x {tokens} tokens, head_memory {memory >> 20} MiB, {method}"
-        with report.trial(what):
+        label = f"{name}, {rows} x {tokens} tokens, head_memory {memory >> 20} MiB, {method}"
+        with report.trial(label):
             others = torch.cuda.memory_allocated() if GPU else 0
             model = llama(name)
             weights = sum(param.nbytes for param in model.parameters())
@@ -227,11 +227,11 @@ def steps(
             above = peak(run)
             taken = median(run, 4)
             floor = floor or taken
-            ours = method == "adalomo"
+            is_adalomo = method == "adalomo"
             figures = {"seconds": taken, "tokens_per_second": rows * tokens / taken, "first_seconds": first}
-            report.row(f"{what}: times gradients dropped", taken / floor, goal if ours else None, **figures)
+            report.row(f"{label}: times gradients dropped", taken / floor, goal if is_adalomo else None, **figures)
             total = None if above is None else (before + above - others) / weights
-            report.row(f"{what}: peak over the weights", total, 1.15 if ours else None)
+            report.row(f"{label}: peak over the weights", total, 1.15 if is_adalomo else None)
         model = take = run = None  # type: ignore[assignment]
         clear()
 
@@ -258,8 +258,8 @@ def streamed(report: Report, small: bool) -> None:
     name, tokens, budget = ("narrow", 64, None) if small else ("8B", 4096, 4 << 30)
     resident = 0.0
     for streams in (False, True):
-        what = f"{name}, {tokens} tokens, adalomo, {'streamed' if streams else 'resident'}"
-        with report.trial(what):
+        label = f"{name}, {tokens} tokens, adalomo, {'streamed' if streams else 'resident'}"
+        with report.trial(label):
             model = llama(name)
             others = torch.cuda.memory_allocated() if GPU else 0
             streaming = lowmem.stream(model, DEVICE, device_memory=budget) if streams else None
@@ -272,17 +272,17 @@ def streamed(report: Report, small: bool) -> None:
             before = streaming and (streaming.fetched + streaming.written, streaming.waited)
             taken = median(run, 3)
             resident = resident or taken
-            report.row(f"{what}: times resident", taken / resident, seconds=taken, tokens_per_second=tokens / taken)
-            report.row(f"{what}: peak above the bytes allocated before the step", above, weights_and_others=others)
+            report.row(f"{label}: times resident", taken / resident, seconds=taken, tokens_per_second=tokens / taken)
+            report.row(f"{label}: peak above the bytes allocated before the step", above, weights_and_others=others)
             if streaming is not None and before is not None:
                 unit = next(iter(streaming.units))
-                home = torch.empty(unit.nbytes, dtype=torch.uint8, device="cpu", pin_memory=GPU)
-                there = torch.empty_like(home, device=DEVICE)
-                bare = unit.nbytes / median(partial(there.copy_, home, non_blocking=True), 5)
+                source = torch.empty(unit.nbytes, dtype=torch.uint8, device="cpu", pin_memory=GPU)
+                target = torch.empty_like(source, device=DEVICE)
+                bare = unit.nbytes / median(partial(target.copy_, source, non_blocking=True), 5)
                 rate = (streaming.fetched + streaming.written - before[0]) / 3 / taken
                 waits = (streaming.waited - before[1]) / 3 / taken
                 figures = {"layers": len(streaming.units), "rate": rate, "bare_rate": bare, "waiting": waits}
-                report.row(f"{what}: rate of copies, relative to a single copy", rate / bare, **figures)
+                report.row(f"{label}: rate of copies, relative to a single copy", rate / bare, **figures)
         model = take = run = streaming = None  # type: ignore[assignment]
         clear()
 

@@ -146,12 +146,12 @@ def gib(sizes: dict[str, int]) -> float:
 
 def bars(plans: Plans) -> dict[str, dict[str, int]]:
     """Returns the bytes by kind for each method of `GROUPS`, in order."""
-    ours = {method: plans[arguments_of(EIGHT_BILLION, method)] for method in METHODS}
-    parameters = ours["adalomo"]["weights"] // 2
-    rest = {kind: ours["adalomo"][kind] for kind in ("activations", "reserve")}
+    sizes = {method: plans[arguments_of(EIGHT_BILLION, method)] for method in METHODS}
+    parameters = sizes["adalomo"]["weights"] // 2
+    rest = {kind: sizes["adalomo"][kind] for kind in ("activations", "reserve")}
     for name, widths in ORDINARY.items():
-        ours[name] = {**{kind: width * parameters for kind, width in widths.items()}, **rest}
-    return {name: ours[name] for names in GROUPS.values() for name in names}
+        sizes[name] = {**{kind: width * parameters for kind, width in widths.items()}, **rest}
+    return {name: sizes[name] for names in GROUPS.values() for name in names}
 
 
 def title(name: str) -> str:

@@ -41,7 +41,7 @@ class Method:
     """
 
     make: Callable[..., Any]
-    kind: Literal["floor", "ours", "peer"] = "peer"
+    kind: Literal["floor", "lowmem", "peer"] = "peer"
     package: str | None = None
     micro_batches: int = 1
 
@@ -198,7 +198,7 @@ def all_methods(more_rules: Sequence[str] = ()) -> dict[str, Method]:
     """
     for rule in more_rules:
         rules.resolve(rule)
-    ours: dict[str, dict[str, Any]] = {
+    settings: dict[str, dict[str, Any]] = {
         "adalomo": {"rule": "adalomo"},
         "adalomo, stochastic": {"rule": "adalomo", "rounding": "stochastic"},
         "adalomo, int10": {"rule": "adalomo", "weight_format": "int10"},
@@ -207,6 +207,6 @@ def all_methods(more_rules: Sequence[str] = ()) -> dict[str, Method]:
     }
     return {
         FLOOR: Method(drop_gradients, "floor"),
-        **{f"lowmem {name}": Method(partial(fused, **options), "ours") for name, options in ours.items()},
+        **{f"lowmem {name}": Method(partial(fused, **options), "lowmem") for name, options in settings.items()},
         **PEERS,
     }

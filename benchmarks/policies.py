@@ -20,19 +20,19 @@ BASE = "immediate"
 EIGHT = ", 8 micro-batches"
 
 
-def ours(micro_batches: int = 1, **options: Any) -> Method:
-    return Method(partial(fused, **{"rule": "adalomo", **options}), "ours", micro_batches=micro_batches)
+def lowmem_method(micro_batches: int = 1, **options: Any) -> Method:
+    return Method(partial(fused, **{"rule": "adalomo", **options}), "lowmem", micro_batches=micro_batches)
 
 
 def deferred(micro_batches: int = 1, **options: Any) -> Method:
-    return ours(micro_batches, policy="deferred", clip_norm=1.0, **options)
+    return lowmem_method(micro_batches, policy="deferred", clip_norm=1.0, **options)
 
 
 ADAMW = partial(ordinary, cls=torch.optim.AdamW, clip_norm=1.0, fused=True)
 METHODS = {
     FLOOR: Method(drop_gradients, "floor"),
-    BASE: ours(policy="immediate"),
-    "two_pass": ours(policy="two_pass", clip_norm=1.0),
+    BASE: lowmem_method(policy="immediate"),
+    "two_pass": lowmem_method(policy="two_pass", clip_norm=1.0),
     "deferred": deferred(),
     "deferred, rule adamw": deferred(rule="adamw", state_storage="float32"),
     "ordinary AdamW(fused=True)": Method(ADAMW),

@@ -48,15 +48,15 @@ def make_parser(
         return int(text)
 
     parser = argparse.ArgumentParser(description=doc.partition("\n")[0])
-    for name, (default, what) in counts.items():
-        parser.add_argument(f"--{name}", type=count, default=default, metavar="N", help=f"{what} ({default})")
+    for name, (default, description) in counts.items():
+        parser.add_argument(f"--{name}", type=count, default=default, metavar="N", help=f"{description} ({default})")
     if dtype:
         usual = default_dtype()
-        what = f"dtype of the weights ({usual})"
-        parser.add_argument("--dtype", choices=("bfloat16", "float32"), default=usual, help=what)
+        description = f"dtype of the weights ({usual})"
+        parser.add_argument("--dtype", choices=("bfloat16", "float32"), default=usual, help=description)
     if only is not None:
-        what = f"only this {only}; repeatable"
-        parser.add_argument("--only", action="append", default=[], metavar="NAME", help=what)
+        description = f"only this {only}; repeatable"
+        parser.add_argument("--only", action="append", default=[], metavar="NAME", help=description)
     parser.add_argument("--out", type=Path, default=OUT, metavar="DIR", help=f"folder for the results ({OUT})")
     return parser
 
@@ -142,10 +142,10 @@ def publish(
     save(file, settings, **parts)
     report = json.loads(file.read_text())
     print(f"{pages.about(report)}\n\n{next(iter(tables(report).values()), '')}")
-    for what, why in report.get("failed", {}).items():
-        print(f"{what} failed: {why}")
-    for what, why in report.get("left_out", {}).items():
-        print(f"skipped: {what} ({why})")
+    for method, error in report.get("failed", {}).items():
+        print(f"{method} failed: {error}")
+    for method, requirement in report.get("left_out", {}).items():
+        print(f"skipped: {method} ({requirement})")
     pages.draw(file, pictures)
     if out.resolve() == pages.RESULTS:
         pages.write(pages.RESULTS / file.name)

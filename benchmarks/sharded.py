@@ -125,13 +125,13 @@ class RankMethod(Method):
 
 METHODS = {
     FLOOR: RankMethod(floor, "floor", "deepspeed", place=zero3),
-    "ZeRO-3, lowmem adalomo": RankMethod(ADALOMO, "ours", "deepspeed", place=zero3),
-    "ZeRO-3, lowmem adamw": RankMethod(ADAMW, "ours", "deepspeed", place=zero3),
+    "ZeRO-3, lowmem adalomo": RankMethod(ADALOMO, "lowmem", "deepspeed", place=zero3),
+    "ZeRO-3, lowmem adamw": RankMethod(ADAMW, "lowmem", "deepspeed", place=zero3),
     "ZeRO-3, DeepSpeed's AdamW": RankMethod(by_engine, package="deepspeed", place=engine),
-    "FSDP2, lowmem adalomo": RankMethod(ADALOMO, "ours", place=fsdp2),
-    "FSDP2, lowmem adamw": RankMethod(ADAMW, "ours", place=fsdp2),
+    "FSDP2, lowmem adalomo": RankMethod(ADALOMO, "lowmem", place=fsdp2),
+    "FSDP2, lowmem adamw": RankMethod(ADAMW, "lowmem", place=fsdp2),
     "FSDP2, AdamW(foreach=True)": RankMethod(partial(ordinary, cls=torch.optim.AdamW, foreach=True), place=fsdp2),
-    "replicated, lowmem adalomo": RankMethod(ADALOMO, "ours"),
+    "replicated, lowmem adalomo": RankMethod(ADALOMO, "lowmem"),
     "replicated, DDP and AdamW": RankMethod(partial(ordinary, cls=torch.optim.AdamW, fused=True), place=data_parallel),
 }
 PEERS = {name.partition(",")[0]: name for name in METHODS}  # the last method in each placement
@@ -156,12 +156,12 @@ class SentBytes(TorchDispatchMode):
         if "c10d" in space and name == "broadcast_":
             self.bytes["sums"] += sum(tensor.nbytes for tensor in args[0])
         elif "c10d" in space:
-            (kind,) = (kind for kind in COLLECTIVES if kind in name)  # raises an error for other collectives
-            which, what, times = COLLECTIVES[kind]
-            tensors = tree_leaves(args[which])
-            if kind == "allreduce" and (self._sharded or not tensors[0].is_floating_point()):
-                what = "sums"
-            self.bytes[what] += times * sum(tensor.nbytes for tensor in tensors) * (self._ranks - 1) // self._ranks
+            (collective,) = (part for part in COLLECTIVES if part in name)  # raises an error for other collectives
+            index, kind, times = COLLECTIVES[collective]
+            tensors = tree_leaves(args[index])
+            if collective == "allreduce" and (self._sharded or not tensors[0].is_floating_point()):
+                kind = "sums"
+            self.bytes[kind] += times * sum(tensor.nbytes for tensor in tensors) * (self._ranks - 1) // self._ranks
         return func(*args, **(kwargs or {}))
 
 
@@ -200,7 +200,7 @@ def measure(name: str, options: Options, rank: int) -> Figures:
         step([loss])
     return {
         "seconds": median(times),
-        **{what: sent.bytes[what] for what in SENT},
+        **{kind: sent.bytes[kind] for kind in SENT},
         "tensor_peak": sum(device["Total"] for device in tracker.get_tracker_snapshot("peak").values()),
         "resident": resident,
         "weights": sum(getattr(p, "ds_numel", p.numel()) * p.element_size() for p in model.parameters()),
@@ -236,11 +236,11 @@ def tables(report: Any) -> dict[str, str]:
     results = report["results"]
     rows = []
     for name, row in results.items():
-        sizes = {what: f"{row[what] / 2**20:.{4 if what == 'sums' else 1}f}" for what in SENT}
+        sizes = {kind: f"{row[kind] / 2**20:.{4 if kind == 'sums' else 1}f}" for kind in SENT}
         peer = PEERS[name.partition(",")[0]]
         ratios = {"× floor": ratio(results, name, FLOOR), "× peer": ratio(results, name, peer)}
         memory = {"tensors, MiB": f"{row['tensor_peak'] / 2**20:.1f}", "process, MiB": f"{row['resident'] / 2**20:.1f}"}
-        columns = {f"{what}, MiB": text for what, text in sizes.items()}
+        columns = {f"{kind}, MiB": text for kind, text in sizes.items()}
         rows.append({"per rank": name, "s/step": f"{row['seconds']:.3f}", **ratios, **columns, **memory})
     return {"": markdown(rows)}
 

@@ -73,8 +73,8 @@ tables = partial(ratios, base=FLOOR)
 @command
 def main(argv: Sequence[str] | None = None) -> None:
     parser = make_parser(__doc__, batch=1, tokens=128, rounds=3)
-    what = "also measure this rule of lowmem; repeatable"
-    parser.add_argument("--rule", action="append", default=[], metavar="NAME", help=what)
+    description = "also measure this rule of lowmem; repeatable"
+    parser.add_argument("--rule", action="append", default=[], metavar="NAME", help=description)
     options = parser.parse_args(argv)
     run(all_methods(options.rule), options, "step", tables)
 

@@ -81,9 +81,9 @@ def lomo_optim_update(param: Tensor, grad: Tensor) -> Update:
     return update, lambda: [states["weight"] for states in (optimizer.exp_avg_sq_row, optimizer.exp_avg_sq_col)]
 
 
-def ours(rule: str, nearest: str | None = None, dtype: Any = None, **options: Any) -> UpdateMethod:
+def lowmem_method(rule: str, nearest: str | None = None, dtype: Any = None, **options: Any) -> UpdateMethod:
     options = {"state_storage": "float32", **options}
-    return UpdateMethod(partial(lowmem_update, rule=rule, **options), "ours", nearest=nearest, dtype=dtype)
+    return UpdateMethod(partial(lowmem_update, rule=rule, **options), "lowmem", nearest=nearest, dtype=dtype)
 
 
 def torch_method(cls: Callable[..., torch.optim.Optimizer], dtype: Any = None, **options: Any) -> UpdateMethod:
@@ -106,11 +106,11 @@ IN_BFLOAT16 = {  # rule, nearest peer and options of methods that are measured o
     },
 }
 METHODS = {
-    **{rule: ours(rule, NEAREST.get(rule, "AdamW")) for rule in RULES},
-    **{name: ours(rule, peer, "bfloat16", **options) for name, (rule, peer, options) in IN_BFLOAT16.items()},
-    f"adamw{WIDE}": ours("adamw", f"{BASE}{WIDE}", "float32"),
-    f"adalomo{WIDE}": ours("adalomo", f"{BASE}{WIDE}", "float32"),
-    **{f"{rule}, eager": ours(rule, compile=False) for rule in RULES},
+    **{rule: lowmem_method(rule, NEAREST.get(rule, "AdamW")) for rule in RULES},
+    **{name: lowmem_method(rule, peer, "bfloat16", **options) for name, (rule, peer, options) in IN_BFLOAT16.items()},
+    f"adamw{WIDE}": lowmem_method("adamw", f"{BASE}{WIDE}", "float32"),
+    f"adalomo{WIDE}": lowmem_method("adalomo", f"{BASE}{WIDE}", "float32"),
+    **{f"{rule}, eager": lowmem_method(rule, compile=False) for rule in RULES},
     BASE: torch_method(torch.optim.AdamW, fused=True),
     f"{BASE}{WIDE}": torch_method(torch.optim.AdamW, "float32", fused=True),
     "AdamW": torch_method(torch.optim.AdamW),
@@ -161,8 +161,8 @@ def tables(report: Any) -> dict[str, str]:
 
 @command
 def main(argv: Sequence[str] | None = None) -> None:
-    what = "number of measurements of each method"
-    counts = {"size": (4096, "rows and columns of the parameter"), "rounds": (3, what)}
+    rounds = (3, "number of measurements of each method")
+    counts = {"size": (4096, "rows and columns of the parameter"), "rounds": rounds}
     options = reports.make_parser(__doc__, counts, only="method").parse_args(argv)
     settings = {key: getattr(options, key) for key in (*counts, "dtype")}
 

@@ -29,21 +29,21 @@ class Report:
         self._end = self._began + budget
         self._rows: list[dict[str, Any]] = []
 
-    def row(self, what: str, measured: Any, goal: float | None = None, **more: Any) -> None:
+    def row(self, label: str, measured: Any, goal: float | None = None, **more: Any) -> None:
         """Adds a measurement that should be at most `goal`. measured: None if this machine cannot measure it."""
         met = None if goal is None or measured is None else measured <= goal
         text = None if goal is None else f"<= {goal:g}"
-        self._add({"what": what, "measured": measured, "goal": text, "met": met, **more})
+        self._add({"what": label, "measured": measured, "goal": text, "met": met, **more})
 
     @contextmanager
-    def trial(self, what: str) -> Iterator[None]:
+    def trial(self, label: str) -> Iterator[None]:
         """Adds a row with the error if the block raises one, and continues."""
         try:
             yield
         except Exception as error:
             traceback.print_exc()
             self.failed |= not isinstance(error, torch.OutOfMemoryError)
-            self._add({"what": what, "error": f"{type(error).__name__}: {error}"})
+            self._add({"what": label, "error": f"{type(error).__name__}: {error}"})
         clear()
 
     def part(self, measure: Callable[["Report", bool], None], needs: float, small: bool) -> None:
