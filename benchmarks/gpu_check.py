@@ -288,19 +288,25 @@ def streamed(report: Report, small: bool) -> None:
 
 
 def tables(report: dict[str, Any]) -> dict[str, str]:
-    """Returns a table of steps by model and batch, with the seconds and the peak of each method."""
+    """Returns a table of steps, with the seconds and the peak of each method, by model, tokens and head memory."""
     rows = [row for part in report.values() if isinstance(part, dict) for row in part["rows"]]
     measured = {row["what"]: row for row in rows if "measured" in row}
-    cells: dict[str, dict[str, str]] = {}
+    steps: dict[tuple[str, ...], dict[str, str]] = {}
     for what, row in measured.items():
-        if step := re.fullmatch(r"(\w+), (.+), head_memory (.+ MiB), (.+): times gradients dropped", what):
-            model, batch, memory, method = step.groups()
+        if match := re.fullmatch(r"(\w+), (.+) tokens, head_memory (.+) MiB, (.+): times gradients dropped", what):
+            *step, method = match.groups()
             peak = measured[what.replace("times gradients dropped", "peak over the weights")]["measured"]
-            cells.setdefault(f"{model}, {batch}, {memory}", {})[method] = f"{row['seconds']:.3f} s, {peak:.2f} ×"
-    methods = list(dict.fromkeys(method for step in cells.values() for method in step))
+            steps.setdefault(tuple(step), {})[method] = f"{row['seconds']:.3f} s, {peak:.2f} ×"
+    methods = dict.fromkeys(method for cells in steps.values() for method in cells)
     return {
         "": markdown(
-            [{"step": name, **{method: step.get(method, "–") for method in methods}} for name, step in cells.items()]
+            [
+                {
+                    **dict(zip(("model", "tokens", "head memory, MiB"), step, strict=True)),
+                    **{method: cells.get(method, "–") for method in methods},
+                }
+                for step, cells in steps.items()
+            ]
         )
     }
 

@@ -73,7 +73,7 @@ RULES = {"AdaLomo": "adalomo", "AdamW": "adamw"}
 # Size of a card in GB → free memory in GiB, and the color of plans that fit. Free memory is less than the nominal size
 # (an RTX 5090 with 32 GB reports 31.8 GiB), and the driver uses some of it.
 CARDS = {
-    16: (15.5, "#cfe8d5"), 24: (23.5, "#a9d3e8"), 32: (31.3, "#c9c3e6"), 48: (47.4, "#f3d9a4"), 80: (79.1, "#efb49b"),
+    16: (15.5, "#cfe8d5"), 24: (23.0, "#a9d3e8"), 32: (31.3, "#c9c3e6"), 48: (47.4, "#f3d9a4"), 80: (79.1, "#efb49b"),
 }  # fmt: skip
 TOO_LARGE = "#e6e6e6"
 

@@ -141,7 +141,9 @@ def train(command: argparse.Namespace, rest: Sequence[str]) -> int:
     if started is None and count > 1:
         _launch(count, [command.training, *rest], recipe.values)
     if started is not None and recipe.options.num_processes not in (None, int(started)):
-        raise ConfigError(f"--num_processes is {count}, but the launcher started a run of {started}. Omit it")
+        raise ConfigError(
+            f"--num_processes is {count}, but the launcher started {started} processes. Omit --num_processes"
+        )
     from lowmem.run import training
 
     stopped = training.train(recipe)
@@ -151,8 +153,8 @@ def train(command: argparse.Namespace, rest: Sequence[str]) -> int:
 def _launch(count: int, words: Sequence[str], values: Mapping[str, Any]) -> NoReturn:
     """Replaces this process by torchrun, which starts the command `count` times."""
     shards = next((name for name in ("fsdp", "deepspeed") if values.get(name)), None)
-    how = "each with all weights" if shards is None else f"which share the weights ({shards})"
-    out.print(f"starting {count} processes, {how}; --num_processes 1 starts one", soft_wrap=True)
+    how = "each with a full copy of the weights" if shards is None else f"which shard the weights ({shards})"
+    out.print(f"starting {count} processes, {how} (--num_processes 1 starts a single process)", soft_wrap=True)
     sys.stdout.flush()
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={count}"]
     os.execv(sys.executable, [*torchrun, "-m", "lowmem", *words])
@@ -164,7 +166,7 @@ def inspect(command: argparse.Namespace, rest: Sequence[str]) -> None:
 
     samples = _count("--samples", recipe.options.samples, 3)
     train = data.first(data.load(recipe)[0], samples)
-    trainer = data.stand_in(recipe, train)
+    trainer = data.tiny_trainer(recipe, train)
     opening, closing = ("", "") if out.is_terminal else ("⟦", "⟧")  # a file shows no colors
     for number, parts in enumerate(data.rows(trainer, samples), start=1):
         trained = sum(part.tokens for part in parts if part.trained)
@@ -197,9 +199,9 @@ def plan(command: argparse.Namespace, rest: Sequence[str]) -> int:
     fits = memory is None or planned.needed <= memory
     fitting: Recipe | None = recipe
     if memory is not None:
-        margin = f"{size(abs(memory - planned.needed))} {'to spare' if fits else 'too much'}"
-        verdict = "fits in" if fits else "does not fit in"
-        out.print(f"\n{verdict} {size(memory)}: {margin}", style="bold")
+        limit, margin = size(memory), size(abs(memory - planned.needed))
+        verdict = f"fits in {limit}: {margin} to spare" if fits else f"exceeds {limit} by {margin}"
+        out.print(f"\n{verdict}", style="bold")
         if not fits:
             fitting, figures["reductions"] = _fitting(recipe, ranks, memory)
     if options.json is not None:
@@ -319,7 +321,7 @@ def show_rules(arguments: argparse.Namespace, rest: Sequence[str]) -> None:
     source = "`lowmem rules NAME` shows the source of a rate"
     out.print(f"{states}, and usual learning rates for fine-tuning. {source}.\n", soft_wrap=True)
     out.print(table)
-    more = "Most classes of torch.optim and of other packages work by their import path"
+    more = "Most torch.optim classes and third-party optimizers can be selected by import path"
     out.print(f"\n`lowmem rules NAME` shows the options of a rule. {more}.", soft_wrap=True)
 
 
@@ -334,7 +336,7 @@ def _show_rule(name: str, model: Path | None) -> None:
         weights = (file.get_tensor(name) for file in files for name in file.keys())  # noqa: SIM118 (not a mapping)
     known = next((row for row in rules.table() if row.name == rule.name), None)
     if known is not None:
-        print_topics({"rule": known.name, "source": known.source, "equals": known.exactness, "keeps": known.keeps})
+        print_topics({"rule": known.name, "source": known.source, "exactness": known.exactness, "states": known.keeps})
         out.print(f"\n{python_inspect.getdoc(type(rule))}\n", soft_wrap=True)
     out.print(f"{state_bytes(name):.3g} bytes of states per parameter.", soft_wrap=True)
     out.print("Options, as keys of the section fused:")

@@ -18,7 +18,7 @@ class DataError(LowmemError):
 
 
 class UnsupportedError(LowmemError):
-    """A combination that cannot give the same result as ordinary training. The message names an alternative."""
+    """A model, option or combination that lowmem does not support. The message names an alternative."""
 
 
 class StepError(LowmemError):

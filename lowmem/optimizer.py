@@ -53,7 +53,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     Raises:
         ConfigError: a rule, option or hyperparameter is unknown, or a value is out of range.
-        UnsupportedError: the combination cannot be exact.
+        UnsupportedError: the options cannot reproduce ordinary training.
     """
 
     def __init__(
@@ -90,11 +90,11 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._wraps = True  # Accelerate may wrap this optimizer
         self._created = False
         try:
-            with placement.together():
+            with placement.raise_together():
                 super().__init__(groups, {})
                 self.defaults = {**rules.resolve(rule).defaults, **config.given}
             placement.adopt(self._records.values(), model)
-            with placement.together():
+            with placement.raise_together():
                 self._parameters.complete()
                 self._clipping = Clipping(self._parameters)
                 self._updates = Updates(self._parameters, self._cycle, self._clipping)
@@ -140,13 +140,13 @@ class FusedOptimizer(torch.optim.Optimizer):
         try:
             records = parameters.new_records(added)
             sharded = parameters.shard.sharded and bool(records)
-            if sharded:  # first, so that a shard is rejected because of its shape
+            if sharded:  # before records are claimed, so that the error is about flat shards
                 rule.adopt(group, sharded)
             for record in records.values():
                 self._hooks.add(record)
                 claim(record, parameters, self._hooks)
-                record.refuse_leftover()
-            if not sharded:  # last, so that a rejected parameter is named
+                record.require_no_gradient()
+            if not sharded:  # after records are claimed, whose errors name the parameter
                 rule.adopt(group, sharded)
             self._records.update(records)
             if self._created:
@@ -293,7 +293,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Discards the micro-batches of an incomplete step, and gradients in `.grad`.
 
         Raises:
-            StepError: a loop that calls `step()` has run a backward since, and its gradients are already applied.
+            StepError: the loop calls `step()`, and a backward since the last call has already applied its gradients.
         """
         if self._hooks.postponed and not self._wraps:
             return

@@ -71,9 +71,9 @@ class FusedConfig:
         max_nonfinite_steps: after this many consecutive steps with a non-finite gradient, `backward` raises `StepError`
             instead of taking another step. None never raises. Steps in which a dynamic loss scale searches for its
             first value, before any step with finite gradients, do not count.
-        store: where "deferred" stores gradients: "auto" (on the device as far as memory is free, the others on the
-            host), "host" (in pinned memory if there is a GPU), "device", or memory of each device for gradients, such
-            as "4GiB". Setting it selects "deferred".
+        store: where "deferred" stores gradients: "auto" (on the device while memory is free, then on the host), "host"
+            (in pinned memory if there is a GPU), "device", or a limit of device memory per device, such as "4GiB".
+            Setting it selects "deferred".
         accumulation_dtype: the dtype in which micro-batches are summed: "float32" (4 bytes per element in the store) or
             "gradient" (the dtype of the gradient; 2 bytes for bfloat16, rounded after every micro-batch like `.grad`).
             A step of one micro-batch stores its gradient unchanged.
@@ -256,9 +256,9 @@ class LayersConfig:
         require.flag_or_auto("computed_gradients", self.computed_gradients)
         if self.computed_gradients is True:
             raise ConfigError(
-                "computed_gradients: true is not supported: the gradients of the output head and the embedding are "
-                "tensors. Omit it. To save memory, train 12-bit weights (fused: {weight_format: int12}), or use a "
-                "smaller batch (per_device_train_batch_size)"
+                'computed_gradients=True is not supported. Use "auto" (the default), which computes the loss from '
+                "tiles of logits. To save more memory, use 12-bit weights (fused: {weight_format: int12}) or a smaller "
+                "batch (per_device_train_batch_size)"
             )
         _ = self.head_bytes  # raises if it is not an amount of memory
         require.number(">= 1", whole=True, optional=True)("mlp_tile", self.mlp_tile)

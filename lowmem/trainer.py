@@ -344,7 +344,7 @@ class FusedTrainerMixin(Trainer):
     def _load_best_model(self) -> None:
         best = Path(self.state.best_model_checkpoint)
         if not best.is_dir():  # like transformers, which would otherwise lose the last weights
-            logger.warning("the best checkpoint %s is gone, so the weights of the last step stay loaded", best)
+            logger.warning("the best checkpoint %s no longer exists, so the model keeps the last step's weights", best)
         elif self._inherits("_load_best_model"):
             self._load_from_checkpoint(str(best))
         else:

@@ -58,13 +58,14 @@ def row(*cells: object) -> str:
 def tables(runs: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Yields the tables of the page: the runs, and the tests that failed."""
     names = [f"{run['stack']}, Python {run['python']}" for run in runs]
-    yield row("stack", "Python", *TITLES, "trainers", "engine")
-    yield row(*["---"] * (4 + len(TITLES)))
+    yield row("stack", "Python", *TITLES, "trainers", "engine", "share of the engine's tests")
+    yield row(*["---"] * (5 + len(TITLES)))
     for run in runs:
         parts = (run["trainers"], run["engine"])
         counts = (" / ".join(str(part.get(key, 0)) for key in ("passed", "failed", "skipped")) for part in parts)
         versions = (run["versions"][package] for package in PACKAGES)
-        yield row(f"`{run['stack']}`", run["python"], *versions, *counts)
+        share = f"1 in {run['every']}" if run["every"] > 1 else "all" if run["engine"] else "–"
+        yield row(f"`{run['stack']}`", run["python"], *versions, *counts, share)
     if not any(run["failed"] for run in runs):
         return
     yield "\nTests that failed:\n"

@@ -226,7 +226,7 @@ def test_one_process_per_visible_gpu(words, count, tmp_path, monkeypatch):
     if count == 1:
         assert (ended.status, launched) == (0, []), ended.err
     else:
-        assert f"starting {count} processes, each with all weights" in ended.out
+        assert f"starting {count} processes, each with a full copy of the weights" in ended.out
         assert launched[4:] == [f"--nproc_per_node={count}", "-m", "lowmem", "sft", "--config", path, *words.split()]
 
 
@@ -374,7 +374,7 @@ def test_a_missing_service_ends_a_run_before_its_first_step(words, message, tmp_
         ("rules adamww", "Did you mean 'adamw'"),
         ("rules --model x", "--model needs the name of a rule"),
         ("sft", "no data: set dataset_name"),
-        ("generate . hello --max-new-tokens 0", "--max-new-tokens=0 is out of range; allowed: a whole number >= 1"),
+        ("generate . hello --max-new-tokens 0", "--max-new-tokens=0 is not valid. Expected a whole number >= 1"),
     ],
 )
 def test_mistakes_before_a_file_is_read(words, message, tmp_path):

@@ -221,19 +221,15 @@ def test_options(config):
 
 def test_rules():
     text = (ROOT / "docs" / "reference" / "options.md").read_text()
-    listed = {}
-    for rule, rate, hyper in table(text, "Rules"):
-        pairs = [yaml.load(pair, yaml_file.Loader) for pair in re.findall(r"`(.*?)`", hyper)]
-        listed[rule.strip("`")] = (float(rate), {name: value for pair in pairs for name, value in pair.items()})
-    expected = {
-        info.name: (
-            resolve(info.name).usual_lr[0],
-            {name: plain(value) for name, value in info.defaults.items() if name != "lr"},
-        )
+    rates = {row[0].strip("`"): (float(row[1]), yaml.safe_load(row[2].strip("`"))) for row in table(text, "Rules")}
+    hyper = yaml.load(re.search(r"(?s)```yml\n(.*?)```", text)[1], yaml_file.Loader)
+    defaults = {
+        info.name: {name: plain(value) for name, value in info.defaults.items()}
         for info in lowmem.rules.table()
         if type(resolve(info.name)).__module__.startswith("lowmem.")  # not registered by a test
     }
-    assert listed == expected
+    assert rates == {name: (resolve(name).usual_lr[0], of_rule.pop("lr")) for name, of_rule in defaults.items()}
+    assert hyper == defaults
 
 
 def test_versions():

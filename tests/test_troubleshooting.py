@@ -68,7 +68,7 @@ def sharded_later(rank, folder):
 
 
 def started_otherwise(rank, folder):
-    processes.refuse_other_settings({"the number of training samples": 40 + rank})
+    processes.require_equal_settings({"the number of training samples": 40 + rank})
 
 
 def saving_apart(rank, folder):

@@ -63,9 +63,8 @@ def test_rows_with_images_are_counted_and_shown(write, tmp_path):
     shown = runs.lowmem("inspect", "sft", "--config", path)
     assert "row 1: 26 tokens, trained on 25" in shown.out and "<image> x 16 where 0" in shown.out, shown
     full, tokens = sum(length >= 26 for length in lengths), 26 + sum(lengths[1:])
-    counts = (
-        f"8 rows, {full} reach max_length=26, where longer ones are cut off, {tokens} tokens, loss on {tokens - 8} "
-    )
+    cut = f"{full} have max_length=26 tokens or more (longer ones are truncated)"
+    counts = f"8 rows, {cut}, {tokens} tokens, loss on {tokens - 8} "
     trained = runs.train(tmp_path, "sft", "--config", path)
     assert counts in shown.out and counts in trained.out, (counts, shown.out)
     for command in ("inspect sft", "sft"):

@@ -244,7 +244,7 @@ def check_optimizer(optimizer: Any, args: TrainingArguments) -> None:
             f"optimizers=({type(optimizer).__name__}, ...): a fused trainer needs a FusedOptimizer: set fused.rule"
         )
     if optimizer.removed:
-        raise StepError("another trainer has since trained this model and removed these hooks. Create a new trainer")
+        raise StepError("a later trainer of this model has removed this optimizer's hooks. Create a new trainer")
     if (args.max_grad_norm or None) != optimizer.config.clip_norm:
         raise ConfigError(
             f"max_grad_norm={args.max_grad_norm}, but the optimizer has clip_norm={optimizer.config.clip_norm}. Set "

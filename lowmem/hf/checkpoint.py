@@ -229,9 +229,7 @@ def remove(folder: Path) -> None:
 
 
 def candidates(run_dir: Path) -> list[Path]:
-    """Returns the checkpoints in a run directory, complete or not, including one that was being replaced. The last step
-    comes first.
-    """
+    """Returns all checkpoints in a run directory, last step first, also incomplete ones and one being replaced."""
     paths = [path for home in (run_dir / _REPLACED, run_dir) for path in home.glob("checkpoint-*")]
     checkpoints = {path.name: path for path in paths if _DIRECTORY.fullmatch(path.name)}
     return sorted(checkpoints.values(), key=_step, reverse=True)
@@ -248,7 +246,7 @@ def _supersede(run_dir: Path, step: int) -> None:
             place = run_dir / f"superseded-{later.name}"
             remove(place)
             later.rename(place)
-            logger.warning("%s is now %s, because the run continues without it", later, place.name)
+            logger.warning("renamed %s to %s, because the run was resumed from an earlier step", later, place.name)
 
 
 def find_last(run_dir: Path, check: Callable[[Path], None] = check_resumable) -> tuple[Path, list[str]]:

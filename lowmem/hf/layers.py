@@ -163,7 +163,7 @@ def _forward(model: Any, slot: list[HeadSlot], metrics: tuple[str, ...], smoothi
             rows = (logits[mask], targets[mask]) if compact else (logits, targets.clamp(min=0))
             losses, values = _losses(*rows, metrics, smoothing)
         values = {
-            # stays connected to the logits without labels, so that backward works
+            # connected to the logits even if no token has a label, so that backward works
             name: value.new_zeros(mask.shape).masked_scatter(mask, value) if compact else value.masked_fill(~mask, 0)
             for name, value in {"log_probs": -losses, **values}.items()
         }

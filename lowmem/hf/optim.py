@@ -202,8 +202,9 @@ def _rule_of_optim(args: TrainingArguments, optim: str) -> tuple[str, dict[str, 
         return optim, {}
     if eight := re.fullmatch(r"(?:paged_)?(adamw|lion)(?:_bnb)?_8bit", optim):
         raise UnsupportedError(
-            f"optim={optim!r}: omit it, and write fused: {{rule: {eight[1]}, state_storage: 8bit}}, in Python "
-            f"FusedConfig(rule={eight[1]!r}, state_storage='8bit'), which needs no bitsandbytes"
+            f"optim={optim!r} is not supported. Use lowmem's 8-bit states, which do not require bitsandbytes: omit "
+            f"optim and set fused: {{rule: {eight[1]}, state_storage: 8bit}} (Python: FusedConfig(rule={eight[1]!r}, "
+            "state_storage='8bit'))"
         )
     try:
         cls, hyper = Trainer.get_optimizer_cls_and_kwargs(args)

@@ -16,7 +16,7 @@ from lowmem.errors import ConfigError, RankError
 from lowmem.hf import version
 from lowmem.options import FusedConfig, LayersConfig
 from lowmem.placements import in_group, ranks
-from lowmem.placements.agreement import refuse_other_settings
+from lowmem.placements.agreement import require_equal_settings
 
 # Arguments that determine which steps a run takes, and when it evaluates and saves.
 _ARGUMENTS = (
@@ -51,7 +51,7 @@ def require_alike(
     facts |= {name: getattr(args, name) for name in _ARGUMENTS if hasattr(args, name)}
     facts |= {f"fused.{option.name}": getattr(config, option.name) for option in fields(config)}
     facts |= {f"layers.{name}": value for name, value in vars(layers).items()}
-    refuse_other_settings(facts)
+    require_equal_settings(facts)
 
 
 def require_shared_disk(folder: Path) -> None:

@@ -97,7 +97,7 @@ class DataPosition(TrainerCallback):  # type: ignore[misc]
             saved = read_json(checkpoint / RECORD_FILE)
             require_same_rows(saved, self._record, checkpoint, steps=max_steps - step)
             self.start = saved["epoch"], saved["row"] // self._rows_per_batch
-        self.epoch = self.start[0] - 1  # the next one begins
+        self.epoch = self.start[0] - 1  # `on_epoch_begin` increments it
         self.fetched = 0
         self.ended = False
 
@@ -160,9 +160,7 @@ class DataPosition(TrainerCallback):  # type: ignore[misc]
             torch.save(generator.get_state(), Path(self._random_states.name) / _GENERATOR)
 
     def save(self, folder: Path, epoch: float, *, write: bool) -> None:
-        """Writes the random states and, if `write`, the position at `epoch` (from the trainer's state). Every rank
-        calls it.
-        """
+        """Writes the random states and, if `write`, the position at the trainer's `epoch`. Every rank calls it."""
         assert self.epoch >= self.start[0]  # an epoch has begun
         batch = round((epoch - self.epoch) * self._batches)
         ended = batch == self.fetched if self.ended else batch == self._batches and not self._is_stream

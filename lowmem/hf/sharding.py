@@ -27,7 +27,7 @@ from lowmem.placements.ranks import set_timeout
 from lowmem.placements.streamed import stream
 from lowmem.tiles.quantized import has_quantized_weights
 
-# Keys of a DeepSpeed configuration that have no effect: the accepted values, and the reason or alternative.
+# Keys of a DeepSpeed configuration that are not supported: the accepted values, and the reason or alternative.
 _WITHOUT_EFFECT: dict[str, tuple[tuple[Any, ...], str]] = {
     "optimizer": ((), "the optimizer is fused.rule"),
     "scheduler": ((), "the schedule is set by the trainer's lr_scheduler_type and warmup_steps"),
@@ -117,7 +117,7 @@ def _require_process_group(argument: str) -> None:
         raise ConfigError(
             f"{argument}: there is only one process, so the model cannot be sharded. Start it with "
             "a launcher: deepspeed --num_gpus N --module lowmem sft ..., or torchrun --nproc_per_node N -m lowmem sft "
-            f"... . Or omit {argument}: one device resumes any checkpoint"
+            f"... . Or omit {argument}: a single device can resume checkpoints of sharded runs"
         )
 
 
@@ -138,7 +138,7 @@ class Zero3Sharding(Sharding):
             )
         for key, (neutral, advice) in _WITHOUT_EFFECT.items():
             if self._config.get_value(key) not in (None, *neutral):
-                raise UnsupportedError(f"deepspeed: {key!r} has no effect here: {advice}. Remove it")
+                raise UnsupportedError(f"deepspeed: {key!r} is not supported: {advice}. Remove it")
         clipping = self._config.get_value("gradient_clipping")
         if clipping is not None and clipping != args.max_grad_norm:
             raise ConfigError(

@@ -160,9 +160,7 @@ class _FileLayout:
         return dict(zip(group.tensors, weights, strict=True))
 
     def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Gathers the weights and yields the tensors in files, group by group. A group is freed before the next one is
-        gathered.
-        """
+        """Gathers weights group by group and yields tensors of files. Frees each group before gathering the next."""
         for group in self.groups:
             yield from self.convert(
                 group, [placements.full_tensor(self.state[name]).detach() for name in group.weights]

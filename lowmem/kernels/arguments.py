@@ -2,7 +2,7 @@
 
 programs  int32 [programs]: the row of the table that a program processes
 table     int64 [rectangles or slices, columns]: sizes, pointers, and offsets in the workspace
-grads     int64 [members]: pointers        numbers  float64, of all groups        keys  int32: of random bits
+grads     int64 [members]: addresses      numbers  float64: of all groups' rules      keys  int32: seeds of random bits
 scalars   float64 [slices, slots]: results of the code between passes for each slice
 work      float32: partial sums, sums, and vectors of rows and columns
 results   float64 [results, members]

@@ -3,9 +3,9 @@
 A program loops over the rows, the columns, the slices of its parameter, or the last dimension of a state. If a sum
 depends on another sum, it needs one more loop, which recomputes the values that it needs:
 
-    mean of the new row factor      ┐ a loop over rows
-    row factors, divided by it      ┐ the next one
-    column factors                  ┐ a loop over columns
+    v0 += tl.where(here, v8, 0.0)            in a loop over rows: the sum of the row factors v8
+    v10 = tl.div_rn(v9, R.to(tl.float32))    after this loop: their mean
+    v28 = tl.div_rn(v27, v10)                in the next loop: the row factors, recomputed and divided by their mean
 """
 
 from collections.abc import Iterable
@@ -20,7 +20,7 @@ from lowmem.kernels.printing import REDUCTIONS, Lines, Printer, Value, arg, clos
 
 BLOCK = 4096  # elements per iteration of a loop
 
-# Sides along which a value extends, or the size of the last dimension of a state.
+# Sides along which a value may extend. If it extends along the last dimension of a state, its side is this size.
 ONE, SLICE, ROW, COL = "one", "slice", "row", "col"
 LIMITS = {ROW: "R", COL: "C", SLICE: "B"}
 

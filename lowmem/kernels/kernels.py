@@ -187,8 +187,8 @@ class Batch:
         return self._by_name
 
     def _send(self, pointers: list[int]) -> Tensor:
-        """Copies pointers to the device unless they equal the last run's. Waits for the last copy, which has normally
-        ended, because each step waits for the outcome of the one before.
+        """Copies pointers to the device unless they equal the last run's. Waits for the previous copy, which has
+        normally finished, because each step waits for the outcome of the previous step.
         """
         if pointers != self._pointers:
             if self._copied is not None:

@@ -1,4 +1,11 @@
-"""Writes the kernel of a pass, in which a program processes several tiles of a rectangle one after another."""
+"""Writes the kernel of a pass, in which a program processes several tiles of a rectangle one after another.
+
+Lines of AdaLomo's first pass:
+
+    v0 = tl.load(h0 + base1 + offsets1, mask=inside1, other=0)    the gradient of a tile
+    v1 = v0 * v0                                                  a line of `lowmem.kernels.printing`
+    sum1 += tl.where(inside1, v1, 0.0)                            a column sum, stored after the loop over tiles
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,21 +23,22 @@ from lowmem.tiles.traced import GRAD, Arguments, Graph, Kind, Pass
 
 LOWEST = 'float("-inf")'
 
-# Arguments of a tile that its noise depends on: the numbers of its lines, and its first column number in two parts.
+# Arguments that determine the noise of a tile: the numbers of its lines, the noise key of its parameter, and the number
+# of its first column in two parts.
 NOISE_LINE, NOISE_KEY, NOISE_HIGH, NOISE_LOW = (("noise_part", name) for name in ("line", "key", "high", "low"))
 
 
-def trace_tile(kind: Kind, reached: Pass, tile: TileSize) -> Graph:
+def trace_tile(kind: Kind, tile_pass: Pass, tile: TileSize) -> Graph:
     """Traces the function of a pass for a tile. If the pass writes, the results are the tensors of the tile."""
     sizes = Sizes()
     shape = (1, tile.rows, tile.cols)
     tensors = {
         (name, n): sizes.tensor((1, tile.rows, tile.cols // part.group), part.dtype, kind.device)
-        for name, storage in reached.storages.items()
+        for name, storage in tile_pass.storages.items()
         for n, part in enumerate(storage.parts)
     }
     args: Arguments = dict(tensors)
-    for key, dtype, tail in reached.args:
+    for key, dtype, tail in tile_pass.args:
         if key[0] == "noise":
             args[NOISE_LINE] = sizes.tensor((1, tile.rows, 1), torch.int32, kind.device)
             for part in (NOISE_KEY, NOISE_HIGH, NOISE_LOW):
@@ -40,13 +48,13 @@ def trace_tile(kind: Kind, reached: Pass, tile: TileSize) -> Graph:
             args[key] = sizes.tensor(() if tail is None else here, dtype, kind.device)
 
     def results_of(values: Arguments) -> dict[Any, Tensor]:
-        vectors = {key: values[key] for key, *_ in reached.args if key[0] not in ("reading", "noise")}
+        vectors = {key: values[key] for key, *_ in tile_pass.args if key[0] not in ("reading", "noise")}
         if NOISE_LINE in values:
             noise = mix(values[NOISE_LINE] + values[NOISE_KEY])
             noise = torch.where(values[NOISE_HIGH] != 0, mix(noise + values[NOISE_HIGH]), noise)
             vectors["noise", ""] = noise + values[NOISE_LOW]
-        sums = reached.run(values, vectors)
-        return {key: values[key] for key in tensors} if reached.writes else sums
+        sums = tile_pass.run(values, vectors)
+        return {key: values[key] for key in tensors} if tile_pass.writes else sums
 
     return Graph.of(results_of, args)
 
@@ -67,7 +75,7 @@ class TilePrinter(Printer):
     """
 
     def __init__(
-        self, scalars: KernelScalars, columns: Columns, reached: Pass, graph: Graph, tile: TileSize, *, aligned: bool
+        self, scalars: KernelScalars, columns: Columns, tile_pass: Pass, graph: Graph, tile: TileSize, *, aligned: bool
     ) -> None:
         super().__init__(Lines())
         self.before = list[str]()
@@ -78,7 +86,7 @@ class TilePrinter(Printer):
         self._tile = tile
         self._aligned = aligned
         self._keys = {node: key for key, node in graph.inputs.items()}
-        self._vectors = dict(zip(reached.vectors, reached.node.args[0], strict=True))
+        self._vectors = dict(zip(tile_pass.vectors, tile_pass.node.args[0], strict=True))
         self._row_sums: dict[str, str] = {}  # value → sum of each row
 
     def once(self, value: Value) -> Value:
@@ -150,7 +158,7 @@ class TilePrinter(Printer):
         return self.assign(code, kernel_shape(node.meta["val"]), value.dtype)
 
     def write_tensors(self, results: Mapping[Any, fx.Node]) -> None:
-        """Prints the stores of the tensors of a tile that the pass changes."""
+        """Prints code that stores the tensors of a tile that the pass changes."""
         for (name, n), node in results.items():
             if node.op != "placeholder":
                 value = self.value(node)
@@ -158,7 +166,9 @@ class TilePrinter(Printer):
                 self.lines.append(f"tl.store({address}, {value.code}, mask={inside})")
 
     def write_sums(self, number: int, results: Mapping[Any, fx.Node]) -> None:
-        """Prints the partial sums of pass `number`. Sums over several tiles continue in `before` and `after`."""
+        """Prints code for the partial sums of pass `number`. Sums over several tiles begin in `before` and are stored
+        in `after`.
+        """
         rows, cols = self._tile.rows, self._tile.cols
         for n, ((kind, _), node) in enumerate(results.items()):
             value = self.value(node)
@@ -186,7 +196,7 @@ class TilePrinter(Printer):
         self.lines.append(f"{name} += {code}")
 
     def _row_sum(self, value: Value) -> str:
-        """Returns the sum of each row, which a row sum and a scalar sum of one value share."""
+        """Returns the variable with the sum of each row of a value, which its row sum and its scalar sum share."""
         if value.code not in self._row_sums:
             self._row_sums[value.code] = self.assign(f"tl.sum({_masked(value)}, 1)").code
         return self._row_sums[value.code]
@@ -197,12 +207,12 @@ def _masked(value: Value, other: str = "0.0") -> str:
 
 
 def pass_text(
-    scalars: KernelScalars, columns: Columns, number: int, reached: Pass, tile: TileSize, *, aligned: bool
+    scalars: KernelScalars, columns: Columns, number: int, tile_pass: Pass, tile: TileSize, *, aligned: bool
 ) -> str:
     """Returns the source of the kernel for pass `number`."""
-    graph = trace_tile(scalars.update.kind, reached, tile)
-    printer = TilePrinter(scalars, columns, reached, graph, tile, aligned=aligned)
-    if reached.writes:
+    graph = trace_tile(scalars.update.kind, tile_pass, tile)
+    printer = TilePrinter(scalars, columns, tile_pass, graph, tile, aligned=aligned)
+    if tile_pass.writes:
         printer.write_tensors(graph.results)
     else:
         printer.write_sums(number, graph.results)
@@ -240,9 +250,7 @@ def _prologue(columns: Columns, tile: TileSize, aligned: bool) -> list[str]:
 
 
 def _position(tile: TileSize, groups: Sequence[int]) -> list[str]:
-    """Returns the lines at the start of each tile, which compute the positions of its elements in tensors that have one
-    value for each group of columns.
-    """
+    """Returns the lines that compute the positions of a tile's elements, for tensors with each of these group sizes."""
     down, across = tile.strip
     lines = [f"row0 = down * {down} + step * {tile.rows}", f"rows = row0 + tl.arange(0, {tile.rows})[:, None]"]
     if tile.is_line:

@@ -1,4 +1,11 @@
-"""Prints a traced graph as Triton code, one line per operation, with the rounding of eager PyTorch."""
+"""Prints a traced graph as Triton code, one line per operation, with the rounding of eager PyTorch.
+
+Lines of LOMO's last pass:
+
+    h4 = tl.load(numbers + group + 0).to(tl.float32)    an expression of the head, computed once per program
+    v2 = v1 * h4                                        aten.mul of an earlier value and a number of the rule
+    v3 = tl.fma(v0, h2, v2)                             the fused multiply-add of aten.addcmul
+"""
 
 import itertools
 import math
@@ -22,6 +29,7 @@ RESHAPES = {"view", "_unsafe_view", "reshape", "expand", "unsqueeze", "squeeze",
 COPIES = {"clone", "alias", "detach", "contiguous", "lift_fresh_copy"}
 REDUCTIONS = {"sum", "mean", "amax"}
 
+# Triton code of operations, by name. It rounds like the eager kernels of PyTorch.
 EXPRESSIONS = {
     "add": "{0} + {1}", "sub": "{0} - {1}", "rsub": "{1} - {0}", "mul": "{0} * {1}", "neg": "-{0}",
     "abs": "tl.abs({0})", "div": "tl.div_rn({0}, {1})", "reciprocal": "tl.div_rn(1.0, {0})", "sqrt": "tl.sqrt_rn({0})",
@@ -92,7 +100,7 @@ def closure(roots: Iterable[fx.Node], stop: Callable[[fx.Node], bool]) -> list[f
 
 
 class Lines:
-    """The start of a kernel. head: expression → variable, for expressions that are computed once."""
+    """The first lines of a kernel. head: expression → variable, for expressions that are computed once per program."""
 
     def __init__(self) -> None:
         self.head: dict[str, str] = {}

@@ -31,11 +31,11 @@ class KernelSource:
         between = BetweenPasses(self.scalars, self.slices)
         self.steps = list[tuple[str, int]]()
         text = ""
-        for n, reached in enumerate(update.passes):
+        for n, tile_pass in enumerate(update.passes):
             if before := between.text(n):
                 self.steps.append((f"between_{n}", n))
             self.steps.append((f"pass_{n}", n))
-            text += before + pass_text(self.scalars, self.rectangles, n, reached, self.tile, aligned=aligned)
+            text += before + pass_text(self.scalars, self.rectangles, n, tile_pass, self.tile, aligned=aligned)
         counts = {
             "RECTANGLE_COLUMNS": len(self.rectangles.keys),
             "SLICE_COLUMNS": len(self.slices.keys),

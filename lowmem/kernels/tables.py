@@ -91,7 +91,7 @@ class Tables:
     """
 
     def __init__(self, source: KernelSource, members: Sequence[Member], *, sharded: bool = False) -> None:
-        """sharded: whether all sums of a pass are totals, which ranks add."""
+        """sharded: whether ranks add the sums of each pass. If so, `fold` also computes the sums of scalars."""
         self._source = source
         self._members = members
         self._storages = dict(source.update.kind.storages)

@@ -16,7 +16,7 @@ from torch import Tensor
 from lowmem.errors import ConfigError, UnsupportedError
 from lowmem.layers.autocast import autocast, autocast_dtype
 from lowmem.layers.head_tiles import Head, add_product
-from lowmem.layers.tied import hold
+from lowmem.layers.tied import record_head_gradient
 from lowmem.tiles.layout import block_starts
 from lowmem.tiles.quantized import plain, rows_of
 
@@ -63,7 +63,7 @@ def linear_cross_entropy(
     """
     head = Head(**options)
     if reduction not in ("mean", "sum", "none"):
-        raise ConfigError(f"reduction={reduction!r}; allowed are 'mean', 'sum' and 'none'")
+        raise ConfigError(f"reduction={reduction!r} is not valid. Expected 'mean', 'sum' or 'none'")
     if reduction == "none" and num_items is not None:
         raise ConfigError("reduction='none' does not divide the losses, so num_items has no effect. Omit it")
     counted = labels != ignore_index
@@ -107,7 +107,8 @@ def token_losses(
         weight, bias: [vocabulary, size] and [vocabulary].
         targets: integers [tokens], the label of each token.
         metrics: names of `METRICS`.
-        gather: returns a context in which backward has the weight and the bias. (They are gathered during this call.)
+        gather: returns a context in which the weight and the bias are gathered, for backward. During this call they are
+            already gathered.
         caches_probabilities: store the probabilities if they fit into half of the head's memory, so that backward does
             not recompute logits for the gradient of the weight.
 
@@ -164,42 +165,45 @@ class _TokenLosses(torch.autograd.Function):
         return tuple(results.values())
 
     @staticmethod
-    def backward(ctx: Any, of_losses: Tensor | None, of_log_sums: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, grad_losses: Tensor | None, grad_log_sums: Tensor | None, *_: Any
+    ) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, losses, log_sums, directions, probabilities = ctx.saved_tensors
         head = ctx.options.head
         gather = ctx.options.gather
         grad_hidden = grad_weight = grad_bias = None
-        if of_losses is None and of_log_sums is None:
+        if grad_losses is None and grad_log_sums is None:
             return None, None, None, None, None
         if torch.is_grad_enabled():
             raise UnsupportedError(
                 "create_graph=True: the tiled head does not support second derivatives. Compute the loss from all "
                 "logits: torch.nn.functional.cross_entropy(hidden @ weight.T, labels)"
             )
-        of_targets = torch.zeros_like(log_sums) if of_losses is None else of_losses.float()
-        grad = of_targets if of_log_sums is None else of_targets + of_log_sums
+        grad_targets = torch.zeros_like(log_sums) if grad_losses is None else grad_losses.float()
+        grad = grad_targets if grad_log_sums is None else grad_targets + grad_log_sums
         if ctx.needs_input_grad[0]:
             grad_hidden = torch.mul(directions, grad[:, None], out=torch.empty_like(hidden))
-            if of_log_sums is not None:  # directions include the gradient of the label's logit, log-sum-exps do not
-                slope = of_log_sums * head.slope_at(log_sums - losses)
+            if grad_log_sums is not None:  # directions include the gradient of the label's logit, log-sum-exps do not
+                assert not head.label_smoothing  # directions would also include other logits
+                slope = grad_log_sums * head.slope_at(log_sums - losses)
                 with gather():
                     grad_hidden += rows_of(weight, targets) * slope[:, None].to(hidden.dtype)
         del directions
-        if probabilities is not None and of_log_sums is None:
+        if probabilities is not None and grad_log_sums is None:
             with autocast(hidden.device, None):
                 grad_weight = probabilities.t() @ (hidden * grad[:, None]).to(probabilities.dtype)
         elif ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
             del probabilities
             with gather():
                 grads = HeadGradient(
-                    hidden, weight.detach(), bias, targets, log_sums, grad, of_targets, head, ctx.options.dtype
+                    hidden, weight.detach(), bias, targets, log_sums, grad, grad_targets, head, ctx.options.dtype
                 )
                 if ctx.needs_input_grad[1]:
                     grad_weight = grads.of_weight()
                 if ctx.needs_input_grad[2]:
                     grad_bias = grads.of_bias().to(bias.dtype)
         if grad_weight is not None:
-            hold(weight, grad_weight)
+            record_head_gradient(weight, grad_weight)
         return grad_hidden, grad_weight, grad_bias, None, None
 
 
@@ -247,9 +251,9 @@ def _scan(
     if options.needs_hidden_grad:
         scale = 1024.0 if hidden.dtype == torch.float16 else 1.0  # small probabilities would underflow in float16
         grads = torch.full_like(sum_exp, scale)
-        of_products = head.of_products(e.mul_((1 / sum_exp)[:, None]), slope, grads, grads, targets, 0, len(weight))
-        factors = of_products.to(hidden.dtype) if out is None else out.copy_(of_products)
-        del e, slope, of_products
+        grad_products = head.grad_products(e.mul_((1 / sum_exp)[:, None]), slope, grads, grads, targets, 0, len(weight))
+        factors = grad_products.to(hidden.dtype) if out is None else out.copy_(grad_products)
+        del e, slope, grad_products
         results["directions"] = head.times(factors, weight) / scale
     return results
 
@@ -263,7 +267,7 @@ class HeadGradient:
         weight, bias: [vocabulary, size] and [vocabulary].
         targets: int64 [tokens].
         log_sums: log-sum-exp of each token's logits, float32 [tokens].
-        grad, of_targets: see `Head.of_products`.
+        grad, grad_targets: see `Head.grad_products`.
         dtype: dtype of products.
     """
 
@@ -273,7 +277,7 @@ class HeadGradient:
     targets: Tensor
     log_sums: Tensor
     grad: Tensor
-    of_targets: Tensor
+    grad_targets: Tensor
     head: Head
     dtype: torch.dtype
 
@@ -292,8 +296,8 @@ class HeadGradient:
                 rows = torch.zeros(out.shape, dtype=torch.float32, device=grad.device)
                 for part in self.head.slices(weight[start : start + len(rows)], self.dtype):
                     block = rows[part]
-                    for hidden, of_products in self._tiles(start + (part.start or 0), len(block)):
-                        add_product(block, of_products.t(), hidden)
+                    for hidden, grad_products in self._tiles(start + (part.start or 0), len(block)):
+                        add_product(block, grad_products.t(), hidden)
                 out.copy_(rows)
         return grad
 
@@ -303,8 +307,8 @@ class HeadGradient:
         grad = torch.zeros(len(self.weight), dtype=torch.float32, device=self.hidden.device)
         with autocast(grad.device, None):
             for start in range(0, len(grad), step):
-                for _, of_products in self._tiles(start, step):
-                    grad[start : start + step] += of_products.sum(0)
+                for _, grad_products in self._tiles(start, step):
+                    grad[start : start + step] += grad_products.sum(0)
         return grad
 
     def _tiles(self, start: int, count: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -321,8 +325,8 @@ class HeadGradient:
             z, slope = self.head.logits(hidden, weight, bias)
             p = z.sub_(self.log_sums[tokens, None]).exp_()
             del z
-            grad, of_targets, targets = self.grad[tokens], self.of_targets[tokens], self.targets[tokens]
-            yield hidden, self.head.of_products(p, slope, grad, of_targets, targets, start, len(self.weight))
+            grad, grad_targets, targets = self.grad[tokens], self.grad_targets[tokens], self.targets[tokens]
+            yield hidden, self.head.grad_products(p, slope, grad, grad_targets, targets, start, len(self.weight))
 
 
 def _checked(targets: Tensor, vocabulary: int) -> Tensor:

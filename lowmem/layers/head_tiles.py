@@ -1,4 +1,4 @@
-"""A tile of an output head: its size, the logits of some tokens for some rows of the vocabulary, and their gradient."""
+"""Tiles of an output head: their size, and logits and gradients of some tokens for some rows of the vocabulary."""
 
 import math
 from dataclasses import dataclass
@@ -121,33 +121,40 @@ class Head:
             return [slice(start, start + step) for start in block_starts(len(weight), step, weight)]
         return [slice(None)]
 
-    def of_products(
-        self, p: Tensor, slope: Tensor | None, grad: Tensor, of_targets: Tensor, targets: Tensor, first: int, total: int
+    def grad_products(
+        self,
+        p: Tensor,
+        slope: Tensor | None,
+        grad: Tensor,
+        grad_targets: Tensor,
+        targets: Tensor,
+        first: int,
+        total: int,
     ) -> Tensor:
         """Converts probabilities to the gradient of the products y, in-place.
 
         Args:
             p: probabilities [tokens, rows].
             slope: the derivative of tanh at each logit, [tokens, rows], or None without `softcap`.
-            grad, of_targets: derivatives of the loss with respect to each log-sum-exp, and with respect to minus the
+            grad, grad_targets: derivatives of the loss with respect to each log-sum-exp, and with respect to minus the
                 logit of each label, float32 [tokens].
             targets: int64 [tokens].
             first: number of the first row.
             total: number of rows in the vocabulary.
         """
         grad = grad * self.slope
-        of_targets = of_targets * self.slope
+        grad_targets = grad_targets * self.slope
         p.mul_(grad[:, None])
         if self.label_smoothing:
             p.sub_(grad[:, None], alpha=self.label_smoothing / total)
         at = targets - first
-        of_labels = torch.where((at >= 0) & (at < p.shape[1]), (self.label_smoothing - 1) * of_targets, 0.0)
+        of_labels = torch.where((at >= 0) & (at < p.shape[1]), (self.label_smoothing - 1) * grad_targets, 0.0)
         p.scatter_add_(1, at.clamp(0, p.shape[1] - 1)[:, None], of_labels[:, None])
         return p if slope is None else p.mul_(slope)
 
     def tokens(self, vocabulary: int, size: int, device: torch.device, in_use: int) -> int:
         """Returns the number of tokens per tile with the full vocabulary. in_use: bytes of the memory that are used."""
-        self.tile(1, vocabulary, size, device)  # raises if there is too little
+        self.tile(1, vocabulary, size, device)  # raises if the memory is not enough
         return max(1, (self.available(device) - in_use) // (_TILE * vocabulary + _ROW * size))
 
     def tile(self, tokens: int, vocabulary: int, size: int, device: torch.device) -> tuple[int, int]:

@@ -91,30 +91,30 @@ class LogitsSource:
         """Returns whether a dimension is the last one."""
         return dim in (-1, self.hidden.ndim - 1)
 
-    def but(self, **changes: Any) -> "Logits":
+    def replaced(self, **changes: Any) -> "Logits":
         """Returns logits with these attributes replaced."""
         return Logits.of(replace(self, **changes))
 
-    def rows(self, change: Callable[[Tensor], Any]) -> Any:
-        """Applies a function that does not change the last dimension, and returns `Logits` or a tuple of `Logits`. Does
-        not apply to results for a single token without a dimension of tokens.
+    def map_rows(self, change: Callable[[Tensor], Any]) -> Any:
+        """Applies a function that does not change the last dimension, and returns `Logits` or a tuple of `Logits`.
+        Returns NotImplemented if the result would have no token dimension.
         """
         hidden = change(self.hidden)
         if any(each.ndim < 2 for each in ([hidden] if isinstance(hidden, Tensor) else hidden)):
             return NotImplemented
         log_sum = None if self.log_sum is None else change(self.log_sum)
         if isinstance(hidden, Tensor):
-            return self.but(hidden=hidden, log_sum=log_sum)
+            return self.replaced(hidden=hidden, log_sum=log_sum)
         log_sums = [None] * len(hidden) if log_sum is None else log_sum
-        return tuple(self.but(hidden=h, log_sum=s) for h, s in zip(hidden, log_sums, strict=True))
+        return tuple(self.replaced(hidden=h, log_sum=s) for h, s in zip(hidden, log_sums, strict=True))
 
-    # -- torch functions; NotImplemented: computed from the matrix -----------------------------------------------------
+    # -- torch functions. NotImplemented means that the result is computed from the matrix -----------------------------
 
     def cast(self, func: Any, *args: Any, **options: Any) -> Any:
         before = torch.zeros((), dtype=self.dtype, device=self.hidden.device)
         after = func(before, *args, **options)
         known = after.device == before.device and after.dtype != torch.float64
-        return self.but(dtype=after.dtype) if known else NotImplemented
+        return self.replaced(dtype=after.dtype) if known else NotImplemented
 
     def scale(self, func: Any, factor: Any, **options: Any) -> Any:
         if options or not isinstance(factor, int | float) or factor <= 0 or self.normalized:
@@ -125,27 +125,27 @@ class LogitsSource:
         if "div" in func.__name__:
             factor = 1 / factor
         if head.softcap is None:
-            return self.but(head=replace(head, logit_scale=head.logit_scale * factor), log_sum=None)
-        return self.but(head=replace(head, temperature=head.temperature / factor), log_sum=None)
+            return self.replaced(head=replace(head, logit_scale=head.logit_scale * factor), log_sum=None)
+        return self.replaced(head=replace(head, temperature=head.temperature / factor), log_sum=None)
 
     def tanh(self, func: Any) -> Any:
         capped = self.head.softcap is not None or self.normalized
-        return NotImplemented if capped else self.but(head=replace(self.head, softcap=1.0), log_sum=None)
+        return NotImplemented if capped else self.replaced(head=replace(self.head, softcap=1.0), log_sum=None)
 
     def detach(self, func: Any) -> Any:
         log_sum = None if self.log_sum is None else self.log_sum.detach()
-        return self.but(hidden=self.hidden.detach(), log_sum=log_sum, attached=False)
+        return self.replaced(hidden=self.hidden.detach(), log_sum=log_sum, attached=False)
 
     def reshape(self, func: Any, *args: Any, **options: Any) -> Any:
         after = func(torch.empty(self.shape, dtype=self.dtype, device="meta"), *args, **options)
         if after.dtype != self.dtype or after.shape[-1] != self.vocabulary:
             return NotImplemented
-        return self.rows(lambda tensor: tensor.reshape(*after.shape[:-1], tensor.shape[-1]))
+        return self.map_rows(lambda tensor: tensor.reshape(*after.shape[:-1], tensor.shape[-1]))
 
     def select(self, func: Any, *args: Any, **options: Any) -> Any:
         at = int(func.__name__ in ("split", "chunk"))  # the position of `dim` among the arguments
         dim = options.get("dim", args[at] if len(args) > at else 0)
-        return NotImplemented if self.over_vocabulary(dim) else self.rows(lambda t: func(t, *args, **options))
+        return NotImplemented if self.over_vocabulary(dim) else self.map_rows(lambda t: func(t, *args, **options))
 
     def index(self, func: Any, index: Any) -> Any:
         items = index if isinstance(index, tuple) else (index,)
@@ -156,13 +156,13 @@ class LogitsSource:
         whole = items[-1] is ... or (isinstance(items[-1], slice) and items[-1] == slice(None))
         if any(item is None for item in items) or (may_be_last and not whole):
             return NotImplemented
-        return self.rows(lambda tensor: tensor[index])
+        return self.map_rows(lambda tensor: tensor[index])
 
     def log_softmax(self, func: Any, dim: Any = None, *rest: Any, dtype: Any = None, **_: Any) -> Any:
         if not self.over_vocabulary(dim) or self.normalized:
             return NotImplemented
         dtypes = [each for each in (*rest, dtype) if isinstance(each, torch.dtype)]
-        return self.but(normalized=True, dtype=dtypes[0] if dtypes else self.dtype)
+        return self.replaced(normalized=True, dtype=dtypes[0] if dtypes else self.dtype)
 
     def gather(self, func: Any, dim: int, index: Tensor) -> Any:
         if not self.over_vocabulary(dim) or index.shape != (*self.hidden.shape[:-1], 1):
@@ -223,7 +223,7 @@ _METHODS: dict[str, Callable[..., Any]] = {
 
 
 class Logits(Tensor):
-    """Lazy logits as a tensor. For autograd it is the product of its tensors. Any operation may compute its matrix."""
+    """Lazy logits as a tensor, for autograd a product. Operations that are not in `_METHODS` compute the elements."""
 
     source: LogitsSource
     _node: Any
@@ -260,7 +260,7 @@ class Logits(Tensor):
         return func(*args, **kwargs)
 
     def matrix(self) -> Tensor:
-        """Computes the elements and stores them from then on, because they may be modified in-place."""
+        """Returns the elements. The first call computes and stores them, because they may be modified in-place."""
         if self._matrix is None:
             with torch.no_grad():
                 self._matrix = self.source.matrix(self.source.hidden)
@@ -286,7 +286,7 @@ class _Product(torch.autograd.Function):
 
 
 class LazyHead(nn.Module):
-    """Replaces a linear layer, the output embedding of a model, and has all of its attributes.
+    """Replaces the output embedding of a model, which is a linear layer. Its attributes can be read from this module.
 
     Args:
         gather: returns a context in which the given weight and bias are gathered.

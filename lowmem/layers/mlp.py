@@ -25,16 +25,16 @@ from lowmem.rules import require
 # The random state of the host, the indices of devices, and the random state of each device.
 _RandomState = tuple[Tensor, tuple[list[int], list[Tensor]]]
 
-_FAULT = "{} has the name of an MLP, but {}. Omit mlp_tile"
+_FAULT = "a module of class {} is named like an MLP but {}. Omit mlp_tile"
 
 
 @dataclass
 class _Tiling:
-    """The tiling of a module, as its attribute `_tiling`."""
+    """The tiling of a module, which is stored in its attribute `_tiling`."""
 
     tokens: int
     forward: MethodType  # the module's forward, bound, because deepcopy binds it to the copy
-    checked: bool = False  # whether tokens are known to be independent
+    checked: bool = False  # whether `_check_tokens` has found that tokens are independent
 
 
 def tile_mlps(model: nn.Module, tokens: int, names: Collection[str] = ("mlp", "feed_forward")) -> list[str]:
@@ -228,7 +228,7 @@ def _tiles(hidden: Tensor, tokens: int) -> Iterator[tuple[slice, Tensor]]:
 
 @contextmanager
 def _random_state(state: _RandomState, device_type: str) -> Iterator[None]:
-    """A context that draws random numbers from a saved state, and restores the current state afterwards."""
+    """Draws random numbers from a saved state in this context, and restores the current state afterwards."""
     host, (devices, states) = state
     with torch.random.fork_rng(devices, device_type=device_type):
         torch.set_rng_state(host)

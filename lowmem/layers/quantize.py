@@ -43,7 +43,7 @@ def quantize_(
     """
     require_known("weight_format", weight_format, [*WEIGHT_FORMATS])
     if group < 8 or group > LARGEST_GROUP or LARGEST_GROUP % group:
-        raise ConfigError(f"group={group}: allowed are the powers of two from 8 to {LARGEST_GROUP}")
+        raise ConfigError(f"group={group} is not valid. Expected a power of two from 8 to {LARGEST_GROUP}")
     storage = Integer(WEIGHT_FORMATS[weight_format], group)
     modules = [name for name, _ in model.named_modules()]
     skipped = list[str]()
@@ -55,8 +55,8 @@ def quantize_(
     chosen = [names for weight, names in _shared(model, _is_matrix) if _is_chosen(weight, names, group, skipped)]
     if chosen and weight_format == "int8":
         logger.warning(
-            "in a long run near the optimum, int8 weights learn less than float32 weights, and int12 weights almost as "
-            "much (docs/how-to/fewer_bits.md)"
+            "in a long run near the optimum, int8 weights reach a higher loss than float32 weights; int12 weights "
+            "reach almost the same loss (docs/how-to/fewer_bits.md)"
         )
     for names in chosen:
         _replace(model, names, functools.partial(QuantizedWeight.of, format=storage, name=names[0]), device)
@@ -79,8 +79,8 @@ def _is_chosen(weight: Tensor, names: list[str], group: int, skipped: list[str])
         raise UnsupportedError(f"{names[0]} has hooks, which quantize_ would drop. Register them after quantize_")
     if weight.shape[-1] % group:
         raise ConfigError(
-            f"group={group} does not divide the rows of {names[0]}, {list(weight.shape)}. Choose a smaller one, or "
-            f"skip=[{names[0].rpartition('.')[0]!r}]"
+            f"group={group} does not divide the rows of {names[0]} of shape {list(weight.shape)}. Choose a smaller "
+            f"group, or skip=[{names[0].rpartition('.')[0]!r}]"
         )
     return True
 

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 _waiting: tuple[int, "weakref.ref[Tensor]", "weakref.ref[Tensor]"] | None = None
 
 
-def hold(weight: Tensor, grad: Tensor) -> None:
+def record_head_gradient(weight: Tensor, grad: Tensor) -> None:
     """Called in the backward of a head. Records the gradient that it will return, unless one is already waiting."""
     global _waiting
     if weight.is_leaf and waiting(weight) is None:
@@ -49,8 +49,8 @@ def share_gradient(module: nn.Module) -> bool:
     for the same weight. Then one gradient exists instead of two.
 
     Returns:
-        Whether the module was modified. A module that is not an `nn.Embedding`, or that uses `max_norm`,
-        `scale_grad_by_freq` or `sparse`, is left unchanged.
+        True, or False if the module is unchanged, because it is not an `nn.Embedding`, or uses `max_norm`,
+        `scale_grad_by_freq` or `sparse`.
     """
     if not isinstance(module, nn.Embedding) or module.max_norm is not None:
         return False

@@ -46,17 +46,19 @@ def find(placement: Choice, params: Iterable[Any]) -> Placement:
     """
     tensors = [item[1] if isinstance(item, tuple) else item for item in params]
     kinds = set(map(_kind, tensors))
+    placed = [kind if kind == "streamed" else f"sharded by {kind}" for kind in sorted(filter(None, kinds))]
     if len(kinds) > 1:
-        named = " and others ".join(sorted(kind or "not at all" for kind in kinds))
-        raise UnsupportedError(f"some parameters are sharded by {named}. Shard all trained parameters in the same way")
+        others = placed[1] if len(placed) > 1 else "not"
+        raise UnsupportedError(
+            f"some parameters are {placed[0]} and others are {others}. Use one placement for all trained parameters"
+        )
     kind = kinds.pop() if kinds else None
     if kind is None and placement in ("zero3", "fsdp2"):
         raise ConfigError(f"placement={placement!r}, but the parameters are not sharded; shard the model first")
     if kind is None and placement == "streamed":
-        raise ConfigError("placement='streamed', but they are not streamed; call lowmem.stream(model, device) first")
+        raise ConfigError("placement='streamed', but the model is not streamed. Call lowmem.stream(model, device)")
     if kind is not None and placement not in ("auto", kind):
-        now = kind if kind == "streamed" else f"sharded by {kind}"
-        raise ConfigError(f"placement={placement!r}, but the parameters are {now}")
+        raise ConfigError(f"placement={placement!r}, but the parameters are {placed[0]}")
     if placement == "replicated" and not in_group():
         raise ConfigError("placement='replicated' needs a process group: call torch.distributed.init_process_group()")
     if kind is not None:

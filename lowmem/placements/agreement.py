@@ -25,7 +25,7 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 Group = dist.ProcessGroup | None
 
 
-def refuse_different(params: Mapping[str, Tensor]) -> None:
+def require_equal_parameters(params: Mapping[str, Tensor]) -> None:
     """Raises `UnsupportedError` on every rank unless the parameters are equal in name, shape, dtype and value.
 
     Every rank of the default process group calls it. The ranks exchange hashes.
@@ -47,7 +47,7 @@ def refuse_different(params: Mapping[str, Tensor]) -> None:
         )
 
 
-def refuse_other_settings(settings: Mapping[str, Any], groups: Iterable[Group] = (None,)) -> None:
+def require_equal_settings(settings: Mapping[str, Any], groups: Iterable[Group] = (None,)) -> None:
     """Raises `ConfigError` on every rank of the groups if their settings differ. Every rank calls it."""
     # addresses of objects differ between ranks
     shown = {name: re.sub(" at 0x[0-9a-f]+", "", repr(value)) for name, value in settings.items()}

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from lowmem.errors import RankError, UnsupportedError
-from lowmem.placements.agreement import Group, first_failure, refuse_other_settings
+from lowmem.placements.agreement import Group, first_failure, require_equal_settings
 from lowmem.placements.ranks import Ranks, in_group, on_rank
-from lowmem.placements.wrappers import refuse_wrapped
+from lowmem.placements.wrappers import require_unwrapped
 from lowmem.tiles.layout import Layout, Span, View
 from lowmem.tiles.quantized import QuantizedWeight, plain, tensors_of
 
@@ -65,7 +65,7 @@ class Shard:
 
     Attributes:
         sharded: whether ranks have different elements of a parameter.
-        moves: whether weights and states leave the device between uses. If so, gradients cannot wait there.
+        moves: whether weights and states leave the device between uses. If so, updates are not batched.
         process_groups: the groups that together connect all ranks with shards of one model, in the same order on every
             rank. They are known when `ranks_of` has been called for its parameters.
     """
@@ -233,7 +233,7 @@ class Placement:
             UnsupportedError: the parameters have another optimizer, or the model is required and was not passed.
         """
         if in_group():
-            refuse_wrapped([record.param for record in records])
+            require_unwrapped([record.param for record in records])
         if "torch.distributed.fsdp" not in sys.modules:
             return
         # torch 2.13, distributed/_composable_state.py: the modules that fully_shard has sharded
@@ -254,15 +254,15 @@ class Placement:
             UnsupportedError: the parameters were wrapped or sharded after the optimizer was created.
         """
         if in_group() and not self.shard.sharded:
-            refuse_wrapped([record.param for record in records])
-        refuse_other_settings(settings, self.process_groups)
+            require_unwrapped([record.param for record in records])
+        require_equal_settings(settings, self.process_groups)
 
     def agree(self, failure: str | None) -> str | None:
         """Returns the failure of this rank, or the first failure of all ranks that train one model, on every rank."""
         return first_failure(failure, self.process_groups)
 
     @contextmanager
-    def together(self) -> Iterator[None]:
+    def raise_together(self) -> Iterator[None]:
         """If the block raises on one rank, the other ranks raise `RankError`. Every rank enters this context."""
         error: Exception | None = None
         try:
@@ -276,9 +276,7 @@ class Placement:
             raise RankError(failure)
 
     def drifted(self, records: Collection[ParamEntry], step: int) -> list[str]:
-        """Returns the names of parameters that should be equal on all ranks but differ in a sample of their elements.
-        Every rank calls it.
-        """
+        """Returns names of parameters that should be equal on all ranks but differ in a sample. Every rank calls it."""
         return []
 
     def settle(self) -> None:

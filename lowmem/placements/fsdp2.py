@@ -117,7 +117,7 @@ class FSDP2(Placement):
         earlier = [*self._modules]
         self._modules[:] = [module for module in model.modules() if isinstance(module, FSDPModule)]
         for module in self._modules:
-            if module not in earlier:  # the groups before this one
+            if module not in earlier:  # those were hooked when an earlier param group was added
                 module.register_forward_pre_hook(_start_anew, prepend=True)
         self.free_copies(records, updated=True)
         params = set(model.parameters())

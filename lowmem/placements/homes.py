@@ -35,10 +35,10 @@ class Home:
             return tensor.detach()
         return torch.empty_like(tensor, device="cpu", pin_memory=self._pins).copy_(tensor)
 
-    def expect(self) -> None:
+    def prefetch(self) -> None:
         """Called before a device that computes in host memory uses the tensors."""
 
-    def leave(self) -> None:
+    def release(self) -> None:
         """Called after a device that computes in host memory has used the tensors."""
 
 
@@ -75,11 +75,11 @@ class FileHome(Home):
         mapped.madvise(mmap.MADV_DONTNEED)
         return home
 
-    def expect(self) -> None:
+    def prefetch(self) -> None:
         for mapped in self._maps:
             mapped.madvise(mmap.MADV_WILLNEED)  # the kernel reads ahead
 
-    def leave(self) -> None:
+    def release(self) -> None:
         for mapped in self._maps:
             mapped.madvise(mmap.MADV_DONTNEED)  # modified pages are still written to the file
         self._trim(0)

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lowmem.errors import StepError, UnsupportedError
-from lowmem.placements.agreement import drifted, refuse_different
+from lowmem.placements.agreement import drifted, require_equal_parameters
 from lowmem.placements.base import MicroBatch, ParamEntry, Placement, ReadyGradients, Reducer, Shard
 from lowmem.placements.wrappers import WRAPPED
 from lowmem.tiles.quantized import tensors_of
@@ -37,7 +37,7 @@ _OPEN = (_POSSIBLE, _EXPECTED)  # the gradient may still arrive
 
 
 @dataclass(eq=False)
-class _Turn:
+class _PendingGradient:
     """The gradient of one parameter in the running backward on this rank.
 
     Attributes:
@@ -72,16 +72,16 @@ class AllReduce(Reducer):
 
     def __init__(self) -> None:
         self._order: list[ParamEntry] = []  # of the averages
-        self._silent: set[ParamEntry] = set()  # reached by a backward that did not produce their gradient
+        self._without_gradient: set[ParamEntry] = set()  # reached by a backward that did not produce their gradient
         self._backwards = 0  # number of backwards of these parameters
-        self._hides = False  # whether a gradient has arrived that the graph did not show
+        self._graph_incomplete = False  # whether a gradient has arrived that the graph did not show
         self._arrived: _Maxima | None = None  # states at the end of the last backward
         self.drop()
 
     def drop(self) -> None:
         self._averages: Iterator[tuple[ParamEntry, Tensor] | None] = iter(())  # the averages of this backward
         self._arrivals = itertools.count(_ARRIVED + 1)
-        self._turns: dict[ParamEntry, _Turn] = {}  # of this backward, in the order of the averages
+        self._pending: dict[ParamEntry, _PendingGradient] = {}  # of this backward, in the order of the averages
 
     def begin(self, records: Collection[ParamEntry], micro_batch: MicroBatch) -> None:
         super().begin(records, micro_batch)
@@ -90,9 +90,9 @@ class AllReduce(Reducer):
         claimed = [record for record in records if record.claimed]
         if set(self._order) != set(claimed):
             self._order = claimed[::-1]
-            self._silent.clear()
+            self._without_gradient.clear()
             self._backwards = 0
-            self._hides = False
+            self._graph_incomplete = False
             self._arrived = None
         elif self._arrived is not None:
             self._order = _by_arrival(self._arrived(), self._order)
@@ -105,35 +105,35 @@ class AllReduce(Reducer):
         if total is None:
             return
         yield from self._proceed()
-        turn = self._turns[record]
-        if turn.state not in _OPEN:
+        pending = self._pending[record]
+        if pending.state not in _OPEN:
             detail = "in two parts within one backward, and the first part is already being reduced"
-            if turn.state < _ARRIVED:
+            if pending.state < _ARRIVED:
                 detail = (
                     "although the graph of this backward does not reach it, and zeros have already been sent to the "
                     "other ranks. Reentrant activation checkpointing that starts in a later step causes this"
                 )
             detail += ". Use checkpoint(..., use_reentrant=False)"
             raise StepError(f"parameter {record.name!r} got its gradient {detail}")
-        self._hides |= not turn.reached
-        turn.state = next(self._arrivals)
-        turn.tensor = total
+        self._graph_incomplete |= not pending.reached
+        pending.state = next(self._arrivals)
+        pending.tensor = total
         del total
         yield from self._proceed()
 
     def skip(self, record: ParamEntry) -> ReadyGradients:
         yield from self._proceed()
-        turn = self._turns[record]
-        if turn.state in _OPEN:
-            turn.reached = True
-            turn.state = _ABSENT
+        pending = self._pending[record]
+        if pending.state in _OPEN:
+            pending.reached = True
+            pending.state = _ABSENT
             yield from self._proceed()
 
     def flush(self) -> ReadyGradients:
         yield from self._proceed()
-        for turn in self._turns.values():
-            if turn.state in _OPEN:
-                turn.state = _ABSENT
+        for pending in self._pending.values():
+            if pending.state in _OPEN:
+                pending.state = _ABSENT
         yield from self._proceed()
 
     def _proceed(self) -> ReadyGradients:
@@ -145,57 +145,59 @@ class AllReduce(Reducer):
         for record in self._order:
             reached = record.reached
             state = _EXPECTED if reached else _ABSENT
-            if not self._backwards or (record in self._silent if reached else self._hides):
+            if not self._backwards or (record in self._without_gradient if reached else self._graph_incomplete):
                 state = _POSSIBLE
-            self._turns[record] = _Turn(record, reached, state)
+            self._pending[record] = _PendingGradient(record, reached, state)
         earlier = self._micro_batch.earlier
-        expected = _maxima({r: _EXPECTED if r.name in earlier else turn.state for r, turn in self._turns.items()})
+        expected = _maxima(
+            {r: _EXPECTED if r.name in earlier else pending.state for r, pending in self._pending.items()}
+        )
         in_flight: ReadyGradients = iter(())
-        for record, turn in self._turns.items():
-            while turn.state in _OPEN:
+        for record, pending in self._pending.items():
+            while pending.state in _OPEN:
                 yield None
-            if turn.tensor is None:
+            if pending.tensor is None:
                 if expected()[record] == _ABSENT:
                     continue
                 yield from in_flight  # another gradient may be waiting for this one
-                turn.tensor = self._stand_in(turn)
+                pending.tensor = self._stand_in(pending)
             if self._micro_batch.wide:
-                turn.tensor = turn.tensor.to(torch.promote_types(turn.tensor.dtype, torch.float32))
-            turn.tensor.div_(dist.get_world_size())  # before the sum, which might overflow in float16
-            work = dist.all_reduce(flat(turn.tensor), async_op=True)
-            before, in_flight = in_flight, self._wait(turn, work, expected)
+                pending.tensor = pending.tensor.to(torch.promote_types(pending.tensor.dtype, torch.float32))
+            pending.tensor.div_(dist.get_world_size())  # before the sum, which might overflow in float16
+            work = dist.all_reduce(flat(pending.tensor), async_op=True)
+            before, in_flight = in_flight, self._wait(pending, work, expected)
             del work
             yield from before
         yield from in_flight
         yield from self._end()
 
-    def _stand_in(self, turn: _Turn) -> Tensor:
+    def _stand_in(self, pending: _PendingGradient) -> Tensor:
         """Returns the tensor to reduce if no gradient arrives: the sum of the earlier micro-batches, or zeros."""
-        read_sum = self._micro_batch.earlier.get(turn.record.name)
+        read_sum = self._micro_batch.earlier.get(pending.record.name)
         if read_sum is None:
-            return torch.zeros_like(turn.record.param)
-        turn.state = next(self._arrivals)
+            return torch.zeros_like(pending.record.param)
+        pending.state = next(self._arrivals)
         return read_sum()
 
-    def _wait(self, turn: _Turn, work: dist.Work, expected: "_Maxima") -> ReadyGradients:
+    def _wait(self, pending: _PendingGradient, work: dist.Work, expected: "_Maxima") -> ReadyGradients:
         """Waits for an all-reduce, and yields its average if a gradient is certain to arrive on some rank."""
         work.wait()
         del work
-        if turn.state == _ABSENT and not turn.reached and expected()[turn.record] == _EXPECTED:
-            turn.state = _USED
-        if turn.state != _ABSENT:
-            yield turn.apply()
+        if pending.state == _ABSENT and not pending.reached and expected()[pending.record] == _EXPECTED:
+            pending.state = _USED
+        if pending.state != _ABSENT:
+            yield pending.apply()
 
     def _end(self) -> ReadyGradients:
         """Exchanges which gradients arrived on which rank, and yields the averages that were uncertain until now."""
         learned = self._backwards % dist.get_world_size() == dist.get_rank()  # each rank's order in turn
         self._backwards += 1
-        states = {r: turn.state if learned else min(turn.state, _ARRIVED) for r, turn in self._turns.items()}
+        states = {r: pending.state if learned else min(pending.state, _ARRIVED) for r, pending in self._pending.items()}
         self._arrived = _maxima(states)
-        for record, turn in self._turns.items():
-            if turn.reached and turn.state == _ABSENT:
-                self._silent.add(record)
-            if turn.tensor is None and turn.state != _USED:
+        for record, pending in self._pending.items():
+            if pending.reached and pending.state == _ABSENT:
+                self._without_gradient.add(record)
+            if pending.tensor is None and pending.state != _USED:
                 continue
             if self._arrived()[record] == _USED:
                 raise StepError(
@@ -203,8 +205,8 @@ class AllReduce(Reducer):
                     "another rank the graph does not reach it, so zeros were used. Return zeros instead of None from "
                     "the autograd function"
                 )
-            if turn.tensor is not None and self._arrived()[record] >= _ARRIVED:
-                yield turn.apply()
+            if pending.tensor is not None and self._arrived()[record] >= _ARRIVED:
+                yield pending.apply()
 
 
 _Maxima = Callable[[], Mapping[ParamEntry, float]]
@@ -250,7 +252,7 @@ class Replicated(Placement):
     def adopt(self, records: Collection[ParamEntry], model: nn.Module | None) -> None:
         super().adopt(records, model)
         if not self._broadcasts:
-            refuse_different({record.name: record.param for record in records})
+            require_equal_parameters({record.name: record.param for record in records})
             return
         with torch.no_grad():
             for record in records:

@@ -1,4 +1,4 @@
-"""The base class of the sharded placements' shards: each rank has a range of every parameter's elements.
+"""Base class of ZeRO-3 and FSDP2 shards: each rank has a range of every parameter's elements.
 
 The elements (#) on rank 1 of 3, for a parameter of shape [5, 4]:
 

@@ -32,8 +32,8 @@ class Unit:
         homes: parameter → the tensor that stores its elements in `home` (for a quantized weight, its parts).
         home, states: the homes of weights and of optimizer states.
         present: whether the parameters are on the device or are being copied there.
-        arrived: event at the end of the last copy to the device.
-        left: parameter → event at the end of the last copy of the parameter and its states to their homes.
+        fetch_event: event at the end of the last copy to the device.
+        write_events: parameter → event at the end of the last copy of the parameter and its states to their homes.
     """
 
     index: int
@@ -42,8 +42,8 @@ class Unit:
     home: Home = field(init=False)
     states: Home = field(init=False)
     present: bool = False
-    arrived: Any = None
-    left: dict[Tensor, Any] = field(default_factory=dict)
+    fetch_event: Any = None
+    write_events: dict[Tensor, Any] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
@@ -60,7 +60,7 @@ class Unit:
 
 
 # Functions that do not access the elements of a tensor. Any other function raises `StepError` while the layer is not
-# running, also a harmless one that is missing here.
+# running, including harmless functions that this list omits.
 _OF_METADATA = {
     "__delete__", "__get__", "__hash__", "__set__", "_has_compatible_shallow_copy_type", "as_strided",
     "backward", "data_ptr", "detach", "dim",
@@ -183,7 +183,7 @@ class Streaming:
                 self.evict(other)
         for each in (unit, expected):
             self.fetch(each)
-        self._await(unit.arrived)
+        self._await(unit.fetch_event)
 
     def _neighbor(self, index: int, kind: str) -> int:
         """Returns the next unit for a model that runs its units in order, unless earlier passes used another order."""
@@ -196,12 +196,12 @@ class Streaming:
         """Makes a unit present, so that some of its parameters can be modified."""
         if self._in_backward:  # another unit may be in use
             self.fetch(unit)
-            self._await(unit.arrived)
+            self._await(unit.fetch_event)
         else:
             self.demand(unit, "other")
         for param in params:
-            if unit.left.get(param) is not None:  # written in the previous step, and still on the device
-                self._module.current_stream(self.device).wait_event(unit.left[param])
+            if unit.write_events.get(param) is not None:  # written in the previous step, and still on the device
+                self._module.current_stream(self.device).wait_event(unit.write_events[param])
 
     def lend(self, unit: Unit | None) -> None:
         """Lets only this layer use its parameters."""
@@ -227,13 +227,13 @@ class Streaming:
         start = time.perf_counter()
         with self._module.stream(self._incoming):
             if self._in_place:
-                unit.home.expect()
+                unit.home.prefetch()
             else:
                 for there, home in unit.tensors():
                     there.untyped_storage().resize_(home.nbytes)
                     _untracked(there).copy_(home, non_blocking=True)
-        unit.arrived = self._incoming.record_event()
-        if unit.arrived is None:
+        unit.fetch_event = self._incoming.record_event()
+        if unit.fetch_event is None:
             self._waited += time.perf_counter() - start
         self.fetched += unit.nbytes
         self.peak = max(self.peak, sum(each.nbytes for each in self.units if each.present))
@@ -246,12 +246,12 @@ class Streaming:
         if unit is self._lent:  # after a failed forward, or a backward without updates
             self.lend(None)
         self._incoming.wait_stream(self._module.current_stream(self.device))
-        for left in filter(None, unit.left.values()):
+        for left in filter(None, unit.write_events.values()):
             self._incoming.wait_event(left)
         with self._module.stream(self._incoming):
             if self._in_place:
-                unit.home.leave()
-                unit.states.leave()
+                unit.home.release()
+                unit.states.release()
             else:
                 for there, _ in unit.tensors():
                     there.untyped_storage().resize_(0)
@@ -259,7 +259,7 @@ class Streaming:
     def write(self, unit: Unit, param: Tensor) -> None:
         """Starts copying a parameter to its home after its update."""
         pairs = [(home, there.detach()) for there, home in unit.tensors(param)]
-        unit.left[param] = self._copy_out(() if self._in_place else pairs)
+        unit.write_events[param] = self._copy_out(() if self._in_place else pairs)
         self.written += sum(home.nbytes for home, _ in pairs)
 
     def _copy_out(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> Any:
@@ -273,7 +273,7 @@ class Streaming:
     def home(self, unit: Unit, param: Tensor) -> Tensor:
         """Returns a parameter in its home, after waiting for copies to and from it."""
         unit.present |= self._in_place  # pages that are read from a file stay in memory until the unit is evicted
-        for copied in (unit.left.get(param), unit.arrived):
+        for copied in (unit.write_events.get(param), unit.fetch_event):
             if copied is not None:
                 copied.synchronize()
         return unit.homes[param]
@@ -300,8 +300,8 @@ class Streaming:
                 copies.append((home, value))
             else:
                 states[name] = unit.states.keep(value) if moves(value) else value
-        unit.left[param] = self._copy_out(copies)  # a weight that was written in this context has left before
-        self._borrowed.append((new, unit.left[param]))
+        unit.write_events[param] = self._copy_out(copies)  # a weight that was written in this context has left before
+        self._borrowed.append((new, unit.write_events[param]))
         self.written += sum(home.nbytes for home in states.values() if moves(home))
 
     def _bring(self, unit: Unit, param: Tensor, homes: dict[Any, Tensor]) -> dict[Any, Tensor]:
@@ -314,8 +314,8 @@ class Streaming:
             del borrowed
         if self._in_place or not homes:
             return {}
-        if unit.left.get(param) is not None:
-            self._incoming.wait_event(unit.left[param])
+        if unit.write_events.get(param) is not None:
+            self._incoming.wait_event(unit.write_events[param])
         with self._module.stream(self._incoming):
             moved = {name: home.to(self.device, non_blocking=True) for name, home in homes.items()}
         self._await(self._incoming.record_event())

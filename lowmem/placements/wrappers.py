@@ -16,9 +16,9 @@ WRAPPED = (
 )
 
 _ENGINE = (
-    "the model is inside a DeepSpeed engine of ZeRO stage 1 or 2, which reduces gradients in its own buckets and "
-    "would find none. Use the model without the engine, because the hooks of this optimizer average over ranks, or "
-    "set stage 3 without an optimizer, and create this one after deepspeed.initialize"
+    "DeepSpeed (ZeRO stage 1 or 2) reduces gradients in its buckets, but lowmem frees them in hooks. Use the model "
+    "without the engine (lowmem averages gradients over ranks), or use stage 3 without a DeepSpeed optimizer and "
+    "create the FusedOptimizer after deepspeed.initialize"
 )
 
 _LATER = (
@@ -47,7 +47,7 @@ def _record_ddp(module: nn.Module, name: str, submodule: Any) -> None:
 register_module_module_registration_hook(_record_ddp)
 
 
-def refuse_wrapped(params: Collection[Tensor]) -> None:
+def require_unwrapped(params: Collection[Tensor]) -> None:
     """Raises `UnsupportedError` if parameters are in a wrapper, or were sharded after their optimizer was created."""
     if any(not set(params).isdisjoint(module.parameters()) for module in _DDP):
         raise UnsupportedError(WRAPPED)

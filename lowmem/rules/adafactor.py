@@ -46,8 +46,8 @@ class Adafactor(UpdateRule):
     As in the source, weight decay is not multiplied by lr. With `weight_decay_rate_lr_exponent`, it is
     (weight_decay_rate or 1)·lr^exponent. With `skip_nan_updates`, elements that would become NaN do not change, and
     only a dynamic loss scale skips the step. With `global_norm_clip_threshold`, a NaN makes all gradients NaN, and an
-    Inf makes them 0. 16-bit momentum is multiplied by beta1 rounded to 16 bits. `variant`: "jit" rounds the results;
-    "op_by_op" rounds each operation on a 16-bit weight or momentum, as the source does if it is not compiled.
+    Inf makes finite elements 0. 16-bit momentum is multiplied by beta1 rounded to 16 bits. `variant`: "jit" rounds the
+    results; "op_by_op" rounds each operation on a 16-bit weight or momentum, as the source does if it is not compiled.
 
     Difference from the source: dimensions are not selected by the names of logical axes, only by parameter name.
 
@@ -114,7 +114,7 @@ class Adafactor(UpdateRule):
     def without_decay(self) -> dict[str, Any]:
         return {"weight_decay_rate": None, "weight_decay_rate_lr_exponent": None}  # an exponent replaces 0.0 by 1.0
 
-    def takes_nonfinite(self, hyper: Hyper) -> bool:
+    def handles_nonfinite(self, hyper: Hyper) -> bool:
         return bool(hyper["skip_nan_updates"])
 
     def clip_by_norm(self, group: GroupNorms) -> GroupClip:
@@ -144,7 +144,7 @@ class Adafactor(UpdateRule):
     def update(self, sweep: Sweep, spec: FactoredSpec, state: State) -> None:
         number = sweep.scalar
         if "skip_nan" in number:
-            sweep.pass_nonfinite()
+            sweep.allow_nonfinite()
         change = precondition(sweep, spec, state)
         scale = number.lr
         rounded = sweep.stored if "as_stored" in number else exactly

@@ -63,7 +63,7 @@ def golden_ratio_noise(step: int) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizedSpec(FactoredSpec):
-    """Attributes: quantized: whether the weight is rounded to `simulated_quantize_bits`."""
+    """Spec with `quantized`: whether the weight is rounded to `simulated_quantize_bits`."""
 
     quantized: bool
 

@@ -20,7 +20,7 @@ _SHAPES: dict[int, list[tuple[int, ...]]] = {
     3: [(4, 32, 40), (2, 8, 8)],
     4: [(16, 32, 3, 3), (8, 16, 1, 1)],
 }
-_LARGEST = 1 << 20  # elements of a parameter whose own shape is tried
+_LARGEST = 1 << 20  # maximum elements of a parameter whose actual shape is tried
 _STEPS = 12
 _GRAD_SCALES = (1e-3, 1.0, 1e3)
 
@@ -29,8 +29,9 @@ Grads = list[list[Tensor | None]]
 
 
 def trial_shapes(params: Sequence[Tensor], sharded: bool) -> list[list[tuple[int, ...]]]:
-    """Returns lists of shapes for which a class is tried: small ones with the numbers of dimensions of `params`, and
-    the smallest and largest of theirs. (Optimizers with low-bit states use full-precision states for small parameters.)
+    """Returns lists of shapes on which to try a class: small predefined shapes with the numbers of dimensions of
+    `params`, and the shapes of the smallest and largest of `params`. (Low-bit optimizers store float32 states for small
+    parameters.)
     """
     ndims = {2} if sharded or not params else {param.ndim for param in params}
     usual = [shape for ndim in sorted(ndims, reverse=True) for shape in _SHAPES.get(ndim, ())]

@@ -21,9 +21,9 @@ class Lomo(UpdateRule):
     """
 
     source = "Lv et al. 2023, arXiv:2306.09782"
-    keeps = "nothing"
+    keeps = "none"
     exactness = "torch.optim.SGD without weight decay, bit for bit in float32"
-    usual_lr = (1e-2, "measured with clip_norm=1: docs/how-to/choosing.md")
+    usual_lr = (1e-2, "with clip_norm=1; its authors use 3e-2: docs/how-to/choosing.md")
     elementwise = True
     defaults, checks = require.hyperparameters(
         lr=(1e-3, require.number(">= 0")),

@@ -27,7 +27,7 @@ def hyperparameters(**options: tuple[Any, Check]) -> tuple[dict[str, Any], dict[
 def that(condition: bool, option: str, value: object, allowed: str) -> None:
     """Raises `ConfigError` unless `condition` is True. allowed: a description of the allowed values."""
     if not condition:
-        raise ConfigError(f"{option}={value!r} is out of range; allowed: {allowed}")
+        raise ConfigError(f"{option}={value!r} is not valid. Expected {allowed}")
 
 
 def check(valid: Callable[[Any], bool], allowed: str) -> Check:

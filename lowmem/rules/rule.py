@@ -87,12 +87,12 @@ class UpdateRule(ABC):
         name, source, keeps, exactness, defaults: columns of the table of rules.
         states: states by name, for rules that view every parameter as one row. Other rules override `spec`.
         usual_lr: a learning rate for fine-tuning and its source, or empty.
-        relative: (min, max) of lr · rms(weights) / AdamW's lr that matches AdamW, for rules whose steps are relative
-            to the size of the weights.
+        relative: (min, max) of a factor f: lr = f · AdamW's lr / rms(weights) matches AdamW. Only for rules whose steps
+            are relative to the size of the weights.
         checks: checks of hyperparameters, by name (`lowmem.rules.require`).
         decay: the name of the hyperparameter for weight decay.
         norm_option: the hyperparameter that makes the rule itself clip by norm (`clip_by_norm`), if any.
-        elementwise: whether the update uses no sums over elements.
+        elementwise: whether each element is updated independently of the others.
         materializes: whether the rule updates with `Sweep.materialized`, one parameter at a time. Such an update cannot
             be undone on the device, so the host must know before it whether the step is skipped.
         every_parameter: whether a parameter without a gradient is updated as if its gradient were zero.
@@ -146,7 +146,7 @@ class UpdateRule(ABC):
     def end(self, hyper: Hyper) -> None:  # noqa: B027 (most rules have nothing to do)
         """Called at the end of every step that is not skipped."""
 
-    def takes_nonfinite(self, hyper: Hyper) -> bool:
+    def handles_nonfinite(self, hyper: Hyper) -> bool:
         """Returns whether the rule handles Inf and NaN in gradients itself, so that no step is skipped."""
         return False
 
@@ -256,5 +256,5 @@ def describe_rates(rule: UpdateRule, weights: Iterable[Tensor], adamw: float = 2
     if not size:  # the weights are sharded, or there are none
         return usual
     low, high = (factor * adamw / size for factor in rule.relative)
-    corresponds = f"corresponds to about {low:.2g} to {high:.2g} for weights with rms {size:.2g}, as here"
+    corresponds = f"corresponds to about {low:.2g} to {high:.2g} for these weights (rms {size:.2g})"
     return f"{usual}; AdamW's {adamw:g} {corresponds}"

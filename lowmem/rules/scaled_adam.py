@@ -55,7 +55,7 @@ class ScaledAdam(UpdateRule):
     """
 
     source = "Povey et al. (icefall), Yao et al. 2023, arXiv:2310.11230"
-    keeps = "delta and mean of g²; its size every few steps"
+    keeps = "delta and mean of g²; the weight's rms, updated every few steps"
     exactness = "trajectories recorded from its source, weights to 1e-6"
     usual_lr = (1e-3, "measured: docs/how-to/choosing.md")
     relative = (0.9, 1.3)

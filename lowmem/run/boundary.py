@@ -21,7 +21,7 @@ _OUT_OF_MEMORY = (
 
 
 @contextmanager
-def blaming(subject: str, kind: type[LowmemError] = ConfigError) -> Iterator[None]:
+def convert_errors(subject: str, kind: type[LowmemError] = ConfigError) -> Iterator[None]:
     """Replaces an error of a library, whose type is rarely documented, by an error of type `kind` that names the
     subject. Errors of lowmem and out-of-memory errors are not replaced.
     """
@@ -34,7 +34,7 @@ def blaming(subject: str, kind: type[LowmemError] = ConfigError) -> Iterator[Non
 
 
 @contextmanager
-def blaming_libraries(subject: str) -> Iterator[None]:
+def convert_library_errors(subject: str) -> Iterator[None]:
     """Replaces an error in a third-party package other than PyTorch by an `UnsupportedError` that names the subject and
     the place. Errors of lowmem and out-of-memory errors are not replaced.
     """

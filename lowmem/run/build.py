@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from trl import get_peft_config, get_quantization_config
 
 from lowmem.errors import ConfigError, DataError, LowmemError
-from lowmem.run.boundary import blaming, reason
+from lowmem.run.boundary import convert_errors, reason
 from lowmem.run.recipe import Recipe
 from lowmem.trainer import FusedTrainerMixin
 
@@ -127,7 +127,7 @@ def trainer(recipe: Recipe, train: Any, evaluation: Any, model: Any = None, **op
         args.model_init_kwargs = None
     if recipe.command in _WITH_REWARDS:
         options["reward_funcs"] = _reward_functions(recipe.script)
-    with blaming(f"{recipe.subject_of(type(args))} of {model_args.model_name_or_path}"):
+    with convert_errors(f"{recipe.subject_of(type(args))} of {model_args.model_name_or_path}"):
         if (quantization := get_quantization_config(model_args)) is not None and args.model_init_kwargs is not None:
             args.model_init_kwargs["quantization_config"] = quantization
         return trainer_class(type(args).__name__.replace("Config", "Trainer"))(

@@ -25,7 +25,7 @@ from trl import get_dataset
 from lowmem.errors import ConfigError, DataError
 from lowmem.hf.layers import embedding
 from lowmem.run import build, images
-from lowmem.run.boundary import blaming, reason
+from lowmem.run.boundary import convert_errors, reason
 from lowmem.run.recipe import Recipe
 from lowmem.run.terminal import warn
 
@@ -69,7 +69,7 @@ def load(recipe: Recipe) -> tuple[Any, Any]:
     train = _require_split(splits, script.dataset_train_split, "dataset_train_split", "")
     if recipe.training.eval_strategy == "no":
         if share := mixture.test_split_size:
-            warn(f"test_split_size {share}: nothing uses these rows. Omit it, or set eval_strategy: steps")
+            warn(f'test_split_size={share} has no effect with eval_strategy="no". Omit it, or set eval_strategy: steps')
         return train, None
     test = script.dataset_test_split
     advice = f"; or name its file in data_files: {{train: FILE, {test}: FILE}}, or set test_split_size, such as 0.05"
@@ -144,9 +144,9 @@ def first(train: Any, samples: int = 0) -> Any:
     return datasets.Dataset.from_list(list(train.take(count)))
 
 
-def stand_in(recipe: Recipe, train: Any) -> Any:
+def tiny_trainer(recipe: Recipe, train: Any) -> Any:
     """Creates the trainer of a run for these rows, with the run's tokenizer and a tiny model."""
-    with blaming("model_name_or_path"):
+    with convert_errors("model_name_or_path"):
         tokenizer = AutoProcessor.from_pretrained(recipe.model.model_name_or_path, **recipe.loading_options)
     size = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
     words = len(getattr(tokenizer, "tokenizer", tokenizer))
@@ -211,8 +211,8 @@ def _counts(trainer: Any, loaded: Any, name: str) -> str:
     if not packed and len(tokenized) < len(loaded):
         parts.append(f"{len(loaded) - len(tokenized):,} dropped by max_length={limit}")
     if counts.cut:
-        advice = " (packing_strategy: wrapped cuts nothing off)" if packed else ""
-        parts.append(f"{counts.cut:,} reach max_length={limit}, where longer ones are cut off{advice}")
+        advice = "; packing_strategy: wrapped does not truncate" if packed else ""
+        parts.append(f"{counts.cut:,} have max_length={limit} tokens or more (longer ones are truncated{advice})")
     if not has_labels:
         return f"{', '.join(parts)}; columns {', '.join(tokenized.column_names)}"
     if counts.empty:

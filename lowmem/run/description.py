@@ -43,8 +43,8 @@ def _streamed_in_words(streaming: Streaming, model: Any) -> str:
         return f"no layer, because all {stays / 2**20:,.1f} MiB of weights fit on the device"
     home = streaming.units[0].home
     text = (
-        f"{len(sizes)} layers of up to {max(sizes) / 2**20:,.1f} MiB in {home}, two of them on the device at a time, "
-        f"where {stays / 2**20:,.1f} MiB of other weights stay"
+        f"{len(sizes)} layers of up to {max(sizes) / 2**20:,.1f} MiB in {home}. Two are on the device at a time, in "
+        f"addition to {stays / 2**20:,.1f} MiB of other weights"
     )
     if isinstance(home, FileHome):
         text += ". Each step writes the trained layers to the disk, which wears it out"

@@ -35,7 +35,7 @@ from lowmem.errors import ConfigError
 from lowmem.hf.arguments import Inputs
 from lowmem.hf.sharding import StreamedSharding
 from lowmem.run import build, data, images
-from lowmem.run.boundary import blaming, blaming_libraries
+from lowmem.run.boundary import convert_errors, convert_library_errors
 from lowmem.run.fake_ranks import Patch, patched
 from lowmem.run.memory import StepMemory, step_memory
 from lowmem.run.recipe import Recipe
@@ -79,7 +79,7 @@ class FakeRun(NamedTuple):
     def step(self) -> StepMemory:
         """Records as many steps as a plan needs, and an evaluation if the run evaluates."""
         trainer, args = self.trainer, self.trainer.args
-        with blaming_libraries("the memory of a step cannot be predicted"):
+        with convert_library_errors("the memory of a step cannot be predicted"):
             return step_memory(
                 trainer.model.train(),
                 trainer.create_optimizer,
@@ -141,7 +141,7 @@ def _trainer(
     args, has_adapters = recipe.training, recipe.model.use_peft
     length = args.max_length or LONGEST
     rows_with_images = None
-    if images.sees(recipe.config) and (recipe.mixture.datasets or recipe.script.dataset_name):
+    if images.is_multimodal(recipe.config) and (recipe.mixture.datasets or recipe.script.dataset_name):
         rows_with_images = images.largest(recipe, data.first(data.load(recipe)[0]))
     rows, processor = rows_with_images or (_rows(recipe.command, length), _tokenizer())
     changed = {} if rows_with_images else dict(_DATA_ARGUMENTS)
@@ -188,7 +188,7 @@ def _recomputed_and_offloaded(model: Any, args: Any) -> Iterator[None]:
     if args.gradient_checkpointing:
         kwargs = {"use_reentrant": False, **(args.gradient_checkpointing_kwargs or {})}
         which = {name: kwargs.pop(name) for name in ("every_n_layers", "offload") if name in kwargs}
-        with blaming(f"{checkpointing(args)}=True"):
+        with convert_errors(f"{checkpointing(args)}=True"):
             getattr(model, f"{checkpointing(args)}_enable")(kwargs, **which)
     hooks = saved_tensors_hooks(_offload, lambda packed: packed[1].to(packed[0]))
     with hooks if getattr(args, "activation_offloading", False) else nullcontext():
@@ -235,7 +235,7 @@ def _untrained(recipe: Recipe) -> PreTrainedModel:
     config, kind = copy.deepcopy(recipe.config), build.model_class(recipe.config)
     if recipe.command == "reward":
         config.num_labels, kind = 1, AutoModelForSequenceClassification
-    with blaming("model_name_or_path: no model can be built from its configuration"):
+    with convert_errors("model_name_or_path: no model can be built from its configuration"):
         options = {"dtype": recipe.dtype, "attn_implementation": recipe.model.attn_implementation}
         if hasattr(kind, "from_config"):  # an automatic class would ask on the terminal
             return kind.from_config(config, trust_remote_code=False, **options)
@@ -261,7 +261,7 @@ def _batch(trainer: Any, size: int) -> dict[str, Any]:
     if getattr(trainer, "precompute_ref_logps", False):
         for row in rows:
             row |= dict.fromkeys(_REFERENCES, 0.0)
-    with blaming(f"max_length={trainer.args.max_length}: a batch of the data cannot be made"):
+    with convert_errors(f"max_length={trainer.args.max_length}: a batch of the data cannot be made"):
         batch = dict(trainer.data_collator(rows))
     if getattr(trainer, "_is_vision_dataset", False):  # repeat the last token up to `length`, and add padding
         sequences = batch["input_ids"].shape

@@ -16,7 +16,7 @@ from lowmem.hf import adapters, checkpoint, checksums
 from lowmem.hf.weights import weight_files
 from lowmem.rules import require
 from lowmem.run import build
-from lowmem.run.boundary import blaming
+from lowmem.run.boundary import convert_errors
 from lowmem.run.terminal import warn
 
 
@@ -45,7 +45,9 @@ def generate(options: argparse.Namespace) -> None:
         warn(f"the answer is limited to {context - tokens:,} tokens, because the model's context has {context:,}")
     tokenizer = getattr(processor, "tokenizer", processor)
     set_seed(options.seed)
-    with blaming(f"{folder}: generation failed. Correct or delete generation_config.json there", CheckpointError):
+    with convert_errors(
+        f"{folder}: generation failed. Correct or delete generation_config.json there", CheckpointError
+    ):
         model.generate(
             **inputs.to(model.device),
             max_new_tokens=min(new_tokens, context - tokens),
@@ -58,7 +60,7 @@ def generate(options: argparse.Namespace) -> None:
 
 def _load(folder: Path) -> tuple[Any, Any]:
     """Loads the processor or tokenizer, and the model with its adapters."""
-    with blaming(f"{folder}: its model or tokenizer cannot be loaded", CheckpointError):
+    with convert_errors(f"{folder}: its model or tokenizer cannot be loaded", CheckpointError):
         processor = AutoProcessor.from_pretrained(folder, trust_remote_code=False)
         base = folder
         if (folder / ADAPTER_CONFIG_NAME).exists():
@@ -83,10 +85,10 @@ def _tokenize(options: argparse.Namespace, processor: Any, folder: Path) -> Any:
     if takes_images:
         for message in messages:
             message["content"] = [{"type": "text", "text": message["content"]}]
-        with blaming("--image"):
+        with convert_errors("--image"):
             images = [{"type": "image", "image": load_image(str(path))} for path in options.image or ()]
         messages[-1]["content"][:0] = images
-    with blaming(f"{folder}: its chat template does not accept the prompt", CheckpointError):
+    with convert_errors(f"{folder}: its chat template does not accept the prompt", CheckpointError):
         if not template:
             return processor(text=options.prompt, return_tensors="pt")
         return processor.apply_chat_template(

@@ -10,11 +10,11 @@ from transformers import AutoProcessor
 from transformers.image_utils import load_image
 
 from lowmem.errors import DataError
-from lowmem.run.boundary import blaming
+from lowmem.run.boundary import convert_errors
 from lowmem.run.recipe import Recipe
 
 
-def sees(config: Any) -> bool:
+def is_multimodal(config: Any) -> bool:
     """Returns whether a model may accept inputs other than text."""
     return config.get_text_config() is not config
 
@@ -24,7 +24,7 @@ def largest(recipe: Recipe, rows: Iterable[Any]) -> tuple[Dataset, Any] | None:
     row: Any = max(rows, key=lambda row: sum(width * height for width, height in _sizes(row)))
     if not _sizes(row):
         return None
-    with blaming("model_name_or_path: a plan with images needs the processor"):
+    with convert_errors("model_name_or_path: a plan with images needs the processor"):
         processor = AutoProcessor.from_pretrained(recipe.model.model_name_or_path, **recipe.loading_options)
     return Dataset.from_list([row] * 2), processor
 
@@ -47,7 +47,7 @@ def tokenized(trainer: Any, rows: Iterable[Any]) -> Dataset:
     collator, limit, sequences = copy.copy(trainer.data_collator), trainer.args.max_length, []
     collator.max_length = None
     for number, row in enumerate(rows, start=1):
-        with blaming(f"row {number} of the data cannot be tokenized", DataError):
+        with convert_errors(f"row {number} of the data cannot be tokenized", DataError):
             batch = collator([row])
             labels = batch.get("labels")
             labels = batch["input_ids"].where(batch["completion_mask"] == 1, -100) if labels is None else labels

@@ -14,7 +14,7 @@ from trl import TrlParser
 
 from lowmem.errors import ConfigError, did_you_mean
 from lowmem.rules import resolve
-from lowmem.run.boundary import blaming
+from lowmem.run.boundary import convert_errors
 from lowmem.run.yaml_file import SECTIONS, Setting, yaml_value
 
 # Arguments of earlier versions, with their replacements.
@@ -116,7 +116,7 @@ class Parser(TrlParser):
         elif (kind := self.items.get(name)) is not None:
             if len(value) == 1 and str(value[0]).startswith("["):
                 value = _yaml(value[0], setting)
-            with blaming(str(setting)):
+            with convert_errors(str(setting)):
                 value = [kind(item) if isinstance(item, str) else kind(**item) for item in value]  # a name, as in TRL
         return setting._replace(value=value)
 

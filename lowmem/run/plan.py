@@ -83,7 +83,7 @@ def plan(recipe: Recipe, ranks: int = 1, memory: int | None = None) -> RunPlan:
     device = DEVICES[recipe.device or "gpu"]
     on_gpu = device.type != "cpu"
     with fake_ranks(ranks, device, zero3=bool(recipe.training.deepspeed)) if ranks > 1 else nullcontext():
-        recipe = recipe.having()  # parses its arguments again, for these ranks
+        recipe = recipe.with_values()  # parses its arguments again, for these ranks
         buffers = _disk_buffers(recipe)
         with running(recipe, device) as run:
             trainer = run.trainer
@@ -104,7 +104,7 @@ def _batch_in_words(trainer: Any, config: Any) -> str:
     """Describes the micro-batches of a step, and the images in a row."""
     args = trainer.args
     micro = f"{args.gradient_accumulation_steps} micro-batches of " if args.gradient_accumulation_steps > 1 else ""
-    shown = images.described(trainer.train_dataset[0]) if images.sees(config) else ""
+    shown = images.described(trainer.train_dataset[0]) if images.is_multimodal(config) else ""
     return f"{micro}{args.per_device_train_batch_size} x {args.max_length or LONGEST} tokens{shown}"
 
 
@@ -139,9 +139,7 @@ def _copies(step: StepMemory, streaming: Any, args: Any) -> str:
 
 
 def _disk_buffers(recipe: Recipe) -> int | None:
-    """Returns the bytes of host buffers through which weights on a disk are copied, or None if there are no weights on
-    a disk.
-    """
+    """Returns the size in bytes of host buffers for copying weights on a disk, or None if no weights are on a disk."""
     if recipe.fused is not None and recipe.fused.home != "host":
         return 0
     if (options := offloaded_to_nvme(recipe.training)) is None:

@@ -26,7 +26,7 @@ from lowmem.hf.arguments import Inputs, check_number
 from lowmem.hf.optim import with_learning_rate
 from lowmem.options import DynamicScale, FusedConfig, LayersConfig
 from lowmem.run import secrets
-from lowmem.run.boundary import blaming, reason
+from lowmem.run.boundary import convert_errors, reason
 from lowmem.run.parser import Parser, dataclasses_of
 from lowmem.run.terminal import CONFIG, METRICS
 from lowmem.run.yaml_file import SECTIONS, Setting, configured
@@ -41,9 +41,7 @@ _DEFAULT_RULE = "adamw"
 
 @dataclass(frozen=True)
 class Recipe:
-    """The arguments of a run. `recipe.having(max_length=1024)` returns a copy with this value. Raises `ConfigError` for
-    invalid values.
-    """
+    """The arguments of a run. `with_values(max_length=1024)` returns a changed copy. Both raise `ConfigError`."""
 
     command: str  # the training command, such as "sft"
     settings: Mapping[str, Setting] = field(repr=False)  # all arguments that are set; `section.option` in a section
@@ -70,11 +68,11 @@ class Recipe:
             arguments = {name: copy.deepcopy(value) for name, value in self.values.items() if name in names}
             if part == "training":
                 arguments |= _for_device(self.device, arguments)
-            with blaming(self.subject_of(kind)):
+            with convert_errors(self.subject_of(kind)):
                 parts[part] = kind(**arguments)
         vars(self).update(parts)  # the dataclass is frozen
 
-    def having(self, **values: Any) -> "Recipe":
+    def with_values(self, **values: Any) -> "Recipe":
         """Returns the recipe with these values of arguments."""
         settings = {name: Setting(name, value) for name, value in values.items()}
         return replace(self, settings={**self.settings, **settings})
@@ -161,12 +159,12 @@ class Recipe:
             if isinstance(options.get("groups"), list):
                 options["groups"] = tuple(options["groups"])
             if isinstance(options.get("loss_scale"), dict):
-                with blaming("loss_scale"):
+                with convert_errors("loss_scale"):
                     options["loss_scale"] = DynamicScale(**options["loss_scale"])
             return SECTIONS[name](**options)
 
 
-class _Set(argparse.Namespace):
+class _ExplicitArguments(argparse.Namespace):
     """The arguments that are set. argparse reads None for other arguments, so it does not add defaults."""
 
     def __getattr__(self, name: str) -> None:
@@ -188,7 +186,7 @@ def parse(
     with _located("fused", {} if rule else in_file):
         rule = rule or (in_file["fused.rule"].value if "fused.rule" in in_file else None) or _DEFAULT_RULE
         parser = Parser(command, rule, more)
-    options = _Set()
+    options = _ExplicitArguments()
     _, unknown = parser.parse_known_args(list(argv), options)
     settings = {setting.name: setting for setting in map(parser.convert, in_file.values())}
     if unknown:
@@ -237,7 +235,7 @@ def _located(section: str, settings: Mapping[str, Setting]) -> Iterator[None]:
 def _check(settings: Mapping[str, Setting]) -> None:
     """Raises `ConfigError` for secrets, and for invalid values that libraries accept."""
     for name, setting in settings.items():
-        if secrets.contained(name, _plain(setting.value)):
+        if secrets.is_secret(name, _plain(setting.value)):
             raise ConfigError(
                 f"{setting} contains a password or token, and arguments are written into output_dir. Omit it, and set "
                 "the environment variable of the service, such as HF_TOKEN"

@@ -35,7 +35,7 @@ _HIDDEN = re.compile(r"step|epoch|total_flos|.*runtime|.*(samples|steps)_per_sec
 
 
 class _Progress(ProgressCallback):  # type: ignore[misc]
-    """The progress bar of transformers, with log lines that can be read. Its time left does not count compilation."""
+    """The progress bar of transformers, with readable log lines. The remaining time excludes compilation."""
 
     compile_seconds = 0.0  # of this process so far
 

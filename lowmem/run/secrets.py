@@ -42,13 +42,13 @@ def redacted(text: str) -> str:
     return _ASSIGNED.sub(lambda match: match[1] + _BLANK, _VALUE.sub(_BLANK, text))
 
 
-def contained(name: str, value: Any) -> bool:
+def is_secret(name: str, value: Any) -> bool:
     """Returns whether a value of a configuration, or an item in it, is a credential, judging by its name or content."""
     if isinstance(value, dict):  # an item is named by its key, and by the keys around it
         secret = _KEY.fullmatch(name[-100:])
-        return any(contained(name if secret else str(key), item) for key, item in value.items())
+        return any(is_secret(name if secret else str(key), item) for key, item in value.items())
     if isinstance(value, list):
-        return any(contained(name, item) for item in value)
+        return any(is_secret(name, item) for item in value)
     if not isinstance(value, str) or not value:
         return False
     known = any(part in value for part in _environment())

@@ -59,7 +59,7 @@ def progress_in_lines(seconds: float = 60) -> Iterator[None]:
 
         return show
 
-    # bars move the cursor by writing to their file, and huggingface_hub's are shown unless the file is not a terminal
+    # discards cursor movements. It has no isatty(), because huggingface_hub hides its bars if isatty() is False
     begin = partialmethod(tqdm.__init__, file=SimpleNamespace(write=len))
     with patch.object(tqdm, "__init__", begin), patch.object(tqdm, "status_printer", staticmethod(printer)):
         yield

@@ -18,7 +18,7 @@ from lowmem.hf.arguments import Inputs
 from lowmem.hf.resuming import steps_with_completions
 from lowmem.placements import in_group, streaming_of
 from lowmem.run import build, data, plan, precheck, publishing, reductions, report
-from lowmem.run.boundary import blaming, blaming_libraries, is_out_of_memory, reason
+from lowmem.run.boundary import convert_errors, convert_library_errors, is_out_of_memory, reason
 from lowmem.run.description import describe
 from lowmem.run.folder import RunFolder
 from lowmem.run.recipe import Recipe
@@ -42,7 +42,7 @@ def train(recipe: Recipe) -> int | None:
         stage("loading the model and tokenizing")
         trainer = build.trainer(recipe, train_data, evaluation_data)
         counts = data.check(trainer, train_data, evaluation_data)
-        with blaming_libraries("this model cannot be trained"):
+        with convert_library_errors("this model cannot be trained"):
             trainer.create_optimizer()  # raises for unsupported models before anything is written
         topics = {**describe(trainer), "data": counts}
         print_topics(topics)
@@ -51,13 +51,13 @@ def train(recipe: Recipe) -> int | None:
         trainer.add_callback(first_step)
         trainer.add_callback(stop)
         with report.RunReport(folder.path).attached(trainer), stop.handling():
-            with first_step.blaming:
+            with first_step.convert_errors:
                 trainer.train(resume_from_checkpoint=checkpoint)
             first_step.on_step_end()  # also if no steps remained
             if stop.number is None:
                 folder.save_model(trainer)
         if recipe.training.push_to_hub and stop.number is None and rank() == 0:
-            with blaming(f"push_to_hub: {folder.path} has the complete model, but its upload failed"):
+            with convert_errors(f"push_to_hub: {folder.path} has the complete model, but its upload failed"):
                 publishing.publish(trainer, recipe, folder.path, topics)
         if in_group():  # otherwise the process aborts at its end
             distributed.barrier()
@@ -83,15 +83,15 @@ def _require_metric(trainer: Any) -> None:
 
 
 class _FirstStep(TrainerCallback):  # type: ignore[misc]
-    """Writes the configuration after the first step. Until the first update, messages of library errors name it."""
+    """Writes the configuration after the first step. Library errors before the first update mention this step."""
 
     def __init__(self, recipe: Recipe, folder: RunFolder) -> None:
         self.recipe, self.folder, self.written = recipe, folder, False
-        self.blaming = ExitStack()
-        self.blaming.enter_context(blaming_libraries("the first step cannot be computed"))
+        self.convert_errors = ExitStack()
+        self.convert_errors.enter_context(convert_library_errors("the first step cannot be computed"))
 
     def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
-        self.blaming.pop_all()
+        self.convert_errors.pop_all()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         if not self.written:

@@ -21,7 +21,7 @@ class KernelBatches:
     """The batches of each flush. Later steps reuse them until something changes.
 
     Args:
-        inputs, compilation: of the optimizer.
+        inputs, compilation: the optimizer's step inputs and compilation.
     """
 
     def __init__(self, inputs: StepInputs, compilation: Compilation) -> None:
@@ -31,7 +31,7 @@ class KernelBatches:
 
     def begin(self) -> None:
         """Begins a micro-batch."""
-        if self._flushes:  # micro-batches without updates keep those of the last step
+        if self._flushes:  # micro-batches without updates reuse the batches of the last step
             self._earlier, self._flushes = self._flushes, {}
 
     def of(self, operands: Sequence[Operands], decision: Decision | None) -> Batches:

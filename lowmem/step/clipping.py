@@ -50,7 +50,7 @@ class Decision:
     tiled: see `Norms`.
     clip_coef: the factor of `clip_norm`, a float32 scalar, or None.
     own_clips: the clip coefficients of parameter groups whose rule also clips.
-    measured: whether the gradients that are applied have these `norms`, and not the gradients of an earlier pass.
+    measured: True if `norms` belong to the gradients that are applied, False if they were measured in an earlier pass.
     prepared: whether `measured` is true and float32 gradients have been unscaled and clamped in place.
     skipped: whether the host knows that the step is skipped, so that no update is launched.
     """
@@ -139,7 +139,7 @@ class Clipping:
         norms = self._over_ranks(torch.stack([measured[record.name].to(self.device) for record in fired], 1))
         finite = norm_over(norms.unscaled).isfinite()
         # with a dynamic loss scale, an overflow skips the step even if a rule handles Inf and NaN
-        if not self.scaler.dynamic and all(record.takes_nonfinite for record in fired):
+        if not self.scaler.dynamic and all(record.handles_nonfinite for record in fired):
             finite = torch.ones_like(finite)
         coef = None
         if self.norm is not None:  # the same division as in torch
@@ -171,7 +171,7 @@ class Clipping:
         square_sums = self.gather(record.square_sum for record in fired)
         updated = square_sums.isfinite()
         # a third-party optimizer has updated its parameter before the host knows
-        unconditional = [record.rule.materializes or record.takes_nonfinite for record in fired]
+        unconditional = [record.rule.materializes or record.handles_nonfinite for record in fired]
         if any(unconditional):
             updated |= to_device(unconditional, torch.bool, self.device)
         return Decision(

@@ -67,7 +67,7 @@ class Compilation:
 
     Attributes:
         seconds: total compile time in this process.
-        failure: the error because of which updates are not compiled, or None.
+        failure: the error that prevents compilation, or None.
     """
 
     seconds: ClassVar[float] = 0.0
@@ -244,9 +244,7 @@ class Compilation:
 
 
 def is_observed() -> bool:
-    """Returns whether a dispatch mode (fake tensors, a memory tracker) must see every operation. Compiled code hides
-    them.
-    """
+    """Returns whether a dispatch mode (fake tensors, memory tracker) observes operations, which compiled code hides."""
     return _get_current_dispatch_mode() is not None
 
 

@@ -67,9 +67,9 @@ class StepCycle:
             nests: whether it will run nested backwards.
 
         Raises:
-            StepError: see `refuse_begin`; or this backward would run inside another, or contain other backwards.
+            StepError: see `require_can_begin`; or this backward would run inside another, or contain other backwards.
         """
-        self.refuse_begin()
+        self.require_can_begin()
         if nests or (not explicit and _inside_custom_backward()):
             raise StepError(_NESTED)
         self._running, self.last = _EXPLICIT if explicit else torch._C._current_graph_task_id(), last
@@ -80,9 +80,9 @@ class StepCycle:
             self._steps += 1
             self.step += 1
 
-    def refuse_begin(self) -> None:
+    def require_can_begin(self) -> None:
         """Raises `StepError` if the last step is torn or open, or the next backward would have to accumulate."""
-        self._refuse_torn("train on")
+        self._require_not_torn("train on")
         if self._running is not None:
             raise StepError("a backward started inside the step of another backward. Let the first one finish")
         if self.loop_steps and self._steps and not self.waiting:
@@ -202,7 +202,7 @@ class StepCycle:
                 "weights. Run a backward that should not update them inside `with opt.paused():`"
             )
 
-    def _refuse_torn(self, intention: str) -> None:
+    def _require_not_torn(self, intention: str) -> None:
         """Raises `StepError` if the last step is torn."""
         if self.torn is not None:
             raise StepError(
@@ -210,9 +210,9 @@ class StepCycle:
                 "are with accept_torn_step()."
             )
 
-    def refuse_open(self, intention: str) -> None:
+    def require_idle(self, intention: str) -> None:
         """Raises `StepError` in the middle of a step, or if one is torn."""
-        self._refuse_torn(intention)
+        self._require_not_torn(intention)
         if self._running is not None:
             raise StepError(f"cannot {intention} in the middle of step {self.step}: its backward is still running")
         if self.waiting:

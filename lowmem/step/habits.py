@@ -73,7 +73,7 @@ def _refuse_scaled(grad: Tensor) -> None:
 
 
 def _wrap_clipping() -> None:
-    """Loops import these functions by name, so they are replaced inside their `torch.no_grad()` decorator."""
+    """Replaces clipping functions inside their `torch.no_grad()` decorator, because loops import them by name."""
     for function in (clip_grad.clip_grad_norm_, nn.utils.clip_grads_with_norm_, clip_grad.clip_grad_value_):
         cell = (function.__closure__ or ())[function.__code__.co_freevars.index("func")]
         cell.cell_contents = _watch_clipping(cell.cell_contents)

@@ -87,15 +87,15 @@ class StepLoop:
             raise StepError(f"backward() of an optimizer that {state}: nothing would be updated")
         self.hooks.caller.note()
         self.drop_failed()
-        self.cycle.refuse_begin()
+        self.cycle.require_can_begin()
         value = loss if isinstance(loss, Tensor) else loss()  # launched before the host waits for the last step
-        _refuse_loss(value)
+        _check_loss(value)
         self._begin()
         if self.policy.name == "two_pass":  # it does not support every graph
             self.choose_policy(value)
         self.claim_changed()
         for record in self.records.values():
-            record.refuse_leftover()
+            record.require_no_gradient()
         self.cycle.begin(last, explicit=True)
         try:
             for inputs, retain_graph in self.policy.passes():
@@ -133,9 +133,9 @@ class StepLoop:
         self.report.raise_if_diverged()
         self.updates.compilation.raise_if_failed()
         first = self._confirmed != len(self.parameters.groups)
-        with self.placement.together() if first else nullcontext():
-            self.parameters.refuse_edits()
-            self.parameters.refuse_unfrozen()
+        with self.placement.raise_together() if first else nullcontext():
+            self.parameters.check_edits()
+            self.parameters.check_unfrozen()
         if first:
             self.placement.confirm(self.records.values(), {**self.parameters.settings(), "seed": self.cycle.seed})
             self._confirmed = len(self.parameters.groups)
@@ -266,7 +266,7 @@ def claim(record: ParamRecord, parameters: Parameters, hooks: Hooks) -> None:
     hooks.own(record)
 
 
-def _refuse_loss(loss: Any) -> None:
+def _check_loss(loss: Any) -> None:
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         what = f"of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
         raise StepError(f"the loss is {what}; it must be a tensor of one element, as .mean() returns")

@@ -172,16 +172,14 @@ class GradientStore:
         room = max(0, self._bytes[device] + free - int(total * HEADROOM))
         if device not in self._least:
             logger.info(
-                "store auto: %.1f GiB of %s are free when the first gradient is ready, of which gradients take up to "
-                "%.1f GiB and leave %.1f GiB free. Others are offloaded to the host until the step is decided",
+                'store="auto": %.1f GiB are free on %s when the first gradient is ready. Up to %.1f GiB will hold '
+                "gradients, and %.1f GiB stay free. Other gradients are offloaded to the host",
                 free / 2**30, device, room / 2**30, total * HEADROOM / 2**30,
             )  # fmt: skip
         return room
 
     def _allocate(self, make: Callable[[], Tensor]) -> Tensor:
-        """Calls a function that allocates device memory. If the device is out of memory, offloads all gradients and
-        calls it again.
-        """
+        """Calls a function that allocates device memory. If memory runs out, offloads all gradients and calls again."""
         try:
             return make()
         except torch.OutOfMemoryError:

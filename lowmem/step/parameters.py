@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 class States(defaultdict[Tensor, dict[str, Any]]):
-    """States by parameter. It is true even if it is empty: for an optimizer whose `state` is false,
+    """States by parameter. `bool()` is always True, because for an optimizer whose `state` is False,
     `torch.distributed.checkpoint.state_dict` runs a step with zero gradients. Our `state_dict` does not need this step.
     """
 
@@ -122,7 +122,7 @@ class Parameters:
         for record in self.records.values():
             record.extra = {}
 
-    def refuse_edits(self) -> None:
+    def check_edits(self) -> None:
         """Raises `StepError` if `param_groups` was edited in a way that would have no effect.
 
         A hyperparameter may change as long as the spec of each parameter stays the same.
@@ -153,7 +153,7 @@ class Parameters:
         options = (group.rule.needs_norm(group.live) for group in self.groups)
         return next((option for option in options if option is not None), None)
 
-    def refuse_unfrozen(self) -> None:
+    def check_unfrozen(self) -> None:
         """Raises `StepError` if clipping by norm would ignore a parameter of the model that was unfrozen. Otherwise,
         warns once about such parameters, which a torch optimizer may update.
         """

@@ -53,7 +53,7 @@ class Policy:
     unmet: ClassVar[Mapping[str, str]] = {
         "norm": "{need}: policy 'immediate' updates a parameter before the norm over all gradients is known, so it "
         "cannot clip by this norm. Use policy='two_pass', 'deferred' or 'auto', or omit the option (in a Hugging Face "
-        "trainer: max_grad_norm=0). clip_value and a rule's own update clipping work.",
+        "trainer: max_grad_norm=0). clip_value and update clipping by the rule are supported.",
         "skip": "{need}: under policy 'immediate', an overflowing update must be skipped parameter by parameter, which "
         "this optimizer does not support. Use policy='two_pass' or 'deferred', a rule of lowmem, or bfloat16 without a "
         "loss scale.",
@@ -84,7 +84,7 @@ class Policy:
         self.updates.put(record, grad, self._decision)
 
     def complete(self) -> Decision | None:
-        """Called when all gradients of the step are ready. Returns the decision made before the first update."""
+        """Called when all gradients of a step are ready. Applies stored gradients. Returns the decision, if any."""
         return self._decision
 
     def replayed(self) -> Tensor | None:
@@ -293,5 +293,5 @@ def choose(config: FusedConfig, needs: Needs, *, on_cpu: bool) -> tuple[str, str
     if needs.reentrant:
         reason += ", and reentrant activation checkpointing does not allow a backward that only measures them"
     if needs.reentrant or needs.sharded or not on_cpu:
-        return "deferred", f"{reason}, so gradients are stored until the step is decided"
+        return "deferred", f"{reason}, so gradients are stored until all of them are ready"
     return "two_pass", f"{reason}, so they are measured in a first backward, and the graph is replayed"

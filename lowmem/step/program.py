@@ -212,9 +212,9 @@ def _require_quantizable(rule: UpdateRule, rounding: str) -> None:
         )
     if rounding in TABLE and rounding != "stochastic":
         raise UnsupportedError(
-            f"is quantized, and must be rounded stochastically: {rounding!r} would lose most updates, which are "
-            "smaller than half the distance between two quantized values (int8 learns 39 % as much as float32 instead "
-            "of 81 %). Omit rounding"
+            f"is quantized, and does not support rounding={rounding!r}, only stochastic rounding. Rounding to nearest "
+            "would lose most updates, which are smaller than half the distance between two quantized values (with it, "
+            "int8 reaches 39 % of float32's loss reduction instead of 81 %). Omit rounding"
         )
 
 
@@ -235,7 +235,8 @@ def _warn_of_lost_updates(dtype: torch.dtype, cls: str | None) -> None:
         return
     logger.warning(
         "%s weights with rounding 'nearest'%s lose every update smaller than about %.2g %% of the weight, which is "
-        "most updates at usual fine-tuning learning rates. Set rounding='stochastic', which loses none and needs %s",
+        "most updates at usual fine-tuning learning rates. Set rounding='stochastic', which is unbiased, so small "
+        "updates accumulate. It needs %s",
         str(dtype).removeprefix("torch."), f", unless {cls} itself rounds differently," if cls else "",
         25 * torch.finfo(dtype).eps, "a float32 copy of one parameter at a time" if cls else "no more memory",
     )  # fmt: skip

@@ -81,9 +81,9 @@ class ParamRecord(ParamEntry):
         return self.group.rule
 
     @property
-    def takes_nonfinite(self) -> bool:
+    def handles_nonfinite(self) -> bool:
         """True if its rule itself handles Inf and NaN in its gradient."""
-        return self.rule.takes_nonfinite(self.group.live)
+        return self.rule.handles_nonfinite(self.group.live)
 
     def program_of(self, group: Mapping[str, Any], shard: Shard) -> Program:
         """Returns how the parameter is updated and stored if its group has these settings; see `make_program`."""
@@ -103,15 +103,16 @@ class ParamRecord(ParamEntry):
             before = self.program
             unchanged = {"state_storage": before.state_storage} if before.state_storage else {}
             program = self.program_of({**group, **unchanged}, shard)
-            # a residual or a master copy belongs to one weight, and states of a third-party optimizer may
+            # residuals and master copies belong to one weight; third-party optimizer states may, too
             of_weight = before.extra_names or program.extra_names or not state.keys() <= program.tensor_specs.keys()
             fits = before.tensor_specs == program.tensor_specs and before.span.shape == program.span.shape
             moved = was[1:2] != form[1:2]  # forms are (dtype, device, shape, stride), or (dtype,) of a shard
             if was[:3] != form[:3] and (of_weight or moved or not fits):
+                each = zip(("dtype", "device", "shape"), was, form, strict=False)
+                changes = ", ".join(f"{name} from {old} to {new}" for name, old, new in each if old != new)
                 raise StepError(
-                    f"parameter {self.name!r} has changed from {was[:3]} to {form[:3]}, and its optimizer state no "
-                    "longer fits. Create the optimizer after model.to(...), convert the model back, or load a state "
-                    "that fits"
+                    f"parameter {self.name!r} has changed ({changes}), and its optimizer state no longer fits. Create "
+                    "the optimizer after model.to(...), convert the model back, or load a state that fits"
                 )
         self.span, self.form = program.span, form
         like = self.param.dtype, self.param.device, self.span, program.spec, program.ranks
@@ -130,7 +131,7 @@ class ParamRecord(ParamEntry):
         shard.write(self.param, tensor)
         self.version = shard.version(self.param) if self.extra else None
 
-    def refuse_leftover(self) -> None:
+    def require_no_gradient(self) -> None:
         """Raises `StepError` if the parameter has a gradient to which the next one would be added."""
         if self.param.grad is not None and self.trained:
             raise StepError(

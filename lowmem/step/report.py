@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 Statistics = dict[str, float | str]
 
 
-class Ending(NamedTuple):
+class Outcome(NamedTuple):
     """The numbers that are copied to the host when a step ends.
 
     each: name, whether the gradient was finite, and whether the parameter was updated.  finite: no gradient had Inf or
@@ -45,9 +45,9 @@ class LastStep:
     Attributes:
         names: the parameters that got a gradient, in parameter order.
         clip_coef: the factor by which `clip_norm` multiplied each gradient, a float32 scalar; None without it.
-        changed_share: the share of weights that a step changed, among those that had a gradient, a float32 scalar. It
-            is measured on a sample of this rank's weights, in the first two steps and in every 20th step. Other steps
-            report the last value. NaN if no weight of the sample was updated.
+        changed_share: the share of weights that the step changed, among sampled elements of this rank's weights with a
+            nonzero gradient; NaN if there were none. A float32 scalar. It is measured in the first two steps and in
+            every 20th step. Other steps report the last value.
     """
 
     step: int
@@ -58,7 +58,7 @@ class LastStep:
     _decision: Decision
     _scale: Tensor | None
     _statistics: Sequence[Callable[[], Statistics]]
-    _ended: Readback  # the numbers of `Ending`
+    _readback: Readback  # the numbers of `Outcome`
 
     @property
     def statistics(self) -> Statistics:
@@ -85,12 +85,12 @@ class LastStep:
     @property
     def nonfinite(self) -> list[str]:
         """The parameters whose gradient had Inf or NaN, or a norm above 1.8e19, whose square overflows float32."""
-        return [name for name, finite, _ in self._ending.each if not finite]
+        return [name for name, finite, _ in self._outcome.each if not finite]
 
     @property
     def skipped(self) -> bool:
         """True if the whole step was skipped because a gradient was not finite, under "two_pass" or "deferred"."""
-        return not self._ending.finite
+        return not self._outcome.finite
 
     @property
     def skipped_params(self) -> int:
@@ -98,14 +98,14 @@ class LastStep:
         under "immediate", it counts the parameters in `nonfinite`, except for rules that handle Inf and NaN
         themselves, and for third-party optimizers, whose updates cannot be undone.
         """
-        return sum(not updated for *_, updated in self._ending.each)
+        return sum(not updated for *_, updated in self._outcome.each)
 
     @functools.cached_property
-    def _ending(self) -> Ending:
-        values, count = self._ended.values(), len(self.names)
+    def _outcome(self) -> Outcome:
+        values, count = self._readback.values(), len(self.names)
         assert values is not None  # a dry run does not read them
         each = zip(self.names, values[-2 * count : -count], values[-count:], strict=True)
-        return Ending([*each], *values[: -2 * count])
+        return Outcome([*each], *values[: -2 * count])
 
 
 class Report:
@@ -165,7 +165,7 @@ class Report:
             _decision=decision,
             _scale=None if scaler.value is None else scaler.value.clone(),
             _statistics=self._statistics(),
-            _ended=Readback(torch.cat((values, decision.norms.isfinite().float(), decision.updated.float()))),
+            _readback=Readback(torch.cat((values, decision.norms.isfinite().float(), decision.updated.float()))),
         )
         self._ended = True
         scaler.update(finite)
@@ -205,16 +205,16 @@ class Report:
         """Reads the outcome of the last step, unless the host knows it already, and passes it to the life cycle."""
         ended, self._ended = self._ended, False
         last = self.last
-        if not ended or last is None or last._ended.values() is None:  # a dry run has no numbers
+        if not ended or last is None or last._readback.values() is None:  # a dry run has no numbers
             return
         if last.nonfinite or last.skipped:
             self._count_nonfinite(last)
         else:
             self.streak, self._searching = 0, False
-        self._cycle.settle(last.skipped, bool(last._ending.replayed))
+        self._cycle.settle(last.skipped, bool(last._outcome.replayed))
 
     def _count_nonfinite(self, last: LastStep) -> None:
-        names, count, flags = last.nonfinite, last.skipped_params, last._ending
+        names, count, flags = last.nonfinite, last.skipped_params, last._outcome
         outcome = f"skipped {count} parameter(s)" if count and not last.skipped else "was skipped"
         outcome = outcome if count else "was not skipped"
         cause = "" if flags.loss_finite else ", and the loss is not finite either"
@@ -246,10 +246,9 @@ class Report:
         if names and not self._drifted:
             self._drifted = True
             logger.warning(
-                "after step %d the ranks have different weights of %s, which should be equal, and rank 0's are saved. "
-                "Look for what differs between ranks: types of processors, versions of packages, or code that changes "
-                "weights on some ranks. A run that resumes from a checkpoint has equal weights", self._cycle.step,
-                _some(names),
+                "after step %d, weights of %s differ between ranks. They should be equal; checkpoints contain rank 0's "
+                "weights. Possible causes: different processors or package versions, or code that changes weights on "
+                "some ranks only. Resuming from a checkpoint makes them equal again", self._cycle.step, _some(names),
             )  # fmt: skip
 
     def raise_if_diverged(self) -> None:

@@ -13,9 +13,18 @@ def free_memory(device: torch.device) -> tuple[int, int]:
     return free + module.memory_reserved(device) - module.memory_allocated(device), total
 
 
-def unused_memory(device: torch.device) -> int:
-    """Returns the bytes of a GPU that were free even at the peak of this process, except for `HEADROOM`."""
+def peak_memory(device: torch.device) -> int:
+    """Returns the peak of the tensors on a GPU since the process, or the training loop, has last reset it."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+
+
+def unused_memory(device: torch.device, peak: int) -> int:
+    """Returns the bytes of a GPU that were free even at the peak of the tensors, except for `HEADROOM`.
+
+    peak: an earlier peak, because a training loop may have reset torch's.
+    """
     if device.type != "cuda":
         return 0
     free, total = free_memory(device)
-    return free - torch.cuda.max_memory_allocated(device) + torch.cuda.memory_allocated(device) - int(total * HEADROOM)
+    used = max(peak, peak_memory(device)) - torch.cuda.memory_allocated(device)
+    return free - used - int(total * HEADROOM)

@@ -1,4 +1,4 @@
-"""Saves and loads an optimizer: everything except the weights that its next step depends on, exactly and without casts.
+"""Saves and loads everything that the next step depends on except the weights, exactly and without casts.
 
 There are two forms. Files use the form by name, which has the states of parameters that have been updated.
 `torch.optim.Optimizer.state_dict` returns the form by number, which also has states before the first update, because
@@ -66,7 +66,7 @@ def named(loop: StepLoop, *, lazy: bool) -> dict[str, Any]:
     loop.drop_failed()
     loop.report.settle()
     parameters.placement.settle()
-    loop.cycle.refuse_open("save")
+    loop.cycle.require_idle("save")
     loop.claim_changed()  # raises if states no longer fit their parameter
     states, records = parameters.states, list(loop.records.values())
     groups = [
@@ -90,7 +90,7 @@ def named(loop: StepLoop, *, lazy: bool) -> dict[str, Any]:
         "nonfinite": loop.report.state_dict(),
         "weights": {record.name: str(record.param.dtype) for record in records},
         "param_groups": groups,
-        "state": {owner: s if lazy else _kept(s) for owner, s in sources.items() if s},
+        "state": {owner: s if lazy else _read_all(s) for owner, s in sources.items() if s},
     }
 
 
@@ -130,7 +130,7 @@ def _initial(parameters: Parameters, record: ParamRecord) -> dict[str, Any]:
     if owner.program.extra_names:
         weight = weight.clone()  # creating the other tensors of its storage rounds it
     tensors = initial_tensors(owner.program, owner.program.created, weight)
-    return _kept(_sources(shard, owner, tensors))
+    return _read_all(_sources(shard, owner, tensors))
 
 
 def _sources(shard: Shard, owner: Owner, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -150,7 +150,7 @@ def _source(shard: Shard, owner: Owner | None, name: str, value: Any) -> Any:
     return TensorSource(span.shape, value.dtype, partial(shard.gather, owner.record.param, value, span))
 
 
-def _kept(sources: Mapping[str, Any]) -> dict[str, Any]:
+def _read_all(sources: Mapping[str, Any]) -> dict[str, Any]:
     """Reads all sources. A view of a stack is copied, because `torch.save` would save the whole stack."""
     values = {name: source.read() if isinstance(source, TensorSource) else source for name, source in sources.items()}
     views = {n: t for n, t in values.items() if isinstance(t, Tensor) and t.untyped_storage().nbytes() > t.nbytes}

@@ -1,4 +1,4 @@
-"""Updates parameters: alone, stacked, or by kernels together. Some shards are measured first."""
+"""Updates parameters one by one, in stacks, or by kernels in batches. Measures shards of elementwise rules first."""
 
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
@@ -18,7 +18,7 @@ from lowmem.step.inputs import StepInputs
 from lowmem.step.parameters import Parameters
 from lowmem.step.program import Program, Result
 from lowmem.step.record import Operands, ParamRecord, store_results
-from lowmem.step.room import unused_memory
+from lowmem.step.room import peak_memory, unused_memory
 from lowmem.tiles.quantized import tensors_of
 from lowmem.tiles.storage import Float, RoundedCopy, StoredTensor
 from lowmem.tiles.stored import StoredTiles, begin_storage, separate
@@ -100,6 +100,7 @@ class Updates:
         self._stacks: dict[tuple[Program, torch.dtype], Queue] = defaultdict(Queue)  # wait for a full stack
         self._per_stack: dict[Program, int] = {}  # number of its parameters per stack
         self._free: dict[torch.device, int] = {}  # elements for which memory is free on a device in this step
+        self._peaks: dict[torch.device, int] = {}  # the largest peak of tensors in earlier steps
         self._steps = 0  # number of steps that have ended in this process
 
     @property
@@ -129,7 +130,8 @@ class Updates:
         may_wait: the number of elements of large gradients that may wait for kernels, although they need not.
 
         An elementwise rule does not need sums over ranks, but all ranks must know whether a gradient is finite before
-        any of them writes. So shards wait until they are as large as one full gradient, and are measured together.
+        any of them writes. So shards wait until together they have as many elements as the largest full gradient among
+        them, or SHARDS elements, and are then measured in one collective.
         """
         program = record.program
         large_shard = program.ranks is not None and program.span.numel > SMALL
@@ -160,14 +162,15 @@ class Updates:
             self._update_queue(queue, decision)
 
     def _free_elements(self, record: ParamRecord, grad: Tensor) -> int:
-        """Returns the number of elements of the largest gradient if memory for as many was free in all earlier steps,
-        and 0 otherwise, or for shards, because ranks would have to agree.
+        """Returns how many elements may wait: as many as the largest gradient has, if earlier steps always left memory
+        for that many. Returns 0 otherwise, and for shards, because ranks would have to agree.
         """
         if record.program.ranks is not None:
             return 0
         if grad.device not in self._free:
             largest = self.largest if self._steps else 0
-            fits = unused_memory(grad.device) >= largest * grad.element_size()
+            unused = unused_memory(grad.device, self._peaks.get(grad.device, 0))
+            fits = unused >= largest * grad.element_size()
             self._free[grad.device] = largest if fits else 0
         return self._free[grad.device]
 
@@ -212,6 +215,8 @@ class Updates:
         for stack in self._stacks.values():
             if stack.gradients:
                 self._update_stack(stack, decision)
+        for device in self._free:
+            self._peaks[device] = max(self._peaks.get(device, 0), peak_memory(device))
         self._steps += 1
 
     def drop(self) -> None:

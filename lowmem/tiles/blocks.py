@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowmem.tiles.graph import realized, tied
+from lowmem.tiles.graph import fuse_with, materialize
 from lowmem.tiles.layout import Layout, Place, Rect
 from lowmem.tiles.tile import DIMS, Vectors
 from lowmem.tiles.traced import GRAD, Arguments, Pass
@@ -124,12 +124,12 @@ def shape_of(grad: Tensor) -> tuple[Any, Any, Any]:
     return (batch, 1, count * width) if height == 1 else (batch, count * height, width)
 
 
-def run_in_blocks(reached: Pass, args: Arguments) -> Vectors:
+def run_in_blocks(tile_pass: Pass, args: Arguments) -> Vectors:
     """Calls the function of a pass with a tile in blocks, and returns the sums of the tile.
 
     args: includes the vectors of the pass: row [b, r], col [b, c], and scalar [b] or [].
     """
-    parts = [(name, n) for name, storage in reached.storages.items() for n, _ in enumerate(storage.parts)]
+    parts = [(name, n) for name, storage in tile_pass.storages.items() for n, _ in enumerate(storage.parts)]
     args = args | {key: args[key].flatten(3) for key in parts}
     grad = args[GRAD, 0]
     batch, count, height, width = grad.shape
@@ -141,13 +141,13 @@ def run_in_blocks(reached: Pass, args: Arguments) -> Vectors:
             return value.view((batch, count, 1, width) if is_line else (batch, 1, 1, width))
         value = value.view((batch, 1, 1, 1) if is_line or DIMS[vector_kind] == (0,) else (batch, count, height, 1))
         if vector_kind == "noise" and is_line:  # noise is counted from the start of the line
-            parts = realized(torch.arange(count, dtype=torch.int32, device=value.device) * width)
+            parts = materialize(torch.arange(count, dtype=torch.int32, device=value.device) * width)
             value = value + parts.view(1, -1, 1, 1)
         return value
 
-    vectors = {key: args[key] for key, *_ in reached.args if key[0] != "reading"}
-    here = {key: broadcast(key[0], realized(value)) if value.ndim else value for key, value in vectors.items()}
-    return _summed(reached.run(args, here), grad, is_line)
+    vectors = {key: args[key] for key, *_ in tile_pass.args if key[0] != "reading"}
+    here = {key: broadcast(key[0], materialize(value)) if value.ndim else value for key, value in vectors.items()}
+    return _summed(tile_pass.run(args, here), grad, is_line)
 
 
 def _summed(values: Vectors, grad: Tensor, is_line: bool) -> Vectors:
@@ -156,7 +156,7 @@ def _summed(values: Vectors, grad: Tensor, is_line: bool) -> Vectors:
     first = grad[..., :1, :1]
 
     def lines(value: Tensor) -> Tensor:
-        return tied(value, first)
+        return fuse_with(value, first)
 
     def of(kind: str) -> Vectors:
         return {key: value for key, value in values.items() if key[0] == kind}
@@ -164,7 +164,7 @@ def _summed(values: Vectors, grad: Tensor, is_line: bool) -> Vectors:
     row, col = {key: lines(value).sum(-1) for key, value in of("row").items()}, of("col")
     if row and col:  # column sums follow in the same loop over blocks, while the block is in the cache
         of_block = next(iter(row.values())).sum(-1)[..., None, None]
-        col = {key: tied(value, of_block) for key, value in col.items()}
+        col = {key: fuse_with(value, of_block) for key, value in col.items()}
 
     def rows(value: Tensor, fold: Callable[..., Tensor]) -> Tensor:
         return fold(value.flatten(1), -1, keepdim=True) if is_line else value.flatten(1)

@@ -157,14 +157,14 @@ def _vector_code() -> Iterator[None]:
         yield
 
 
-def realized(value: Tensor) -> Tensor:
+def materialize(value: Tensor) -> Tensor:
     """Forces Inductor to materialize a small tensor (before `as_strided`), so that it is not recomputed for each
     element of a tile that uses it. An int32 arange also stays int32 (torch 2.11: int64).
     """
     return torch.as_strided(value, value.shape, value.stride())
 
 
-def tied(value: Tensor, to: Tensor) -> Tensor:
+def fuse_with(value: Tensor, to: Tensor) -> Tensor:
     """Returns `value` unchanged, and makes compiled CPU code also read `to`. On CPUs, Inductor fuses two computations
     into one loop only if they read the same tensor, or if one depends on the other.
     """

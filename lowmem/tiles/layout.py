@@ -235,7 +235,7 @@ class Layout:
 
     @property
     def one_line(self) -> bool:
-        """Returns whether the parameter is a single row, so that every range of elements is one rectangle."""
+        """True if the parameter is a single row, so that every range of elements is one rectangle."""
         return self.shape[:2] == (1, 1)
 
     def lines(self, count: int) -> "Layout":

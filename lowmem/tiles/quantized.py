@@ -1,8 +1,8 @@
 """Quantized weights that act as ordinary matrices in a model.
 
-For autograd, a quantized weight is a bfloat16 matrix (or has its original dtype) with ordinary gradients. It stores
-integers and a scale per group. Below autograd, a product dequantizes the matrix, and an embedding the rows that it
-looks up. So autograd saves the quantized tensor, and each product in backward dequantizes it again.
+For autograd, a quantized weight is a matrix of its original dtype, such as bfloat16, with ordinary gradients. It stores
+integers and a scale per group. Below autograd, a product dequantizes the matrix, and an embedding dequantizes the rows
+that it looks up. So autograd saves the quantized tensor, and each product in backward dequantizes it again.
 """
 
 import functools
@@ -91,8 +91,8 @@ class QuantizedWeight(Tensor):
             if not value.is_meta and not matrix._decoded(rows).to(weight.dtype).isfinite().all():
                 raise UnsupportedError(
                     f"{name} contains Inf, NaN or a number near the {weight.dtype} maximum in rows {rows.start} to "
-                    f"{min(rows.stop, len(matrix)) - 1}, which {format} cannot represent. Correct it, or do not "
-                    "quantize its module: quantize_(model, ..., skip=[...])"
+                    f"{min(rows.stop, len(matrix)) - 1}, which {format} cannot represent. Correct it, or exclude its "
+                    "module: quantize_(model, ..., skip=[...])"
                 )
         return new
 
@@ -117,7 +117,7 @@ class QuantizedWeight(Tensor):
 
     @property
     def transposed(self) -> bool:
-        """Returns whether groups run along columns, as in a transposed view for a product."""
+        """True if groups run along columns, as in a transposed view for a product."""
         codes = self.parts[0]
         return codes.ndim > 1 and codes.stride(-2) == 1  # a row has at least one group
 
@@ -213,13 +213,12 @@ class QuantizedWeight(Tensor):
         return UnsupportedError(
             f"a weight of shape {list(self.shape)} quantized to {self.format} is used in {use}, which needs an "
             "ordinary matrix. A quantized weight can be used in a product or an embedding, also sharded by fully_shard "
-            "(FSDP2), but not with DeepSpeed or DistributedDataParallel. Do not quantize its module, quantize_(model, "
-            "..., skip=[...]), compute with weight.dequantize(), or call lowmem.dequantize_(model) before saving or "
-            "sharing"
+            "(FSDP2), but not with DeepSpeed or DistributedDataParallel. Exclude its module (quantize_(model, ..., "
+            "skip=[...])), compute with weight.dequantize(), or call lowmem.dequantize_(model) before saving or sharing"
         )
 
     def _by_rows(self, func: Any, *args: Any, **kwargs: Any) -> Any:
-        """Runs operations that do not need dequantized rows. Returns None for other operations."""
+        """Runs operations without dequantizing the whole matrix (except cloning a cast). Returns None for others."""
         if func is aten.embedding.default or (func is aten.index.Tensor and len(args[0]) == 1 and self.ndim > 1):
             (at,) = tree_leaves(args[0])
             return rows_of(self, at) if at.dtype != torch.bool or at.ndim < self.ndim else None

@@ -146,7 +146,7 @@ def noise_key(seed: int, step: int, name: str) -> int:
 
 
 def random_bits(word: Tensor, number: int, count: int) -> Tensor:
-    """Returns random numbers in [0, 2ᶜᵒᵘⁿᵗ), 16 bits or more, for tensor `number` from a random int32 word.
+    """Returns random numbers in [0, 2**count), count >= 16, for tensor `number` from a random int32 word.
 
     Tensor 0 uses the lower half of the word and tensor 1 the upper half. Others use the upper half of the word times an
     odd number, which depends on all bits of the word. Any two of them are practically independent. Bits after the
@@ -168,7 +168,7 @@ def _bits_of(word: Tensor, first: int, count: int) -> Tensor:
 
 
 def fraction(random: Tensor, count: int) -> Tensor:
-    """Converts numbers in [0, 2ᶜᵒᵘⁿᵗ) to float32 in (0, 1): the centers of 2ᶜᵒᵘⁿᵗ equal intervals, at most 2²³."""
+    """Converts numbers in [0, 2**count) to float32 in (0, 1): the centers of 2**count equal intervals. count <= 23."""
     return number(random << 23 - count | 0x3F800000) - (1 - 2.0 ** -(count + 1))
 
 

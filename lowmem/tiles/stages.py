@@ -103,7 +103,7 @@ def copied(
     update: TracedUpdate, args: Arguments, results: Mapping[Any, fx.Node], end: fx.Node, sums_of: Callable[..., Any]
 ) -> Graph:
     """Copies the graph of an update up to node `end`. args: fake arguments.  results: nodes of the update.  sums_of:
-    returns the sums of pass n as nodes, given the new graph, n, and the nodes of arguments and vectors of the pass.
+    (graph, n, nodes of arguments and vectors by name) → the nodes of pass n's sums in the new graph.
     """
     graph, inputs = fx.Graph(), dict(args)
     for n, (key, value) in enumerate(args.items()):
@@ -143,9 +143,9 @@ def at_once(update: TracedUpdate, args: Arguments, sizes: Sizes) -> Graph:
     kind, graph, shape = update.kind, update.graph, shape_of(args[GRAD, 0])
 
     def sums_of(into: fx.Graph, n: int, given: Arguments) -> Any:
-        reached = update.passes[n]
-        function = functools.partial(run_in_blocks, reached)
-        traced = Graph.of(function, args | fake(reached.args, shape, sizes, kind.device))
+        tile_pass = update.passes[n]
+        function = functools.partial(run_in_blocks, tile_pass)
+        traced = Graph.of(function, args | fake(tile_pass.args, shape, sizes, kind.device))
         single, select = given["numbers", "single"], torch.ops.aten.select.int
         numbers = {("scalar", k): into.call_function(select, (single, 0, i)) for i, k in enumerate(kind.numbers)}
         given = numbers | given
@@ -172,10 +172,10 @@ class Stage(TileCode):
     the last stage the results of the update; None if there are none.
     """
 
-    def __init__(self, kind: Kind, reached: Pass, before: Code | None) -> None:
-        function = functools.partial(run_in_blocks, reached)
-        super().__init__(kind, reached.storages, reached.args, lambda args, _: Graph.of(function, args))
-        self.reached, self.before = reached, before
+    def __init__(self, kind: Kind, tile_pass: Pass, before: Code | None) -> None:
+        function = functools.partial(run_in_blocks, tile_pass)
+        super().__init__(kind, tile_pass.storages, tile_pass.args, lambda args, _: Graph.of(function, args))
+        self.tile_pass, self.before = tile_pass, before
 
     def __call__(self, raw: RawTile) -> Vectors:
         size = raw.grad.shape[0], raw.grad.shape[1], raw.grad.shape[2]
@@ -200,14 +200,14 @@ class Stages:
         def sums_of(_: fx.Graph, n: int, given: Arguments) -> Any:
             return {each.args[1]: given["sum", (n, each.args[1])] for each in passes[n].node.users}
 
-        for n, reached in enumerate(passes):
-            results, end = dict(zip(reached.vectors, reached.node.args[0], strict=True)), reached.node
-            if reached.writes:
+        for n, tile_pass in enumerate(passes):
+            results, end = dict(zip(tile_pass.vectors, tile_pass.node.args[0], strict=True)), tile_pass.node
+            if tile_pass.writes:
                 results, end = {**results, **graph.results}, graph.module.graph.output_node()
-            copies = results or reached.writes
+            copies = results or tile_pass.writes
             before = Code(copied(self._update, inputs, results, end, sums_of), sizes) if copies else None
-            stages.append(Stage(kind, reached, before))
-            inputs |= {("sum", (n, each.args[1])): each.meta["val"] for each in reached.node.users}
+            stages.append(Stage(kind, tile_pass, before))
+            inputs |= {("sum", (n, each.args[1])): each.meta["val"] for each in tile_pass.node.users}
         return stages
 
     def codes(self, forms: Sequence[Form]) -> list[Code]:
@@ -223,9 +223,9 @@ class Stages:
         args |= sized(tiles.shape)
         for n, stage in enumerate(self._stages):
             results = {} if stage.before is None else stage.before(args)
-            full = {state: held[state] for state in stage.reached.full.values()}
-            vectors = {key: results[key] for key in stage.reached.vectors}
-            if stage.reached.writes:
+            full = {state: held[state] for state in stage.tile_pass.full.values()}
+            vectors = {key: results[key] for key in stage.tile_pass.vectors}
+            if stage.tile_pass.writes:
                 tiles.each(stage, full, vectors)
             else:
                 sums = tiles.total(stage, full, vectors).values()

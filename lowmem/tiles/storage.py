@@ -1,7 +1,7 @@
 """Storage: how float32 values are stored between two sweeps.
 
 A storage defines the tensors that store a float32 tensor, and converts tiles to and from float32. Weights, optimizer
-states and waiting gradients each have a storage, which is hidden from rules. `register` adds a storage.
+states and gradients each have a storage, which is hidden from rules. `register` adds a storage.
 """
 
 import functools
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lowmem.errors import ConfigError
-from lowmem.tiles.graph import realized
+from lowmem.tiles.graph import materialize
 from lowmem.tiles.rounding import fraction, narrow_stochastically, nearest, raised, split, split8, widen, widen8
 
 ROUNDED_DTYPES = (torch.bfloat16, torch.float16)
@@ -61,7 +61,7 @@ class Storage(ABC):
     Equal storages share compiled code.
 
     Attributes:
-        parts: the stored tensors. The first has an element for each float32 value. If all are zero, so are the values.
+        parts: the stored tensors. The first has an element for each float32 value. Zeros in all parts store zeros.
         draws: whether `encode` uses random numbers.
     """
 
@@ -74,7 +74,7 @@ class Storage(ABC):
 
     @abstractmethod
     def encode(self, value: Tensor, uniform: Uniform) -> tuple[Tensor, ...]:
-        """Encodes float32 values [..., n] as tiles of the parts, whose dtypes may be wider than those of the parts."""
+        """Encodes float32 values [..., n]. The returned dtypes may be wider than `Part.dtype`."""
 
     def update(self, value: Tensor, uniform: Uniform, stored: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Like `encode`, but also takes the tiles that store the previous value."""
@@ -92,12 +92,12 @@ class Storage(ABC):
 
     @property
     def is_quantized(self) -> bool:
-        """Returns whether quantized values replace the tensor itself, so that all parts have names."""
+        """True if quantized values replace the tensor itself, so that all parts have names."""
         return bool(self.parts[0].name)
 
     @property
     def is_cast(self) -> bool:
-        """Returns whether the only part stores the value cast to its dtype."""
+        """True if the only part stores the value cast to its dtype."""
         return False
 
 
@@ -202,13 +202,13 @@ class Moment(Storage):
 
 @dataclass(frozen=True)
 class Integer(Storage):
-    """Integers with 8, 10 or 12 bits, rounded stochastically, times a bfloat16 scale (unit) per group along a row. The
-    low 2 or 4 bits are packed separately: a byte has the low bits of elements that are a quarter of the group apart
-    (10 bits), or half a group apart (12 bits).
+    """Integers with 8, 10 or 12 bits, rounded stochastically, times a bfloat16 scale per group along a row (the part
+    "unit"). The low 2 or 4 bits are packed separately: a byte has the low bits of elements that are a quarter of the
+    group apart (10 bits), or half a group apart (12 bits).
 
         12 bits, a group of 64: codes int8 [64], high bits │ low uint8 [32], elements 0 and 32, 1 and 33, … │ unit [1]
 
-    The unit of a group does not change while its largest element is at least 3/4 of the largest multiple. So elements
+    The scale of a group does not change while its largest element is at least 3/4 of the largest multiple. So elements
     without an update keep every bit, and elements with a small update are rarely rounded.
     """
 
@@ -242,7 +242,7 @@ class Integer(Storage):
 
     @property
     def _most(self) -> int:
-        """Largest multiple of the unit."""
+        """Largest multiple of the scale."""
         return (1 << self.bits - 1) - 1
 
     def decode(self, stored: tuple[Tensor, ...]) -> Tensor:
@@ -266,21 +266,21 @@ class Integer(Storage):
     def _encoded(self, value: Tensor, uniform: Uniform, unit: Tensor) -> tuple[Tensor, ...]:
         unit = unit.clamp(min=2.0**-126)  # a normal number, also for a group of zeros
         groups = value.unflatten(-1, (-1, self.size)) / unit.unsqueeze(-1)
-        groups = groups.clamp(-self._most, self._most)  # after an inexact division, the unit may be too small
+        groups = groups.clamp(-self._most, self._most)  # after an inexact division, the scale may be too small
         down = groups.floor()
         whole = torch.where(uniform().unflatten(-1, (-1, self.size)) < groups - down, down + 1, down)
         if not self._low:
             return whole.flatten(-2), unit
         code = (whole * 2.0**-self._low).floor()
-        low = realized((whole - code * 2.0**self._low).to(torch.uint8)).unflatten(-1, self._planes)
+        low = materialize((whole - code * 2.0**self._low).to(torch.uint8)).unflatten(-1, self._planes)
         packed = (low.float() * (1 << self._shifts(unit.device)).float()).sum(-2)
         return code.flatten(-2), packed.flatten(-2), unit
 
 
 @dataclass(frozen=True)
 class RoundedCopy(Storage):
-    """A weight that is stored in `held`, with the parameter as a copy rounded to the parameter's dtype. Where the
-    parameter differs from that copy, it has been modified since, and its value replaces the stored weight.
+    """Stores a weight in the storage `held`. The parameter is a copy that is rounded to its dtype. If an element of the
+    parameter differs from this copy, something else has modified it, and its value replaces the stored one.
     """
 
     dtype: torch.dtype
@@ -313,7 +313,7 @@ class RoundedCopy(Storage):
 Maker = Callable[[torch.dtype, bool], Storage]
 MakerType = TypeVar("MakerType", bound=Maker)
 
-# By the names that `rounding` and `state_storage` accept.
+# Storages that `rounding` accepts, by name. `state_storage` accepts only those that `register` has added.
 TABLE: dict[str, Maker] = {
     "nearest": lambda dtype, signed: Float(dtype),
     "stochastic": lambda dtype, signed: Float(dtype, draws=True),
@@ -321,9 +321,9 @@ TABLE: dict[str, Maker] = {
     "compensated8": lambda dtype, signed: Compensated(dtype, 8),
     "master": lambda dtype, signed: FLOAT32,
 }
-_OF_WEIGHTS = frozenset(TABLE)  # names that only `rounding` accepts. float32 weights need none of them
+_OF_WEIGHTS = frozenset(TABLE)  # names that only `rounding` accepts. float32 weights are exact with any of them
 
-# Names that only `state_storage` accepts.
+# Storages that only `state_storage` accepts, by name.
 MOMENTS: dict[str, Maker] = {
     "8bit": lambda dtype, signed: Moment(signed),
     "8bit_64": lambda dtype, signed: Moment(signed, 64),

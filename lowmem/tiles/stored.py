@@ -196,7 +196,7 @@ def add(total: Tensor, grad: Tensor) -> None:
 
 
 def separate(grad: Tensor) -> Tensor:
-    """Returns a gradient that may be kept. A gradient of FSDP2 is a view of its module's gradients, which would stay in
-    memory.
+    """Returns the gradient, copied if it is a view of a larger tensor. FSDP2's gradients are views of a buffer for a
+    whole module, which would stay in memory.
     """
     return grad.clone() if grad.untyped_storage().nbytes() > grad.nbytes else grad

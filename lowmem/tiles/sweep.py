@@ -136,7 +136,7 @@ def _split(given: TileInputs) -> tuple[States, Vectors]:
 
 
 class Sweep:
-    """The reads and writes of one update, given to `UpdateRule.update`.
+    """The interface through which `UpdateRule.update` reads and writes a parameter.
 
     Attributes:
         shape: shape of the parameter, or of a stack of parameters, [B, R, C].
@@ -185,8 +185,8 @@ class Sweep:
 
     @property
     def finite(self) -> Tensor | None:
-        """Returns whether the squared norm of each gradient is finite: boolean [members], on the device. If neither
-        the step nor an earlier pass has determined this, the gradient is measured.
+        """True where the squared norm of a gradient is finite: boolean [members], on the device. If neither the step
+        nor an earlier pass has determined this, the gradient is measured.
 
         `apply` and `store` leave a parameter unchanged where it is False. None means that everything is written.
         """
@@ -194,7 +194,7 @@ class Sweep:
             self._finite = self.square_sums.isfinite()
         return self._finite
 
-    def pass_nonfinite(self) -> None:
+    def allow_nonfinite(self) -> None:
         """Makes later writes unconditional, for rules that handle non-finite gradients themselves."""
         self._guarded = False
 
@@ -243,7 +243,7 @@ class Sweep:
         """
         weight, grad = self._tiles.weight, self._tiles.complete_grad()
         self._measure()  # before the gradient is modified
-        self.pass_nonfinite()
+        self.allow_nonfinite()
         reading = self._tiles.reading
         if reading.inverse_scale is not None:
             grad.mul_(reading.inverse_scale)

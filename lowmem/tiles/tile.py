@@ -1,4 +1,4 @@
-"""One tile: the argument of a rule's functions, the sums over it, and writing results to it.
+"""Defines `Tile`, the argument of rule functions, sums over a tile, and writes results to it.
 
 Shapes: a parameter is viewed as [B, R, C], and a tile of it is [b, r, c]. In traced code the rows of a tile are in
 blocks, [b, n, m, c], or a single row is in parts, [b, n, 1, m] (`tiles/blocks.py`).
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lowmem.tiles.graph import realized, tied
+from lowmem.tiles.graph import fuse_with, materialize
 from lowmem.tiles.rounding import mix, nearest, random_bits
 from lowmem.tiles.storage import StoredTensor, Uniform
 
@@ -216,7 +216,7 @@ def apply_tile(fn: ApplyFn, raw: RawTile) -> None:
         """Returns random bits [b, r, c] for one tensor. Each element has one random word for all tensors."""
         if not words:
             noise = raw.vectors["noise", ""]
-            words.append(mix(noise + realized(torch.arange(cols, dtype=torch.int32, device=noise.device))))
+            words.append(mix(noise + materialize(torch.arange(cols, dtype=torch.int32, device=noise.device))))
         return random_bits(words[0], drawing.index(name), count)
 
     for name, value in fn(Tile(raw)).items():
@@ -225,7 +225,7 @@ def apply_tile(fn: ApplyFn, raw: RawTile) -> None:
         for part, target, new in zip(storage.parts, parts, storage.update(value, uniform, parts), strict=True):
             result = new if finite is None else torch.where(finite, new, target.to(new.dtype))
             if words and value.ndim == 4 and len(parts) > 1 and not part.name:
-                result = tied(result, words[0])  # like the other parts, to avoid a copy in compiled code
+                result = fuse_with(result, words[0])  # like the other parts, to avoid a copy in compiled code
             if value.ndim == 4 and part.group < group:  # reshaped like the argument, to avoid a copy in compiled code
                 target, result = (each.unflatten(-1, (-1, group // part.group)) for each in (target, result))
             target.copy_(result)

@@ -36,7 +36,7 @@ Arguments = dict[Key, Any]
 # Key and dtype of each argument, and its dimensions after the dimensions of its kind (None for a scalar).
 Signature = tuple[tuple[Key, torch.dtype, tuple[int, ...] | None], ...]
 
-# The node of a pass. kinds: kinds of its sums.  shape: shape of the parameter.
+# The operation that represents a pass in a graph. kinds: kinds of its sums.  shape: shape of the parameter.
 torch.library.define(
     "lowmem::over_tiles", "(Tensor[] vectors, int number, str[] kinds, SymInt[] shape, Device device) -> Tensor[]"
 )
@@ -117,7 +117,7 @@ class Pass(NamedTuple):
     body: its function.  full: the states that it reads, by the names that it uses.  storages: storages of the tile's
     tensors that it reads, by name.  args: the other arguments of a tile (scalars of the reading, numbers of the rule,
     and vectors).  vectors: their names.  sums: kind and name of each.  writes: whether the pass calls `apply`, so that
-    no pass follows.  node: its arguments are vectors and its users are sums.
+    no pass follows.  node: its `OVER_TILES` node, whose arguments are vectors and whose users are sums.
     """
 
     body: Callable[[RawTile], Vectors | None]
@@ -174,7 +174,7 @@ class Passes(Tiles):
         return StoredTensor(storage, tuple(torch.zeros(1, 1, cols // p.group, dtype=p.dtype) for p in storage.parts))
 
     def complete_grad(self) -> Tensor:
-        raise UnsupportedError("the rule steps on the parameter as one tensor")
+        raise UnsupportedError("the rule updates the parameter as one tensor (Sweep.materialized)")
 
     def reduce(self, body: Callable[[RawTile], Vectors], full: States, vectors: Vectors) -> Vectors:
         return self._record(body, full, vectors, writes=False)
@@ -202,7 +202,7 @@ def trace_update(kind: Kind, update: Callable[[Sweep, dict[str, Any]], Tensor | 
     """Traces an update, which takes a sweep and states by name. The results are the "square_sums" of the gradient,
     unless they are known, and the "sizes" that the update returns, if any. Raises errors of the rule and the tracer.
 
-    alike: number of slices whose sums the rule adds.
+    alike: number of consecutive slices whose sums the rule adds, which divides the number of slices.
     """
     sizes, passes = Sizes(), list[Pass]()
     shape = (sizes.size(PARAMETER[0] * alike) if kind.batched else 1), *map(sizes.size, PARAMETER[1:])
@@ -221,7 +221,7 @@ def trace_update(kind: Kind, update: Callable[[Sweep, dict[str, Any]], Tensor | 
 
     graph = Graph.of(results_of, args)
     if not passes or any(each.writes != (each is passes[-1]) for each in passes):
-        raise UnsupportedError("the rule does not end with its only pass that writes")
+        raise UnsupportedError("the rule does not call Sweep.apply exactly once, after all calls of Sweep.reduce")
     nodes = graph.module.graph.find_nodes(op="call_function", target=OVER_TILES)
     return TracedUpdate(
         kind, [each._replace(node=node) for each, node in zip(passes, nodes, strict=True)], graph, sizes

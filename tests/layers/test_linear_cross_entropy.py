@@ -218,14 +218,14 @@ LEARNED = torch.tensor(0.5, requires_grad=True)
     ("options", "words"),
     [
         ({"memory": 700}, "head_memory=700 bytes"),
-        ({"softcap": 0.0}, "softcap=0.0 is out of range; allowed: a number > 0, or None"),
+        ({"softcap": 0.0}, "softcap=0.0 is not valid. Expected a number > 0, or None"),
         ({"temperature": -1.0}, "temperature=-1.0"),
-        ({"label_smoothing": 1.5}, "label_smoothing=1.5 is out of range; allowed: a number >= 0 and <= 1"),
+        ({"label_smoothing": 1.5}, "label_smoothing=1.5 is not valid. Expected a number >= 0 and <= 1"),
         ({"logit_scale": float("nan")}, "logit_scale=nan"),
-        ({"reduction": "avg"}, "reduction='avg'; allowed are"),
+        ({"reduction": "avg"}, "reduction='avg' is not valid. Expected 'mean'"),
         ({"reduction": "none", "num_items": 7}, "num_items has no effect"),
         *(  # they would get no gradient
-            ({name: LEARNED}, rf"{name}=tensor\(0.5000, .*requires_grad=True\) .* allowed: a number")
+            ({name: LEARNED}, rf"{name}=tensor\(0.5000, .*requires_grad=True\) .* Expected a number")
             for name in ("logit_scale", "softcap", "temperature", "label_smoothing")
         ),
     ],

@@ -256,8 +256,8 @@ def test_only_large_trained_matrices_are_quantized(llama):
     ("arguments", "words"),
     [
         ({"weight_format": "int11"}, "Did you mean 'int12'"),
-        ({"weight_format": "int8", "group": 48}, "powers of two"),
-        ({"weight_format": "int8", "group": 128}, "embed_tokens.weight, \\[97, 64\\]"),
+        ({"weight_format": "int8", "group": 48}, "power of two"),
+        ({"weight_format": "int8", "group": 128}, "embed_tokens.weight of shape \\[97, 64\\]"),
         ({"weight_format": "int8", "skip": ["lm_heads"]}, "Did you mean 'lm_head'"),
     ],
 )

@@ -67,7 +67,7 @@ def without_reducing(rank):
 def some_whole(rank):
     net = SHARDS["fsdp2"](rank, make)
     whole = torch.nn.Parameter(torch.ones(3))
-    with pytest.raises(UnsupportedError, match="some parameters are sharded by fsdp2 and others not at all"):
+    with pytest.raises(UnsupportedError, match="some parameters are sharded by fsdp2 and others are not"):
         lowmem.FusedOptimizer([*net.named_parameters(), ("whole", whole)], model=net)
     opt = lowmem.FusedOptimizer(net.named_parameters(), model=net)
     with pytest.raises(UnsupportedError, match="its placement is replicated, but earlier groups have fsdp2"):

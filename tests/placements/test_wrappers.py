@@ -31,7 +31,7 @@ def zero1(rank, net):
 LATER = {
     "ddp": (ddp, "Remove the wrapper"),
     "replicate": (lambda rank, net: replicate(net), "Remove the wrapper"),
-    "zero1": (zero1, "DeepSpeed engine of ZeRO stage 1"),
+    "zero1": (zero1, "lowmem frees them in hooks"),
     "zero3": (lambda rank, net: engine(rank, net, stage=3).module, "deepspeed.initialize sharded"),
 }
 if "_fsdp_orig_uid" in inspect.getsource(_fsdp_param):

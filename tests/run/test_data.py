@@ -33,7 +33,7 @@ def summary(arguments):
     def summarize(rows=None, command="sft", **changes):
         parsed = arguments(rows, command, **changes)
         train, _ = data.load(parsed)
-        return data.check(data.stand_in(parsed, data.first(train)), data.first(train))
+        return data.check(data.tiny_trainer(parsed, data.first(train)), data.first(train))
 
     return summarize
 
@@ -117,11 +117,11 @@ def test_rows_truncated_to_nothing_are_counted(place, arguments):
 def test_rows_cut_off_by_max_length_are_counted(summary):
     rows = [{"text": "the old cat sat " * 10}] * 3
     tokens = int(summary(rows).split(", ")[1].split()[0])
-    lost = "3 reach max_length=8, where longer ones are cut off"
-    assert summary(rows, max_length=8) == f"3 rows, {lost}, 24 tokens, loss on 21 (88%)"
+    lost = "3 have max_length=8 tokens or more (longer ones are truncated"
+    assert summary(rows, max_length=8) == f"3 rows, {lost}), 24 tokens, loss on 21 (88%)"
     packed = summary(rows, max_length=8, packing=True)
-    keeps = "packing_strategy: wrapped cuts nothing off"
-    assert packed == f"3 rows packed into 3, {lost} ({keeps}), 24 tokens, loss on 21 (88%)"
+    keeps = "packing_strategy: wrapped does not truncate"
+    assert packed == f"3 rows packed into 3, {lost}; {keeps}), 24 tokens, loss on 21 (88%)"
     for strategy in ("bfd_split", "wrapped"):
         packed = summary(rows, max_length=8, packing=True, packing_strategy=strategy)
         assert packed.startswith(f"3 rows packed into {-(-tokens // 8)}, {tokens} tokens, loss on ")
@@ -135,7 +135,7 @@ def test_pairs_that_are_too_long_are_counted(command, summary):
     long = {**usual[0], "prompt": runs.user("the " * 40)}
     assert summary([long, *usual], command, max_length=20).startswith("17 rows, 1 dropped by max_length=20; ")
     if command != "reward":
-        assert "16 reach max_length=8, where longer ones are cut off" in summary(usual, command, max_length=8)
+        assert "16 have max_length=8 tokens or more (longer ones" in summary(usual, command, max_length=8)
     with pytest.raises(DataError, match="max_length=20 removes all 2 rows"):
         summary([long] * 2, command, max_length=20)
 
@@ -149,7 +149,7 @@ def test_rows_without_trained_tokens_raise(summary):
         summary([{"text": "the old cat"}] * 2, max_length=1)
     with pytest.raises(DataError, match="16 rows do not fill a batch of 32; omit dataloader_drop_last"):
         summary(per_device_train_batch_size=32, dataloader_drop_last=True)
-    with pytest.raises(ConfigError, match="max_steps=0 is out of range"):
+    with pytest.raises(ConfigError, match="max_steps=0 is not valid"):
         summary(max_steps=0)
 
 
@@ -188,7 +188,7 @@ def test_the_row_that_cannot_be_tokenized_is_named(case, alone, arguments):
     rows = [row] if alone or not usual else [*usual[:11], row, usual[11]]
     parsed = arguments(rows, command)
     with pytest.raises(DataError) as error:
-        data.stand_in(parsed, data.first(data.load(parsed)[0]))
+        data.tiny_trainer(parsed, data.first(data.load(parsed)[0]))
     number = rows.index(row) + 1
     assert str(error.value).startswith(f"row {number} of the data cannot be tokenized: ")
     assert f'The row: {{"{column}": ' in str(error.value) and "\n" not in str(error.value)

@@ -152,13 +152,13 @@ def test_the_verdict_compares_the_peak_with_the_budget(write, tmp_path, monkeypa
     assert figures["peak"] == planned(path).peak == sum(figures["items"].values())
     assert not (tmp_path / "run").exists()
     of_rule = reductions.Reduction({"fused.rule": "adalomo", "learning_rate": 0.001}, "no momentum")
-    of_rows = reductions.Reduction({"max_length": 32}, "longer rows are cut off")
+    of_rows = reductions.Reduction({"max_length": 32}, "longer rows are truncated")
     monkeypatch.setattr(reductions, "reductions", lambda *_: [of_rule, of_rows])
     words = ("--fused.rule", "adamw", "--learning_rate", "2e-5")
     needed = planned(path, *words).peak / 1.2 + plan.RESERVE["gpu"]
     words += ("--memory", f"{needed / 1e6:.3f}MB", "--device", "gpu")
     ended = runs.lowmem("plan", "sft", "--config", path, *words, "--json", file)
-    assert ended.status == 1 and "does not fit" in ended.out
+    assert ended.status == 1 and "exceeds" in ended.out
     assert "  --fused.rule adalomo --learning_rate 0.001  " in ended.out and ", fits" in ended.out
     assert json.loads(file.read_text())["reductions"]["--max_length 32"] > 0
 

@@ -155,4 +155,4 @@ def test_a_best_checkpoint_that_is_gone_does_not_end_a_run(tmp_path, run_dir, mo
     )  # fmt: skip
     ended = run(tmp_path, **STRATEGIES["best"])
     assert ended.status == 0 and (run_dir / "model.safetensors").exists()
-    assert "is gone, so the weights of the last step stay loaded" in caplog.text
+    assert "no longer exists, so the model keeps the last step's weights" in caplog.text

@@ -176,7 +176,7 @@ def test_gradients_for_which_memory_is_free_are_updated_together(policy, room, f
     batches only if an earlier step left enough memory free; `deferred` always does, since gradients are stored anyway.
     """
     launched = Counter[str]()
-    monkeypatch.setattr(updates, "unused_memory", lambda device: room)
+    monkeypatch.setattr(updates, "unused_memory", lambda *_: room)
     params = [torch.nn.Parameter(torch.zeros(rows, 1024)) for rows in (2048, *[512] * 8)]
     with without_computing(kernels=True):
         monkeypatch.setattr(Kernels, "launch", lambda self, launch, args: launched.update([launch.name]))
@@ -186,6 +186,20 @@ def test_gradients_for_which_memory_is_free_are_updated_together(policy, room, f
         launched.clear()
         opt.backward(torch.stack([param.sum() for param in params]).sum())
     assert launched["pass_0"] == flushes and launched.total() == flushes * (3 if policy == "immediate" else 2)
+
+
+@pytest.mark.cpu_only("code is replaced on a CPU")
+def test_a_peak_counts_after_the_loop_has_reset_it(monkeypatch):
+    """The largest peak at the end of a step decides whether memory is free in later steps."""
+    peaks, received = iter((5, 3, 4)), []
+    monkeypatch.setattr(updates, "peak_memory", lambda device: next(peaks))
+    monkeypatch.setattr(updates, "unused_memory", lambda device, peak: received.append(peak) or 0)
+    param = torch.nn.Parameter(torch.zeros(1024, 1024))
+    with without_computing(kernels=True):
+        opt = lowmem.FusedOptimizer([param], "adamw", compile=True)
+        for _ in range(3):
+            opt.backward(param.sum())
+    assert received == [0, 5, 5]
 
 
 ELEMENTS = 10_240

@@ -138,7 +138,7 @@ def test_a_saved_scale_continues():
 )  # fmt: skip
 def test_a_value_out_of_range(name, values):
     for value in values:
-        with pytest.raises(ConfigError, match=rf"loss_scale\.{name}=.* allowed: "):
+        with pytest.raises(ConfigError, match=rf"loss_scale\.{name}=.* Expected "):
             DynamicScale(**{name: value})
 
 

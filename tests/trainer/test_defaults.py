@@ -199,4 +199,4 @@ def test_a_third_party_optimizer_in_bfloat16_warns(make, tiny_llama, caplog):
     lowmem.step.program._warn_of_lost_updates.cache_clear()
     make(model=tiny_llama(torch.bfloat16), fused=FusedConfig(rule="torch.optim.AdamW")).create_optimizer()
     assert "unless torch.optim.adamw.AdamW itself rounds differently" in caplog.text
-    assert "rounding='stochastic', which loses none and needs a float32 copy of one parameter at a time" in caplog.text
+    assert "is unbiased, so small updates accumulate. It needs a float32 copy of one parameter" in caplog.text

@@ -66,7 +66,7 @@ REFUSED = {
     "8 bits": (
         None,
         {"optim": "adamw_bnb_8bit"},
-        r"optim='adamw_bnb_8bit': omit it, and write fused: \{rule: adamw, state_storage: 8bit\}",
+        r"optim='adamw_bnb_8bit' is not supported.* set fused: \{rule: adamw, state_storage: 8bit\}",
     ),
     "another weight decay": (None, {"optim": "sgd", "optim_args": "weight_decay=0.1"}, "contradicts weight_decay=0.0"),
 }

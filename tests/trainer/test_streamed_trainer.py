@@ -204,8 +204,8 @@ def test_several_processes(sft, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"home": "disk"}, "home='disk' is out of range; allowed: 'host', or a folder such as"),
-        ({"home": None}, "home=None is out of range"),
+        ({"home": "disk"}, "home='disk' is not valid. Expected 'host', or a folder such as"),
+        ({"home": None}, "home=None is not valid"),
         ({"device_memory": "20 cats"}, "device_memory='20 cats' is not an amount of memory"),
         ({"placement": "auto", "home": "/tmp"}, "apply only to placement 'streamed', not to 'auto'"),
         ({"placement": "local", "device_memory": "2GiB"}, "apply only to placement 'streamed', not to 'local'"),

@@ -51,7 +51,7 @@ def test_using_the_first_trainer_again_raises(tmp_path):
     first.train()
     second.train()
     before = [param.detach().clone() for param in model.parameters()]
-    with pytest.raises(StepError, match=r"another trainer has since trained this model.*Create a new trainer"):
+    with pytest.raises(StepError, match=r"a later trainer of this model has removed.*Create a new trainer"):
         first.train()
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     first.save_model(str(tmp_path / "saved"))
