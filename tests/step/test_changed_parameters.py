@@ -1,6 +1,4 @@
-"""Parameters whose dtype, shape or strides change after the optimizer was created are trained in their new format, or
-an error is raised before anything is updated.
-"""
+"""Parameters whose dtype, shape or strides change are trained in the new format, or raise before any update."""
 
 import pytest
 import torch

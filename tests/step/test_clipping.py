@@ -1,6 +1,4 @@
-"""Gradient norms are exact in any dtype and layout, and gradients are clipped by them. Rules with their own clipping
-match their reference implementation.
-"""
+"""Gradient norms are exact in any dtype and layout. The clipping of rules matches their reference implementations."""
 
 import math
 from itertools import chain

@@ -133,11 +133,9 @@ def full_weights(net):
 
 def states(opt):
     """Returns copies of all states by parameter and state name, such as "weight/exp_avg"."""
-    return {
-        f"{param}/{name}": torch.as_tensor(state).clone()
-        for param, states in opt.named_state_dict()["state"].items()
-        for name, state in states.items()
-    }
+    saved = opt.named_state_dict()["state"]
+    pairs = ((f"{param}/{name}", state) for param, states in saved.items() for name, state in states.items())
+    return {name: torch.as_tensor(state).clone() for name, state in pairs}
 
 
 def same(one, other):

@@ -57,7 +57,6 @@ DATA = {
 }
 GENERATION = {"num_generations": 2, "max_completion_length": 4}
 
-
 # Configurations of the data set `zen` → rows, one for each command, as in data sets on the Hub
 ZEN: dict[str, list[dict[str, Any]]] = {
     "language_modeling": FILES["texts.jsonl"],
