@@ -52,7 +52,7 @@ def without_computing(*, kernels: bool = False, waiting: bool = False) -> Iterat
         mock.patch.object(stages, "compiled", first_results),
         mock.patch.multiple(compiled, **replaced),
         mock.patch.multiple(Kernels, **launches),
-        mock.patch.object(updates, "unused_memory", lambda device: 1 << 40) if waiting else nullcontext(),
+        mock.patch.object(updates, "unused_memory", lambda device, peak: 1 << 40) if waiting else nullcontext(),
     ):
         yield
 
