@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 FILES = {  # file of the repository -> its place in the site
     "README.md": "index.md",
     **{name: name for name in ("CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "benchmarks/README.md",
-                               "studies/ablations.md")},
+                               "configs/README.md", "studies/ablations.md")},
     **{f"benchmarks/results/{path.name}": f"benchmarks/results/{path.name}"
        for path in (ROOT / "benchmarks" / "results").glob("*.png")},
 }  # fmt: skip

@@ -43,7 +43,7 @@ class Manual(lightning.LightningModule):
 
 
 class Automatic(Manual):
-    """Automatic optimization: Lightning calls them. Supports `Trainer(accumulate_grad_batches=...)`."""
+    """Automatic optimization: Lightning calls both. Supports `Trainer(accumulate_grad_batches=...)`."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -35,7 +35,7 @@ def main() -> None:
             max_length=1024,
             per_device_train_batch_size=1,
             lr_scheduler_type="cosine",
-            max_grad_norm=0,  # no clipping: the fastest
+            max_grad_norm=0,  # no clipping: gradients are freed at once
             bf16=False,  # no autocast: the weights are bfloat16 already
             report_to="none",
         ),

@@ -270,7 +270,9 @@ def headings(page):
 
 
 @pytest.mark.parametrize(
-    "page", [*PAGES, ROOT / "SECURITY.md", ROOT / "benchmarks" / "README.md"], ids=lambda page: page.name
+    "page",
+    [*PAGES, ROOT / "SECURITY.md", ROOT / "benchmarks" / "README.md", ROOT / "configs" / "README.md"],
+    ids=lambda page: page.name,
 )
 def test_links(page):
     for target, heading in re.findall(r"\]\((?![a-z]+:)([^)#\s]*)#?([^)\s]*)\)", page.read_text()):

@@ -392,7 +392,7 @@ def test_units():
 @pytest.mark.troubleshooting("lowmem.stream finds no repeated layers")
 def test_refusals(make, tmp_path):
     model = make(False).cpu()
-    with pytest.raises(ConfigError, match=r"call lowmem\.stream"):
+    with pytest.raises(ConfigError, match=r"Call lowmem\.stream"):
         lowmem.FusedOptimizer(model.named_parameters(), placement="streamed")
     with pytest.raises(UnsupportedError, match="no repeated layers"):
         stream(nn.Sequential(*(nn.Linear(256, 256) for _ in range(3))))

@@ -302,6 +302,19 @@ def test_the_shipped_configuration_of_streamed_weights_is_planned(tmp_path):
     assert layers * of_a_layer / 2**30 == 127.5
 
 
+PLANNED = {name: row for name, row in runs.listed_configs().items() if row["planned GiB per GPU"]}
+
+
+@pytest.mark.skipif(not FULL, reason="with LOWMEM_FULL=1")
+@pytest.mark.parametrize(("name", "row"), PLANNED.items(), ids=PLANNED)
+def test_the_table_of_configurations_is_planned(name, row, monkeypatch):
+    monkeypatch.chdir(runs.CONFIGS[0].parents[1])
+    model = row["model"].partition(",")[0].lower().removesuffix("-instruct").removesuffix("-base")
+    words = ["--config", f"configs/{name}", "--model_name_or_path", f"configs/models/{model}"]
+    result = plan.plan(parse(row["task"].lower(), words, device="gpu"), 8 if row["GPUs"].startswith("8") else 1)
+    assert row["planned GiB per GPU"] == f"{result.needed / 2**30:.1f}"
+
+
 @pytest.mark.parametrize("device", ["gpu", "cpu"] if FULL else ["gpu"])
 def test_ranks_share_the_weights(write, device):
     """Replicated ranks have all weights. With FSDP2 and ZeRO-3 each rank has a shard of the weights and states."""

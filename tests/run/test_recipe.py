@@ -257,10 +257,15 @@ def test_arguments_for_a_missing_device_raise(parsed):
 
 @pytest.mark.parametrize("path", runs.CONFIGS, ids=lambda path: path.stem)
 def test_every_shipped_configuration_is_parsed(path, monkeypatch):
-    """Each file is parsed with the command in its first lines."""
+    """Each file is parsed with the command in its first lines, which agree with the table of all configurations."""
     monkeypatch.chdir(path.parents[1])
-    (command,) = re.findall(rf"(?m)^# (?:.* )?lowmem (\w+) --config configs/{path.name}$", path.read_text())
+    text, listed = path.read_text(), runs.listed_configs()[path.name]
+    (command,) = re.findall(rf"(?m)^# (?:.* )?lowmem (\w+) --config configs/{path.name}$", text)
     arguments = parse(command, ["--config", str(path)], device="gpu")
+    assert command.upper() == listed["task"]
+    for pattern, column in ((r"Planned peak: ([\d.]+) GiB", "planned GiB per GPU"), (r"Disk: (\d+) GB", "disk, GB")):
+        assert [cell for cell in [listed[column]] if cell] == re.findall(pattern, text)
+    assert path.stem == "quickstart" or arguments.model.model_name_or_path.endswith("/" + listed["model"].split(",")[0])
     assert f"runs/{path.stem}".startswith(str(arguments.training.output_dir))
     assert arguments.fused.rule == "adalomo" and arguments.training.learning_rate
     assert command != "grpo" or callable(pkgutil.resolve_name(*arguments.script.reward_funcs))

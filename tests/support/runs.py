@@ -21,6 +21,15 @@ from lowmem.run.folder import RunFolder
 from scripts.make_model import make_model, train_tokenizer
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
+
+
+def listed_configs():
+    """Returns the table of configs/README.md: file → column → cell."""
+    lines = CONFIGS[0].with_name("README.md").read_text().splitlines()
+    header, _, *rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("|")]
+    return {row[0].rpartition("(")[2][:-1]: dict(zip(header, row, strict=True)) for row in rows}
+
+
 LONGEST = 2_000  # maximum characters of an error message
 SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 SENTENCES = [f"the {a} {b} {c}" for a in ("old", "new") for b in ("cat", "dog") for c in ("sat", "ran", "ate", "hid")]
