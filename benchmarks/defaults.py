@@ -1,9 +1,9 @@
-"""The step time of `FusedSFTTrainer` with its defaults, relative to TRL's loss.
+"""Measures the step time of `FusedSFTTrainer` with default options, relative to its time with TRL's loss.
 
     python -m benchmarks.defaults [--rounds 5]
 
-All trainers of a shape (a Llama and the tokens of a step) train in this process, alternating after a few steps. On a
-CPU, the processor time is measured, which depends least on other processes. The tables show lower quartiles.
+For each shape of a Llama and number of tokens, the trainers run in this process and take turns after a few steps. On a
+CPU, processor time is measured, because other processes affect it least. The tables show lower quartiles.
 """
 
 import statistics
@@ -26,15 +26,15 @@ from lowmem.options import LayersConfig
 from lowmem.trainer import FusedSFTTrainer
 from scripts.make_model import train_tokenizer
 
-# Layers, hidden size, vocabulary, tokens.
+# Layers, hidden size, vocabulary size, tokens per step
 SHAPES = ((6, 384, 4096, 512), (4, 256, 16384, 512), (2, 768, 32000, 128), (2, 768, 32000, 1024), (2, 576, 49152, 400))
 BASE = "all off (TRL's loss)"
 SETTINGS = {BASE: False, "default": "auto"}
-STEPS = 4  # per turn; the first is not counted
+STEPS = 4  # per turn, of which the first is not measured
 
 
 class Clock(transformers.TrainerCallback):  # type: ignore[misc]
-    """Measures the steps of a trainer."""
+    """Measures the time of each step of a trainer except the first."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -77,7 +77,7 @@ def trainer(shape: Sequence[int], layers: LayersConfig, folder: str, dtype: str,
 
 
 def measured(shape: Sequence[int], rounds: int, dtype: str, folder: str) -> dict[str, float]:
-    """Returns the seconds per step for each setting."""
+    """Returns the seconds per step of each setting."""
     clocks = {name: Clock() for name in SETTINGS}
     trainers = {n: trainer(shape, LayersConfig(value), folder, dtype, clocks[n]) for n, value in SETTINGS.items()}
     for n in range(rounds + 1):
@@ -102,7 +102,7 @@ def tables(report: Any) -> dict[str, str]:
 
 @command
 def main(argv: Sequence[str] | None = None) -> None:
-    options = reports.make_parser(__doc__, {"rounds": (5, "turns of each trainer")}).parse_args(argv)
+    options = reports.make_parser(__doc__, {"rounds": (5, "turns per trainer")}).parse_args(argv)
     results = []
     with reports.output(options.out), tempfile.TemporaryDirectory() as folder:
         for shape in SHAPES:

@@ -1,4 +1,4 @@
-"""All code in benchmarks/ that uses lowmem's internals."""
+"""The functions of benchmarks/ that use lowmem's internals."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -18,7 +18,7 @@ __all__ = ["has_compiler", "reduce_scatter_as_nccl", "release", "update_one", "w
 
 
 def update_one(opt: lowmem.FusedOptimizer, param: Tensor, grad: Tensor) -> None:
-    """Updates one parameter like its hook, but without a backward pass."""
+    """Updates one parameter as its hook does, without a backward pass."""
     opt._cycle.step += 1
     opt._updates.begin(opt._cycle.step)
     opt._updates.put(opt._records[param], grad, None)
@@ -26,10 +26,12 @@ def update_one(opt: lowmem.FusedOptimizer, param: Tensor, grad: Tensor) -> None:
 
 @contextmanager
 def without_computing(*, kernels: bool = False, waiting: bool = False) -> Iterator[None]:
-    """Replaces compiled code by functions that return the results of their first call, and removes kernel launches. No
-    compiler is needed.
+    """Replaces compiled code by functions that return the results of their first call, and kernel launches by nothing.
+    No compiler is required.
 
-    kernels: update CPU tensors with the code for GPUs.  waiting: large gradients wait, as on a GPU with free memory.
+    Args:
+        kernels: whether CPU tensors are updated by the code for GPUs.
+        waiting: whether large gradients are collected and updated together, as on a GPU with free memory.
     """
 
     def first_results(graph: fx.GraphModule, sizes: Any, example: Sequence[Any]) -> Callable[..., Any]:
@@ -50,19 +52,19 @@ def without_computing(*, kernels: bool = False, waiting: bool = False) -> Iterat
         mock.patch.object(stages, "compiled", first_results),
         mock.patch.multiple(compiled, **replaced),
         mock.patch.multiple(Kernels, **launches),
-        mock.patch.object(updates, "unused_memory", lambda device: 1 << 40) if waiting else nullcontext(),
+        mock.patch.object(updates, "unused_memory", lambda device, peak: 1 << 40) if waiting else nullcontext(),
     ):
         yield
 
 
 @contextmanager
 def reduce_scatter_as_nccl() -> Iterator[None]:
-    """Makes lowmem call reduce-scatter as with NCCL. With gloo it calls all-reduce and selects the shard."""
+    """Makes lowmem call reduce-scatter, as with NCCL. With gloo, it would call all-reduce and select the shard."""
     reduce_scatter_mean = Ranks.reduce_scatter_mean
 
-    def as_on_nccl(self: Ranks, tensor: Tensor, size: int) -> Callable[[], Tensor]:
+    def with_nccl(self: Ranks, tensor: Tensor, size: int) -> Callable[[], Tensor]:
         self._scatters_by_reducing = False
         return reduce_scatter_mean(self, tensor, size)
 
-    with mock.patch.object(Ranks, "reduce_scatter_mean", as_on_nccl):
+    with mock.patch.object(Ranks, "reduce_scatter_mean", with_nccl):
         yield

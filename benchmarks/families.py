@@ -1,12 +1,12 @@
-"""Tests lowmem with a tiny model of each family of language models, created from its configuration.
+"""Tests lowmem with a tiny model of each family of language models.
 
     python -m benchmarks.families [--only gemma2] [--out benchmarks/results]
 
-`lowmem sft` with its defaults trains each model for four steps from random float32 weights. The losses are compared
+`lowmem sft` trains each model for four steps from random float32 weights, with default options. The losses are compared
 with TRL's trainer and the same arguments. Training is repeated with packed samples, and resumed from a checkpoint after
-two steps. The plan is compared with the tensors of a step.
+two steps. The planned peak is compared with the tensors of a step.
 
-With `--only`, only these rows of the JSON file are replaced.
+With `--only`, only the rows of these families are replaced in the JSON file.
 """
 
 import contextlib
@@ -45,7 +45,7 @@ LATENT = {
 LINEAR = {f"linear_{name}": size for name, size in (
     ("num_value_heads", 4), ("num_key_heads", 2), ("key_head_dim", 16), ("value_head_dim", 16),
 )}  # fmt: skip
-# Model type → configuration values in addition to `SIZES`.
+# Model type → configuration values in addition to `SIZES`
 FAMILIES: dict[str, dict[str, Any]] = {
     **{name: {} for name in (
         "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "olmo2", "olmo3", "granite",
@@ -67,14 +67,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 ARGUMENTS = {"llama4_text": ["--router_aux_loss_coef=0"]}  # required for training
 STEPS = 4  # per run
-CLOSE = 1e-4  # tolerance of losses, because TRL sums in a different order
+TOLERANCE = 1e-4  # of losses, because TRL sums in a different order
 TEXTS = [f"the {size} {animal} sat on {n}" for size in ("old", "new") for animal in ("cat", "dog") for n in range(4)]
 USUAL = ["--max_length=64", "--per_device_train_batch_size=2", "--learning_rate=1e-3", "--report_to=none"]
 RUN = [f"--max_steps={STEPS}", f"--save_steps={STEPS // 2}", "--logging_steps=1", "--lr_scheduler_type=constant"]
 
 
 def config(kind: str, **changes: Any) -> Any:
-    """Returns the configuration of a family's model, with its class's names for `SIZES`."""
+    """Returns the configuration of a family's model. Keys of `SIZES` are replaced by the names of its class."""
     cls = CONFIG_MAPPING[kind]
     names = {field.name: field.name for field in fields(cls)} | cls.attribute_map
     sizes = {names[name]: size for name, size in SIZES.items() if name in names}
@@ -83,7 +83,7 @@ def config(kind: str, **changes: Any) -> Any:
 
 
 def examine(kind: str, folder: Path) -> dict[str, str]:
-    """Returns the outcome in each column for a family."""
+    """Trains, packs, resumes, generates and plans, and returns each outcome by column."""
     set_seed(0)
     AutoModelForCausalLM.from_config(config(kind)).save_pretrained(folder / "model")
     train_tokenizer(TEXTS, SIZES["vocab_size"]).save_pretrained(folder / "model")
@@ -109,7 +109,7 @@ def examine(kind: str, folder: Path) -> dict[str, str]:
 
 
 def ended(*arguments: str) -> str:
-    """Runs a command, and returns "yes" or its error message. Exit status 2 means that the command refused."""
+    """Runs a command and returns "yes" or its error message. With exit status 2, it rejected its arguments."""
     err = io.StringIO()
     status = 0
     with contextlib.redirect_stderr(err):
@@ -122,7 +122,7 @@ def ended(*arguments: str) -> str:
 
 
 def compared(arguments: list[str], run: Path) -> str:
-    """Trains, and compares the losses with the losses of TRL's trainer."""
+    """Trains a model, and compares the losses with those of TRL's trainer."""
     if (result := ended("sft", *arguments, f"--output_dir={run}")) != "yes":
         return result
     losses = [json.loads(line).get("loss") for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -132,9 +132,9 @@ def compared(arguments: list[str], run: Path) -> str:
         trainer.train()
     except Exception as error:
         return f"TRL fails: {error}"
-    theirs = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    apart = max(abs(ours / loss - 1) for ours, loss in zip(filter(None, losses), theirs, strict=True))
-    return "as TRL" if apart <= CLOSE else f"losses differ by {apart:.0e}"
+    trl_losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    difference = max(abs(ours / loss - 1) for ours, loss in zip(filter(None, losses), trl_losses, strict=True))
+    return "as TRL" if difference <= TOLERANCE else f"losses differ by {difference:.0e}"
 
 
 def resumed(arguments: list[str], run: Path) -> str:
@@ -147,17 +147,17 @@ def resumed(arguments: list[str], run: Path) -> str:
 
 
 def planned(arguments: list[str]) -> str:
-    """Returns the relative difference between the plan and the tensors of a step."""
+    """Returns the relative difference between the planned and the measured peak of a step."""
     arguments = [*arguments, "--bf16=false", "--max_grad_norm=0", "--fused.compile=false", "--output_dir=unused"]
     real, fake = (parse("sft", arguments, device=device) for device in (None, "cpu"))
     with running(real, torch.device("cpu"), real=True) as measured:
         peak = measured.step().peak
-    apart = plan(fake).step.peak / peak - 1
-    return "0" if abs(apart) < 5e-4 else f"{apart:+.1%}"
+    difference = plan(fake).step.peak / peak - 1
+    return "0" if abs(difference) < 5e-4 else f"{difference:+.1%}"
 
 
 def tables(report: Any) -> dict[str, str]:
-    """Returns a table of outcomes without messages, with one row for all families that have the same outcomes."""
+    """Returns a table of outcomes without error messages. Families with equal outcomes share a row."""
     outcomes = {
         kind: {name: text.partition(":")[0] for name, text in row.items()} for kind, row in report["families"].items()
     }

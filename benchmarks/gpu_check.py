@@ -2,10 +2,10 @@
 
     python -m benchmarks.gpu_check [--out gpu_check.json] [--budget 500] [--small]
 
-The most important parts run first. Every row is written to the report as soon as it is measured, with its value, its
-goal (if any), and whether the goal is met. If a part fails, the failure is reported and the other parts still run. A
-part that needs more seconds than remain in the budget is reported as skipped. `--small` reduces all sizes, to try the
-script without a GPU. `scripts/test.sh --gpu` tests whether results are correct.
+The most important parts run first. Every measurement is written to the report immediately, with its goal (if any) and
+whether the goal is met. If a part fails, its error is reported and the other parts still run. A part that needs more
+seconds than remain in the budget is reported as skipped. `--small` reduces all sizes, to try the script without a GPU.
+The correctness of results is tested by `scripts/test.sh --gpu`.
 """
 
 import argparse
@@ -85,8 +85,8 @@ UPDATE_GOALS = {"adalomo": 0.9, "adamw, bfloat16 states": 1.5, "adamw, 8-bit sta
 
 
 def bits(report: Report, small: bool) -> None:
-    """Measures the share of weights in which three updates by kernels differ from those by tiles, which sum in another
-    order. The constructor of `Updates` runs the first one.
+    """Measures the share of weights that differ after three updates by kernels and three by tiles, which sum in a
+    different order. The constructor of `Updates` runs the first update.
     """
     for name in BITS:
         with report.trial(name):
@@ -102,15 +102,14 @@ def bits(report: Report, small: bool) -> None:
 
 
 def updates(report: Report, small: bool) -> None:
-    """Measures the temporary memory and the time of an update, relative to a copy of the bytes that it must move, and
-    relative to a step of torch's fused AdamW with bfloat16 weights and states. All matrices together are far larger
-    than a cache.
+    """Measures the temporary memory of an update, and its time relative to a copy of the same number of bytes and to a
+    step of torch's fused AdamW with bfloat16 weights and states. The matrices together are far larger than a cache.
     """
     side, count = (64, 2) if small else (4096, 16)
     compiled = COMPILES and not small
     numel = side * side
     pairs = torch.zeros(count, 2, 3 * numel, dtype=torch.bfloat16, device=DEVICE)
-    # AdaLomo reads the gradient three times and the weight twice, and writes the weight
+    # AdaLomo reads the gradient three times and the weight twice, and writes the weight once
     floor = device_seconds(lambda pairs=pairs: [target.copy_(source) for target, source in pairs]) / count
     report.row("copy: bytes per second", 12 * numel / floor)
     del pairs
@@ -139,15 +138,15 @@ def updates(report: Report, small: bool) -> None:
             )
         tested = None
         clear()
-    for name, each in seconds.items():
-        report.row(f"update, {name}: times AdamW(fused=True).step()", each / adamw_seconds, UPDATE_GOALS.get(name))
+    for name, taken in seconds.items():
+        report.row(f"update, {name}: times AdamW(fused=True).step()", taken / adamw_seconds, UPDATE_GOALS.get(name))
     report.row("update, adalomo: times the copy", seconds["adalomo"] / floor, 1.3)
     ratio = seconds["adalomo, stochastic"] / seconds["adalomo"]
     report.row("update, adalomo, stochastic: times nearest", ratio, 1.3)
 
 
 def offload(report: Report, small: bool) -> None:
-    """Measures the pinned memory of offloaded gradients. (torch's allocator rounds blocks up to powers of two.)"""
+    """Measures the pinned memory of offloaded gradients, since torch's allocator rounds blocks up to powers of two."""
     sizes = ((48, 40), (33,)) if small else ((5000, 4000), (3000, 4000), (4000,))
     params = [nn.Parameter(normal(*size)) for size in sizes]
     before = pinned_bytes()
@@ -160,7 +159,7 @@ def offload(report: Report, small: bool) -> None:
 
 
 def loading(report: Report, small: bool) -> None:
-    """Measures the peak while a 10-bit model moves to the device, which must not create a full bfloat16 copy."""
+    """Measures the peak of moving a 10-bit model to the device, which must not create a full bfloat16 copy."""
     side = 128 if small else 4096
     model = nn.Sequential(*(nn.Linear(side, side, bias=False, dtype=torch.bfloat16) for _ in range(8)))
     lowmem.quantize_(model, "int10")
@@ -172,7 +171,7 @@ def loading(report: Report, small: bool) -> None:
 
 # -- steps -------------------------------------------------------------------------------------------------------------
 
-# name → layers, hidden, inner, vocabulary, heads
+# Name → layers, hidden size, intermediate size, vocabulary size, attention heads
 MODELS = {
     "8B": (32, 4096, 14336, 128256, 32),
     "1B": (16, 2048, 8192, 128256, 32),
@@ -192,7 +191,7 @@ def llama(name: str) -> Any:
 
 
 def cross_entropy(model: Any, ids: Tensor, memory: int) -> Tensor:
-    """Computes the loss of a batch from tiles of logits."""
+    """Computes the loss of a batch without a full matrix of logits."""
     hidden = model.model(input_ids=ids).last_hidden_state[:, :-1].flatten(0, 1)
     return linear_cross_entropy(hidden, model.lm_head.weight, ids[:, 1:].flatten(), memory=memory)
 
@@ -200,22 +199,22 @@ def cross_entropy(model: Any, ids: Tensor, memory: int) -> Tensor:
 def steps(
     report: Report, name: str, rows: int, tokens: int, *, memory: int, goal: float | None = None, policies: bool = False
 ) -> None:
-    """Measures training steps and their peaks above the weights: with dropped gradients, lowmem and AdamW.
+    """Measures the time and peak memory of training steps with dropped gradients, lowmem and AdamW.
 
     Args:
-        memory: bytes for temporaries of the loss and the head's gradient.
-        goal: the goal for the time.
-        policies: whether to also measure policies that clip.
+        memory: bytes for temporary tensors of the loss and of the head's gradient.
+        goal: goal for AdaLomo's time relative to dropped gradients.
+        policies: whether policies that clip by the global norm are also measured.
     """
     methods: dict[str, Callable[[Any], Step]] = {"gradients dropped": drop_gradients, "adalomo": adalomo}
     if policies:
-        methods |= {each: partial(adalomo, **POLICIES[each]) for each in POLICIES}
+        methods |= {policy: partial(adalomo, **options) for policy, options in POLICIES.items()}
         methods["AdamW(fused=True), clipped"] = partial(ordinary, cls=torch.optim.AdamW, fused=True, **CLIPPED)
     methods["AdamW(fused=True)"] = partial(ordinary, cls=torch.optim.AdamW, fused=True)
     floor = 0.0
     for method, make in methods.items():
-        what = f"{name}, {rows} x {tokens} tokens, head_memory {memory >> 20} MiB, {method}"
-        with report.trial(what):
+        label = f"{name}, {rows} x {tokens} tokens, head_memory {memory >> 20} MiB, {method}"
+        with report.trial(label):
             others = torch.cuda.memory_allocated() if GPU else 0
             model = llama(name)
             weights = sum(param.nbytes for param in model.parameters())
@@ -228,11 +227,11 @@ def steps(
             above = peak(run)
             taken = median(run, 4)
             floor = floor or taken
-            ours = method == "adalomo"
+            is_adalomo = method == "adalomo"
             figures = {"seconds": taken, "tokens_per_second": rows * tokens / taken, "first_seconds": first}
-            report.row(f"{what}: times gradients dropped", taken / floor, goal if ours else None, **figures)
+            report.row(f"{label}: times gradients dropped", taken / floor, goal if is_adalomo else None, **figures)
             total = None if above is None else (before + above - others) / weights
-            report.row(f"{what}: peak over the weights", total, 1.15 if ours else None)
+            report.row(f"{label}: peak over the weights", total, 1.15 if is_adalomo else None)
         model = take = run = None  # type: ignore[assignment]
         clear()
 
@@ -248,19 +247,19 @@ def one_billion(report: Report, small: bool) -> None:
 
 
 def eight_billion(report: Report, small: bool) -> None:
-    """Measures a model with 16 GB of weights. Out-of-memory errors, such as AdamW's on a small card, are reported."""
+    """Measures a model with 16 GB of weights. Out-of-memory errors are reported, such as AdamW's on a small GPU."""
     steps(report, "tiny" if small else "8B", 1, 64 if small else 2048, memory=4 * MEMORY, policies=True)
 
 
 def streamed(report: Report, small: bool) -> None:
-    """Measures steps with 4 GiB of the weights on the device, relative to steps with all weights on the device; the
-    rate of copies, relative to a single copy of a layer; and the share of a step in which the device waits for copies.
+    """Measures steps with 4 GiB of the weights on the device relative to steps with all weights on it, the rate of
+    copies relative to one copy of a layer, and the share of a step in which the device waits for copies.
     """
     name, tokens, budget = ("narrow", 64, None) if small else ("8B", 4096, 4 << 30)
     resident = 0.0
     for streams in (False, True):
-        what = f"{name}, {tokens} tokens, adalomo, {'streamed' if streams else 'resident'}"
-        with report.trial(what):
+        label = f"{name}, {tokens} tokens, adalomo, {'streamed' if streams else 'resident'}"
+        with report.trial(label):
             model = llama(name)
             others = torch.cuda.memory_allocated() if GPU else 0
             streaming = lowmem.stream(model, DEVICE, device_memory=budget) if streams else None
@@ -273,17 +272,17 @@ def streamed(report: Report, small: bool) -> None:
             before = streaming and (streaming.fetched + streaming.written, streaming.waited)
             taken = median(run, 3)
             resident = resident or taken
-            report.row(f"{what}: times resident", taken / resident, seconds=taken, tokens_per_second=tokens / taken)
-            report.row(f"{what}: peak above what is there before a step", above, weights_and_others=others)
+            report.row(f"{label}: times resident", taken / resident, seconds=taken, tokens_per_second=tokens / taken)
+            report.row(f"{label}: peak above the bytes allocated before the step", above, weights_and_others=others)
             if streaming is not None and before is not None:
                 unit = next(iter(streaming.units))
-                home = torch.empty(unit.nbytes, dtype=torch.uint8, device="cpu", pin_memory=GPU)
-                there = torch.empty_like(home, device=DEVICE)
-                bare = unit.nbytes / median(partial(there.copy_, home, non_blocking=True), 5)
+                source = torch.empty(unit.nbytes, dtype=torch.uint8, device="cpu", pin_memory=GPU)
+                target = torch.empty_like(source, device=DEVICE)
+                bare = unit.nbytes / median(partial(target.copy_, source, non_blocking=True), 5)
                 rate = (streaming.fetched + streaming.written - before[0]) / 3 / taken
                 waits = (streaming.waited - before[1]) / 3 / taken
                 figures = {"layers": len(streaming.units), "rate": rate, "bare_rate": bare, "waiting": waits}
-                report.row(f"{what}: rate of copies, relative to a single copy", rate / bare, **figures)
+                report.row(f"{label}: rate of copies, relative to a single copy", rate / bare, **figures)
         model = take = run = streaming = None  # type: ignore[assignment]
         clear()
 
@@ -312,7 +311,7 @@ def tables(report: dict[str, Any]) -> dict[str, str]:
     }
 
 
-# The parts, most important first, with the maximum number of seconds that each needs, including compilation.
+# The parts in order of importance, with the maximum number of seconds of each, including compilation.
 PARTS: tuple[tuple[Callable[[Report, bool], None], float], ...] = (
     (environment, 5), (bits, 30), (updates, 80), (one_billion, 90), (eight_billion, 100), (small_steps, 40),
     (offload, 10), (loading, 5), (streamed, 60),
@@ -322,9 +321,9 @@ PARTS: tuple[tuple[Callable[[Report, bool], None], float], ...] = (
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("gpu_check.json"))
-    parser.add_argument("--budget", type=float, default=500, help="seconds, from the start")
-    parser.add_argument("--only", nargs="+", default=[measure.__name__ for measure, _ in PARTS], help="parts by name")
-    parser.add_argument("--small", action="store_true", help="sizes that any machine can try")
+    parser.add_argument("--budget", type=float, default=500, help="seconds from the start")
+    parser.add_argument("--only", nargs="+", default=[measure.__name__ for measure, _ in PARTS], help="parts to run")
+    parser.add_argument("--small", action="store_true", help="reduce all sizes, to try the script on any machine")
     options = parser.parse_args()
     report = Report(options.out, options.budget)
     for measure, needs in PARTS:

@@ -1,12 +1,12 @@
-"""Host time per large parameter, from its hook to the end of its update.
+"""Measures the host time per large parameter, from its hook to the end of its update.
 
     python -m benchmarks.host [--count 32 --repeats 20 --rounds 5]
 
 Compiled code and kernel launches are replaced by functions that compute nothing, so only host time is measured. A GPU
-waits for the host if its kernels take less time. With "waiting", gradients are updated together when they have as many
-elements as the largest one. For torch's `AdamW(fused=True)`, one optimizer per parameter steps in a hook; its time
-includes updating 160 × 160 elements. The result is thread time: the minimum over all steps for each parameter except
-the first (which starts the step), averaged over parameters.
+waits for the host if its kernels take less time. With "waiting", several parameters are updated together once their
+gradients have as many elements as the largest one. torch's `AdamW(fused=True)` has one optimizer per parameter, which
+steps in a hook; its time includes an update of 160 × 160 elements. The result is thread time: the minimum over all
+steps for each parameter except the first (which starts the step), averaged over parameters.
 """
 
 import math
@@ -29,14 +29,14 @@ RULES = ("adalomo", "adamw", "lion")
 BASE = "AdamW, fused, in hooks"
 SHAPE = 160, 160  # updates of at least 2¹⁴ elements are compiled
 
-# Registers hooks that update parameters, and returns the objects that must stay alive.
+# Registers hooks that update parameters, and returns an object that must stay alive with them.
 Register = Callable[[Sequence[Tensor]], object]
 
 
 def microseconds(
     register: Register, count: int, repeats: int, dtype: torch.dtype, *, waiting: bool = False
 ) -> list[float]:
-    """Times the hooks of `count` parameters, after three warm-up steps. waiting: all but one are updated together."""
+    """Returns the time per hook after three warm-up steps. waiting: all parameters but one are updated together."""
     shapes = [SHAPE] * count
     if waiting:
         shapes[-1] = (count - 1) * SHAPE[0], SHAPE[1]  # its gradient comes first
@@ -44,7 +44,7 @@ def microseconds(
     begins, ends = list[int](), list[int]()
     for param in params:
         param.register_post_accumulate_grad_hook(lambda _: begins.append(time.thread_time_ns()))
-    kept = register(params)
+    alive = register(params)
     for param in params:
         param.register_post_accumulate_grad_hook(lambda _: ends.append(time.thread_time_ns()))
     least = [math.inf] * count
@@ -54,7 +54,7 @@ def microseconds(
         torch.stack([param.sum() for param in params]).sum().backward()
         if number >= 3:
             least = [min(old, (end - begin) / 1e3) for old, begin, end in zip(least, begins, ends, strict=True)]
-    del kept
+    del alive
     return least[1:]
 
 
@@ -63,7 +63,7 @@ def fused(params: Sequence[Tensor], rule: str) -> object:
 
 
 def timed_in_turn(timed: Callable[..., list[float]]) -> dict[str, list[float]]:
-    """Times each method of updating once."""
+    """Measures each method once."""
     times = {BASE: timed(hooked)}
     for kernels, code in ((False, "compiled for a CPU"), (True, "kernels of a GPU")):
         with without_computing(kernels=kernels):
@@ -76,7 +76,7 @@ def timed_in_turn(timed: Callable[..., list[float]]) -> dict[str, list[float]]:
 
 
 def hooked(params: Sequence[Tensor]) -> object:
-    """Creates an `AdamW(fused=True)` for each parameter, which steps in the parameter's hook."""
+    """Creates an `AdamW(fused=True)` per parameter, which steps in the parameter's hook."""
 
     def step(param: Tensor, optimizer: torch.optim.Optimizer) -> None:
         optimizer.step()
@@ -102,14 +102,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     counts = {
         "count": (32, "number of parameters"),
         "repeats": (20, "timed steps per round"),
-        "rounds": (5, "how often all are measured in turn"),
+        "rounds": (5, "number of measurements of each method"),
     }
     options = reports.make_parser(__doc__, counts).parse_args(argv)
     settings = {**{name: getattr(options, name) for name in counts}, "dtype": options.dtype}
     timed = partial(microseconds, count=options.count, repeats=options.repeats, dtype=getattr(torch, options.dtype))
     with reports.output(options.out):
         rounds = [timed_in_turn(timed) for _ in range(options.rounds)]
-        times = {name: mean(map(min, zip(*(each[name] for each in rounds), strict=True))) for name in rounds[0]}
+        times = {name: mean(map(min, zip(*(times[name] for times in rounds), strict=True))) for name in rounds[0]}
         reports.publish(options.out, "host", settings, tables, microseconds=times)
 
 

@@ -1,6 +1,6 @@
-"""Measures the time and memory of a training step of a Llama in this process.
+"""Measures the time and memory of a Llama's training step in this process.
 
-On a GPU, tensor memory is the allocator's maximum of allocated bytes. On a CPU, every allocation is counted.
+On a GPU, the peak of tensors is the allocator's maximum of allocated bytes. On a CPU, the profiler counts allocations.
 """
 
 import gc
@@ -51,7 +51,7 @@ SIZES = {"1M": (3, 128, 1024), "10M": (7, 256, 8192), "100M": (8, 768, 32000), "
 
 @dataclass(frozen=True)
 class Workload:
-    """Training steps of a Llama with one of `SIZES`, on `batch` rows of `tokens` tokens; `steps` of them are timed."""
+    """Training of a Llama of one of the `SIZES` on `batch` rows of `tokens` tokens, with `steps` timed steps."""
 
     size: str
     batch: int
@@ -61,7 +61,7 @@ class Workload:
     threads: int = field(default_factory=torch.get_num_threads)
 
     def settings(self) -> dict[str, Any]:
-        """Returns the fields, and the model's number of parameters and bytes."""
+        """Returns the fields, the number of parameters, and the bytes of the weights."""
         parameters = sum(param.numel() for param in self.model("meta").parameters())
         weights = parameters * getattr(torch, self.dtype).itemsize
         return {**asdict(self), "parameters": parameters, "weights": weights}
@@ -79,7 +79,7 @@ def sync() -> None:
 
 
 def seconds(run: Callable[[], object]) -> float:
-    """Returns the duration of a call. A GPU is idle before and after it."""
+    """Returns the duration of a call, including all work that it launches on a GPU."""
     sync()
     start = time.perf_counter()
     run()
@@ -91,7 +91,7 @@ def measure(method: Method, workload: Workload) -> Figures:
     """Measures the training steps of one method.
 
     Returns:
-        `seconds` per step and of the `first_step`, `tensor_peak` in bytes, and `process_peak`.
+        `seconds` per step, seconds of the `first_step`, and the bytes of `tensor_peak` and `process_peak`.
     """
     torch.set_num_threads(workload.threads)
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -105,7 +105,7 @@ def measure(method: Method, workload: Workload) -> Figures:
 
     first, _, *times = (seconds(step) for _ in range(workload.steps + 2))
     figures = {"seconds": statistics.median(times), "first_step": first, "process_peak": peak_resident()}
-    gc.collect()  # compilation leaves reference cycles that hold a gradient until they are collected
+    gc.collect()  # compilation leaves reference cycles with a gradient
     if device == "cpu":
         return {**figures, "tensor_peak": peak_of_tensors(step)}
     torch.cuda.reset_peak_memory_stats()
@@ -114,13 +114,13 @@ def measure(method: Method, workload: Workload) -> Figures:
 
 
 def peak_resident() -> int:
-    """Returns the peak resident memory of this process in bytes. (`ru_maxrss` starts at the parent process's peak.)"""
+    """Returns the peak resident bytes of this process. (`ru_maxrss` would include the parent process's peak.)"""
     (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
     return int(line.split()[1]) * 1024
 
 
 def _events(run: Callable[[], object]) -> list[Any]:
-    """Returns the profiler's events of a call, ordered by time. A `[memory]` event that frees has `nbytes` < 0."""
+    """Returns the profiler's events of a call in order of time. `[memory]` events that free have `nbytes` < 0."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         run()
     assert profiled.profiler is not None
@@ -128,7 +128,7 @@ def _events(run: Callable[[], object]) -> list[Any]:
 
 
 def peak_of_temporaries(run: Callable[[], object]) -> int:
-    """Returns the peak of the bytes that a call allocates on the CPU."""
+    """Returns the peak of the CPU bytes that a call allocates."""
     now = peak = 0
     for event in _events(run):
         if event.name() == "[memory]":
@@ -138,7 +138,7 @@ def peak_of_temporaries(run: Callable[[], object]) -> int:
 
 
 def peak_of_tensors(step: Callable[[], object]) -> int:
-    """Returns the peak size of all CPU tensors during a step, in bytes."""
+    """Returns the peak bytes of all CPU tensors during a step."""
 
     def steps() -> None:
         step()  # frees memory that was allocated before profiling, which the profiler does not see

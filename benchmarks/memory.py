@@ -1,13 +1,13 @@
-"""Planned memory of full fine-tuning: by method, by number of GPUs, and by length of the sequence.
+"""Plans the memory of full fine-tuning by method, number of GPUs and sequence length.
 
     python -m benchmarks.memory [--only llama-3.1-8b] [--out benchmarks/results]
 
-Every figure is predicted by `lowmem plan sft` for a GPU, including CUDA's reserve. Its arguments are `CONFIG` (bfloat16
-weights, 1 × 2,048 tokens, activation checkpointing) without evaluation, and the key of the plan in the JSON file. For
+`lowmem plan sft` predicts every number for a GPU, including CUDA's reserve. Its arguments are `CONFIG` (bfloat16
+weights, 1 × 2,048 tokens, activation checkpointing) without evaluation, and the key of the plan in the JSON file. On
 several GPUs, FSDP2 shards the weights. For AdamW without lowmem, weights, gradients and optimizer states are computed
-from bytes per parameter, and the rest is taken from the plan.
+from bytes per parameter, and activations and reserve are AdaLomo's.
 
-`--only` computes only the plans whose arguments contain a text, and takes the others from the JSON file.
+`--only TEXT` recomputes the plans whose arguments contain TEXT. The JSON file provides the others.
 """
 
 import json
@@ -27,7 +27,7 @@ from lowmem.run.recipe import parse
 CONFIG = "configs/llama3_8b_chat_24gb.yaml"
 GIB = 1 << 30
 
-# Folder of configs/models → name
+# Directory in configs/models → name
 MODELS = {
     "llama-3.2-1b": "Llama-3.2-1B", "qwen3-4b": "Qwen3-4B", "llama-3.1-8b": "Llama-3.1-8B", "qwen3-14b": "Qwen3-14B",
     "qwen3-32b": "Qwen3-32B", "llama-3.1-70b": "Llama-3.1-70B",
@@ -51,7 +51,7 @@ METHODS = {
     "lomo, clipped": "--fused.rule lomo --max_grad_norm 1",
 }
 
-# Columns of the tables of weight formats and of states, by model
+# Methods in the tables of weight formats and of optimizer states, by model
 FORMATS = {
     "llama-3.1-8b": ("adalomo", "adalomo, int12", "adalomo, int10", "adalomo, int8"),
     "qwen3-14b": ("adalomo", "adalomo, int12", "adalomo, int10"),
@@ -66,12 +66,12 @@ OF_STATES = {
 }
 STATES = dict.fromkeys(("llama-3.1-8b", "qwen3-4b", "llama-3.2-1b"), tuple(OF_STATES.values()))
 
-# Models, and numbers of GPUs
+# Models, numbers of GPUs and rules in the table of sharded plans
 SHARDED = ("llama-3.1-8b", "qwen3-14b", "qwen3-32b", "llama-3.1-70b")
 RANKS = (1, 2, 4, 8)
 RULES = {"AdaLomo": "adalomo", "AdamW": "adamw"}
-# Size of a card in GB → free memory in GiB, and the color of plans that fit. Cards report less memory than their name
-# says (an RTX 5090 of 32 GB 31.8 GiB), and the driver takes some of it.
+# Size of a card in GB → free memory in GiB, and the color of plans that fit. Free memory is less than the nominal size
+# (an RTX 5090 with 32 GB reports 31.8 GiB), and the driver uses some of it.
 CARDS = {
     16: (15.5, "#cfe8d5"), 24: (23.0, "#a9d3e8"), 32: (31.3, "#c9c3e6"), 48: (47.4, "#f3d9a4"), 80: (79.1, "#efb49b"),
 }  # fmt: skip
@@ -87,13 +87,13 @@ OPTIONS = {
     "tiled MLP and offload": f"--layers.mlp_tile 4096 {OFFLOADED}",
 }
 
-# The bars: bytes at the peak by kind, and methods grouped by the dtype of their states
+# Colors of the kinds of memory in the bar chart
 COLORS = {
     "weights": "#1f5fa8", "gradients": "#d1495b", "optimizer states": "#e08e2b", "activations": "#2a8f7c",
     "reserve": "#999999",
 }  # fmt: skip
-# Bytes per parameter for AdamW without lowmem. The second entry is a Trainer with bf16=True: float32 weights, computing
-# in bfloat16.
+# Bytes per parameter of AdamW without lowmem. The second entry is a Trainer with bf16=True: float32 weights that are
+# cast to bfloat16.
 ORDINARY = {
     "AdamW, all in bfloat16": {"weights": 2, "gradients": 2, "optimizer states": 4},
     "AdamW, mixed precision": {"weights": 4, "gradients": 4, "optimizer states": 8},
@@ -103,13 +103,13 @@ GROUPS = {
     "AdamW, bfloat16 states": ("adamw", "AdamW, all in bfloat16"),
     "AdamW, float32 states": ("adamw, float32 states", "AdamW, mixed precision"),
 }
-BEHIND = {"facecolor": "white", "edgecolor": "none", "pad": 1}  # for text over the line of a card
+BACKGROUND = {"facecolor": "white", "edgecolor": "none", "pad": 1}  # of text that overlaps the line of a card
 
-Plans = dict[str, dict[str, int]]  # arguments of a plan → kind → bytes
+Plans = dict[str, dict[str, int]]  # arguments → kind of memory → bytes
 
 
 def arguments_of(model: str, method: str = "adalomo", ranks: int = 1, tokens: int = 0, options: str = "") -> str:
-    """Returns the arguments of a plan, ending with the number of ranks."""
+    """Returns the arguments of a plan. The last one is the number of ranks."""
     parts = [f"--model_name_or_path configs/models/{model}", METHODS[method], options]
     if tokens:
         parts.append(f"--max_length {tokens}")
@@ -118,17 +118,17 @@ def arguments_of(model: str, method: str = "adalomo", ranks: int = 1, tokens: in
     return " ".join(filter(None, parts))
 
 
-def every() -> list[str]:
+def all_arguments() -> list[str]:
     """Returns the arguments of all plans, without duplicates."""
-    wanted = [arguments_of(EIGHT_BILLION, method) for method in METHODS]
-    wanted += [arguments_of(model, method) for table in (FORMATS, STATES) for model in table for method in table[model]]
-    wanted += [arguments_of(EIGHT_BILLION, tokens=n, options=each) for n in TOKENS for each in OPTIONS.values()]
-    wanted += [arguments_of(model, rule, n) for model in SHARDED for rule in RULES.values() for n in RANKS]
-    return list(dict.fromkeys(wanted))
+    plans = [arguments_of(EIGHT_BILLION, method) for method in METHODS]
+    plans += [arguments_of(model, method) for table in (FORMATS, STATES) for model in table for method in table[model]]
+    plans += [arguments_of(EIGHT_BILLION, tokens=n, options=words) for n in TOKENS for words in OPTIONS.values()]
+    plans += [arguments_of(model, rule, n) for model in SHARDED for rule in RULES.values() for n in RANKS]
+    return list(dict.fromkeys(plans))
 
 
 def planned(arguments: str) -> dict[str, int]:
-    """Returns the bytes of a plan by kind. Kinds that are not drawn are counted as activations."""
+    """Returns the planned bytes by kind. Kinds without a color are counted as activations."""
     run, _, ranks = arguments.partition(" --ranks ")
     recipe = parse("sft", ["--config", CONFIG, "--eval_strategy", "no", *shlex.split(run)], device="gpu")
     result = plan(recipe, int(ranks or 1))
@@ -146,16 +146,16 @@ def gib(sizes: dict[str, int]) -> float:
 
 def bars(plans: Plans) -> dict[str, dict[str, int]]:
     """Returns the bytes by kind for each method of `GROUPS`, in order."""
-    ours = {method: plans[arguments_of(EIGHT_BILLION, method)] for method in METHODS}
-    parameters = ours["adalomo"]["weights"] // 2
-    rest = {kind: ours["adalomo"][kind] for kind in ("activations", "reserve")}
+    sizes = {method: plans[arguments_of(EIGHT_BILLION, method)] for method in METHODS}
+    parameters = sizes["adalomo"]["weights"] // 2
+    rest = {kind: sizes["adalomo"][kind] for kind in ("activations", "reserve")}
     for name, widths in ORDINARY.items():
-        ours[name] = {**{kind: width * parameters for kind, width in widths.items()}, **rest}
-    return {name: ours[name] for names in GROUPS.values() for name in names}
+        sizes[name] = {**{kind: width * parameters for kind, width in widths.items()}, **rest}
+    return {name: sizes[name] for names in GROUPS.values() for name in names}
 
 
 def title(name: str) -> str:
-    """Returns the label of a bar, which includes the source of its figures."""
+    """Returns the label of a bar, which says whether its numbers are planned or computed."""
     return f"PyTorch, {name.partition(', ')[2]} (computed)" if name in ORDINARY else "lowmem (planned)"
 
 
@@ -217,27 +217,27 @@ def _by_length(plans: Plans) -> list[Row]:
     def cell(tokens: int, options: str) -> str:
         return f"{gib(plans[arguments_of(EIGHT_BILLION, tokens=tokens, options=options)]):.1f} GiB"
 
-    return [{"tokens": f"{n:,}", **{name: cell(n, each) for name, each in OPTIONS.items()}} for n in TOKENS]
+    return [{"tokens": f"{n:,}", **{name: cell(n, words) for name, words in OPTIONS.items()}} for n in TOKENS]
 
 
 # -- pictures ----------------------------------------------------------------------------------------------------------
 
 
 def draw_bars(report: Any) -> Any:
-    """Draws a bar of bytes by kind for each method of `GROUPS`. Computed figures are hatched."""
+    """Draws a bar of bytes by kind for each method of `GROUPS`. Computed bytes are hatched."""
     sizes = bars(report["plans"])
     figure, axes = panels("GPU memory for fine-tuning all weights of Llama-3.1-8B", (9, 4.2), 1)
     height = 0.0
     rows: list[tuple[float, str]] = []
     for group, names in GROUPS.items():
-        axes.text(1, height + 0.62, group, fontsize=9.5, fontweight="bold", va="center", bbox=BEHIND)
+        axes.text(1, height + 0.62, group, fontsize=9.5, fontweight="bold", va="center", bbox=BACKGROUND)
         for name in names:
             left = 0.0
             style = {"hatch": "///" if name in ORDINARY else None, "edgecolor": "white", "linewidth": 0}
             for kind, color in COLORS.items():
                 axes.barh(height, sizes[name][kind] / GIB, left=left, color=color, height=0.62, **style)
                 left += sizes[name][kind] / GIB
-            axes.text(left + 1, height, f"{left:.0f} GiB", fontsize=9.5, va="center", bbox=BEHIND)
+            axes.text(left + 1, height, f"{left:.0f} GiB", fontsize=9.5, va="center", bbox=BACKGROUND)
             rows.append((height, title(name)))
             height -= 0.85
         height -= 0.75
@@ -256,8 +256,8 @@ def draw_bars(report: Any) -> Any:
 def draw_fits(report: Any) -> Any:
     """Draws a panel for each rule: GiB by model and number of GPUs, in the color of the smallest card."""
     name = "Planned GiB per GPU for training all weights, and the smallest card with enough memory"
-    figure, each_axes = panels(name, (9, 3.4), len(RULES), sharey=True)
-    for axes, (rule, method) in zip(each_axes, RULES.items(), strict=True):
+    figure, columns = panels(name, (9, 3.4), len(RULES), sharey=True)
+    for axes, (rule, method) in zip(columns, RULES.items(), strict=True):
         for row, model in enumerate(SHARDED):
             for column, ranks in enumerate(RANKS):
                 sizes = report["plans"][arguments_of(model, method, ranks)]
@@ -270,14 +270,14 @@ def draw_fits(report: Any) -> Any:
         axes.set_xlabel("number of GPUs (FSDP2 for more than one)")
         axes.set_title(f"{rule}, bfloat16 weights{'' if rule == 'AdaLomo' else ' and states'}", fontsize=10)
     for size, (_, color) in CARDS.items():
-        each_axes[-1].bar(0, 0, color=color, label=f"{size} GB card")
-    each_axes[-1].bar(0, 0, color=TOO_LARGE, label="larger")
-    each_axes[-1].legend(loc="center left", bbox_to_anchor=(1.02, 0.5), fontsize=9, frameon=False)
+        columns[-1].bar(0, 0, color=color, label=f"{size} GB card")
+    columns[-1].bar(0, 0, color=TOO_LARGE, label="larger")
+    columns[-1].legend(loc="center left", bbox_to_anchor=(1.02, 0.5), fontsize=9, frameon=False)
     return figure
 
 
 def draw_lengths(report: Any) -> Any:
-    """Draws a curve for each setting: GiB by number of tokens."""
+    """Draws GiB by number of tokens, with a curve for each of the `OPTIONS`."""
     figure, axes = panels("GPU memory of Llama-3.1-8B by sequence length (planned)", (7, 3.6), 1)
     for option, arguments in OPTIONS.items():
         sizes = [gib(report["plans"][arguments_of(EIGHT_BILLION, tokens=n, options=arguments)]) for n in TOKENS]
@@ -299,7 +299,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = reports.make_parser(__doc__ or "", {}, dtype=False, only="part of a plan's arguments").parse_args(argv)
     file = options.out / "memory.json"
     known = json.loads(file.read_text())["plans"] if options.only and file.exists() else {}
-    chosen = [each for each in every() if not options.only or any(part in each for part in options.only)]
+    chosen = [words for words in all_arguments() if not options.only or any(text in words for text in options.only)]
     with reports.output(options.out):
         with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn")) as processes:
             for arguments, sizes in zip(chosen, processes.map(planned, chosen), strict=True):

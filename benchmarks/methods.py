@@ -1,4 +1,4 @@
-"""Methods for a training step: lowmem, its peers, and the floor, which does not update anything."""
+"""Methods of a training step: lowmem, its peers, and the floor, which does not update any weights."""
 
 import importlib.metadata
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,24 +15,24 @@ from lowmem.errors import ConfigError, did_you_mean
 
 Loss = Callable[[], Tensor]
 
-# Runs a step, given one callable per micro-batch that computes the loss.
+# Runs a step. Each argument computes the loss of a micro-batch.
 Step = Callable[[Sequence[Loss]], None]
 
 FLOOR = "floor"
 LR = 1e-4
 
-# The pip requirements of peers, besides torch.
+# The pip names of peers, other than torch
 PACKAGES = ("lomo-optim", "torch-optimi", "torchao")
 
 
 def installed(package: str) -> bool:
-    """Returns whether a package is installed. package: its name in pip."""
+    """Returns whether a package with this pip name is installed."""
     return any(importlib.metadata.distributions(name=package))
 
 
 @dataclass(frozen=True)
 class Method:
-    """A method of updating weights.
+    """A method of training or updating weights.
 
     Attributes:
         make: creates the step. Must be picklable: a module-level function, or a `partial` of one.
@@ -41,7 +41,7 @@ class Method:
     """
 
     make: Callable[..., Any]
-    kind: Literal["floor", "ours", "peer"] = "peer"
+    kind: Literal["floor", "lowmem", "peer"] = "peer"
     package: str | None = None
     micro_batches: int = 1
 
@@ -63,14 +63,13 @@ def select(methods: Mapping[str, M], only: Iterable[str]) -> dict[str, M]:
     """
     for name in only:
         if name not in methods:
-            raise ConfigError(
-                f"method {name!r} is unknown.{did_you_mean(name, methods)} Known are {'; '.join(methods)}."
-            )
+            hint = did_you_mean(name, methods)
+            raise ConfigError(f"method {name!r} is unknown.{hint} Choose from: {'; '.join(methods)}.")
     return {name: method for name, method in methods.items() if name in only or not only}
 
 
 def runnable(methods: Mapping[str, Method]) -> tuple[list[str], dict[str, str]]:
-    """Returns the methods that can run on this machine, and the requirements of the others.
+    """Returns the methods that can run on this machine, and the missing requirements of the others.
 
     Raises:
         ConfigError: no method can run.
@@ -78,7 +77,7 @@ def runnable(methods: Mapping[str, Method]) -> tuple[list[str], dict[str, str]]:
     left_out = {name: why for name, method in methods.items() if (why := method.missing())}
     if len(left_out) == len(methods):
         needs = "; ".join(f"{name}: {why}" for name, why in left_out.items())
-        raise ConfigError(f"none of the methods can run here. {needs}")
+        raise ConfigError(f"no method can run on this machine. Missing requirements: {needs}")
     return [name for name in methods if name not in left_out], left_out
 
 
@@ -86,13 +85,13 @@ def runnable(methods: Mapping[str, Method]) -> tuple[list[str], dict[str, str]]:
 
 
 def _backward(losses: Sequence[Loss]) -> None:
-    """Runs the step of methods that update in hooks."""
+    """Runs the backward passes of a step. Hooks update the weights."""
     for loss in losses:
         loss().backward()
 
 
 def drop_gradients(model: nn.Module) -> Step:
-    """The floor: drops every gradient as soon as it exists, and updates nothing."""
+    """Drops every gradient in a hook and updates nothing. No method can be faster."""
 
     def drop(param: Tensor) -> None:
         param.grad = None
@@ -103,7 +102,7 @@ def drop_gradients(model: nn.Module) -> Step:
 
 
 def fused(model: nn.Module, weight_format: str | None = None, **options: Any) -> Step:
-    """Uses a `FusedOptimizer` with these options, which rounds like its peers unless weights are quantized."""
+    """Uses `FusedOptimizer`, by default with the rounding of its peers, or stochastic rounding of quantized weights."""
     if weight_format is not None:
         quantize_(model, weight_format)
         options["rounding"] = "stochastic"
@@ -120,7 +119,7 @@ def fused(model: nn.Module, weight_format: str | None = None, **options: Any) ->
 def ordinary(
     model: nn.Module, cls: Callable[..., torch.optim.Optimizer], clip_norm: float | None = None, **options: Any
 ) -> Step:
-    """Accumulates gradients in `.grad`, clips them, and applies them."""
+    """Accumulates gradients in `.grad`, clips them, and calls the optimizer's `step`."""
     optimizer = cls(model.parameters(), **{"lr": LR, **options})
 
     def step(losses: Sequence[Loss]) -> None:
@@ -135,7 +134,7 @@ def ordinary(
 
 
 def hooked(model: nn.Module, cls: Callable[..., torch.optim.Optimizer], **options: Any) -> Step:
-    """Uses one torch optimizer per parameter, which steps in a hook, as in PyTorch's tutorial and torchtune."""
+    """Uses a torch optimizer per parameter, which steps in a hook, as in PyTorch's tutorial and torchtune."""
     optimizers: dict[Tensor, torch.optim.Optimizer] = {p: cls([p], lr=LR, **options) for p in model.parameters()}
 
     def update(param: Tensor) -> None:
@@ -148,8 +147,8 @@ def hooked(model: nn.Module, cls: Callable[..., torch.optim.Optimizer], **option
 
 
 def import_lomo_optim() -> Any:
-    """Imports lomo_optim. lomo-optim 0.1.1 (adalomo.py, line 87) calls `.cuda()` on its states even without a GPU, in
-    every step: for the rest of a measurement's process, this returns the tensor itself.
+    """Imports lomo_optim. lomo-optim 0.1.1 (adalomo.py, line 87) calls `.cuda()` on its states in every step. Without a
+    GPU, this method is replaced for the rest of the process and returns the tensor itself.
     """
     if not torch.cuda.is_available():
         torch.Tensor.cuda = torch.Tensor.cpu  # type: ignore[method-assign, assignment]
@@ -192,14 +191,14 @@ PEERS = {
 
 
 def all_methods(more_rules: Sequence[str] = ()) -> dict[str, Method]:
-    """Returns the floor, lowmem and the peers, by name. more_rules: rules to measure in addition to the default rules.
+    """Returns all methods by name. more_rules: rules of lowmem to measure in addition to `adalomo` and `adamw`.
 
     Raises:
         ConfigError, UnsupportedError: a rule is unknown, or cannot update parameters during backward.
     """
     for rule in more_rules:
         rules.resolve(rule)
-    ours: dict[str, dict[str, Any]] = {
+    settings: dict[str, dict[str, Any]] = {
         "adalomo": {"rule": "adalomo"},
         "adalomo, stochastic": {"rule": "adalomo", "rounding": "stochastic"},
         "adalomo, int10": {"rule": "adalomo", "weight_format": "int10"},
@@ -208,6 +207,6 @@ def all_methods(more_rules: Sequence[str] = ()) -> dict[str, Method]:
     }
     return {
         FLOOR: Method(drop_gradients, "floor"),
-        **{f"lowmem {name}": Method(partial(fused, **options), "ours") for name, options in ours.items()},
+        **{f"lowmem {name}": Method(partial(fused, **options), "lowmem") for name, options in settings.items()},
         **PEERS,
     }

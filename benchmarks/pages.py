@@ -1,10 +1,10 @@
-"""Writes the tables and pictures of recorded results into pages.
+"""Writes the tables of recorded results into pages, and draws their pictures.
 
     python -m benchmarks.pages
 
-In a page, a table is between `<!-- begin: COMMAND -->` and `<!-- end -->`. COMMAND measures it, and writes the table if
-its results are saved in `benchmarks/results`. This command rewrites all tables from the JSON files and redraws the
-pictures, without measuring anything.
+In a page, a table is between `<!-- begin: COMMAND -->` and `<!-- end -->`. COMMAND measures the results, and writes the
+table if `--out` is `benchmarks/results`. This command rewrites all tables and redraws all pictures from the JSON files,
+without measuring anything.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = [ROOT / "README.md", ROOT / "benchmarks" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-# `python -m benchmarks.step`, `python -m studies`; if there are several tables, the table's name follows a comma
+# The COMMAND `python -m MODULE`, or `python -m MODULE, TABLE` for one of several tables
 BLOCK = re.compile(
     r"(?P<begin><!-- begin: python -m (?P<module>[\w.]+)(?:, (?P<table>[^\n]+))? -->\n)"
     r"(?P<body>.*?)(?P<end><!-- end -->)",
@@ -31,7 +31,7 @@ Picture = Callable[[Any], Any]  # draws the figure of a report
 
 
 class Source(NamedTuple):
-    """A module: `tables(report)` returns its tables by name, `PICTURES` has its pictures by file name."""
+    """A module with a function `tables(report)` and optional `PICTURES`, both by name."""
 
     module: str
 
@@ -40,7 +40,7 @@ class Source(NamedTuple):
         return RESULTS / f"{self.module.rpartition('.')[2]}.json"
 
     def tables(self) -> dict[str, str]:
-        """Returns the tables of the recorded results, each with a line about the machine."""
+        """Returns the tables of the recorded results by name, each followed by a line about the machine."""
         report = json.loads(self.file.read_text())
         tables = _code(self).tables(report)
         return {name: f"{table}\n{about(report)}\n" for name, table in tables.items()}
@@ -55,7 +55,7 @@ def _code(source: Source) -> Any:
 
 
 def grouped(column: str, cells: Mapping[str, Row]) -> str:
-    """Returns a table in Markdown, with one row for all names in `column` that have the same cells."""
+    """Returns a table in Markdown in which names with equal cells share a row. column: heading of the names."""
     names: dict[tuple[str, ...], list[str]] = {}
     for name, row in cells.items():
         names.setdefault(tuple(row.values()), []).append(name)
@@ -70,7 +70,7 @@ def markdown(rows: Sequence[Row]) -> str:
 
 
 def about(report: Mapping[str, Any]) -> str:
-    """Describes the machine, versions, date and commit of a measurement (for old files, the date they were added)."""
+    """Describes the machine, version, date and commit of a measurement, or the date at which an old file was added."""
     added = f"recorded {report['recorded']}" if "recorded" in report else ""
     if "environment" in report:  # from `gpu_check`
         known = {row["what"]: row["measured"] for row in report["environment"]["rows"]}
@@ -90,7 +90,7 @@ def blocks(page: Path) -> Iterator[re.Match[str]]:
 
 
 def sources() -> list[Source]:
-    """Returns the modules whose tables are shown in pages."""
+    """Returns the modules whose tables are shown on pages."""
     return sorted({Source(block["module"]) for page in PAGES for block in blocks(page)})
 
 
@@ -110,25 +110,25 @@ def write(file: Path | None = None) -> None:
 
 
 def checksum(file: Path) -> str:
-    """Returns the checksum of results, which is stored as `Source` in pictures that are drawn from them."""
+    """Returns the checksum of a JSON file. Pictures contain it as the metadata `Source`."""
     return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 def panels(title: str, size: tuple[float, float], columns: int, rows: int = 1, **layout: Any) -> tuple[Any, Any]:
-    """Returns a figure and its axes."""
+    """Returns a matplotlib figure and its axes."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=size, layout="constrained")
     axes = figure.subplots(rows, columns, **layout)
-    for each in figure.axes:
-        each.spines[["top", "right"]].set_visible(False)
+    for panel in figure.axes:
+        panel.spines[["top", "right"]].set_visible(False)
     figure.suptitle(title, fontsize=11)
     return figure, axes
 
 
 def draw(file: Path, pictures: Mapping[str, Picture]) -> None:
-    """Draws the pictures of a JSON file as PNG files next to it, which contain its checksum."""
-    from lowmem.files import write_file  # needs packages that `gpu_check` does not require
+    """Draws the pictures of a JSON file as PNG files in the same directory."""
+    from lowmem.files import write_file  # imports packages that `gpu_check` does not require
 
     for name, picture in pictures.items():
         png = io.BytesIO()

@@ -1,9 +1,9 @@
-"""Compares plans with measured peaks of all tensors in a step, on CPU ranks, by model, placement, rule and storage.
+"""Compares the planned with the measured peak of all tensors in a step on CPU ranks, by model, placement and rule.
 
     python -m benchmarks.plans [--only "..."] [--out benchmarks/results]
 
-For each placement, a group of processes trains every model with every method for one step (two under ZeRO-3). The peak
-is measured on rank 0. The plan is `lowmem plan --device cpu --ranks N` with the same arguments.
+For each placement, a group of processes trains every model with every rule for one step (two under ZeRO-3). The peak
+of rank 0 is compared with `lowmem plan --device cpu --ranks N` with the same arguments.
 """
 
 import json
@@ -45,7 +45,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], str, tuple[str, ...]]] = {
     "Llama, KTO": ("llama", DENSE, "kto", ()),
     "Llama, reward": ("llama", DENSE, "reward", ()),
 }
-# Name → number of ranks, and arguments
+# Name → number of ranks, and additional arguments
 PLACEMENTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "one device": (1, ()),
     "replicated, 2": (2, ()),
@@ -63,16 +63,16 @@ USUAL = (
     "--dtype", "bfloat16", "--bf16", "false", "--max_length", "128", "--per_device_train_batch_size", "2",
     "--max_grad_norm", "0", "--report_to", "none", "--fused.compile", "false", "--output_dir", "unused",
 )  # fmt: skip
-# Combinations of model and placement that are not supported.
-REFUSED = {("Llama, int12", "ZeRO-3")}
+# Combinations of model and placement that lowmem does not support
+UNSUPPORTED = {("Llama, int12", "ZeRO-3")}
 
 
 def recipes(
     placement: str, models: Sequence[str], rules: Sequence[str], folder: Path, *, device: str | None
 ) -> Iterator[tuple[str, str, Recipe]]:
-    """Yields the model, method and recipe of every combination for a placement."""
+    """Yields all combinations of models and rules for a placement, each with its recipe."""
     for model in models:
-        if (model, placement.partition(",")[0]) in REFUSED:
+        if (model, placement.partition(",")[0]) in UNSUPPORTED:
             continue
         kind, values, method, arguments = MODELS[model]
         path = folder / model.replace(" ", "_")
@@ -86,7 +86,7 @@ def recipes(
 
 
 def measure(placement: str, models: Sequence[str], rules: Sequence[str], folder: Path) -> dict[str, dict[str, int]]:
-    """Returns the peaks of this rank, by model and method."""
+    """Returns the measured peaks of this rank in bytes, by model and rule."""
     peaks: dict[str, dict[str, int]] = {}
     for model, rule, recipe in recipes(placement, models, rules, folder, device=None):
         with running(recipe, torch.device("cpu"), real=True) as run:
@@ -97,7 +97,7 @@ def measure(placement: str, models: Sequence[str], rules: Sequence[str], folder:
 def compare(
     placement: str, models: Sequence[str] = tuple(MODELS), rules: Sequence[str] = tuple(RULES)
 ) -> dict[str, dict[str, dict[str, int]]]:
-    """Returns measured and planned bytes for all combinations of a placement, by model and method."""
+    """Returns the measured and planned peaks of a placement in bytes, by model and rule."""
     ranks = PLACEMENTS[placement][0]
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "peaks.json"
@@ -112,11 +112,11 @@ def compare(
 
 
 def tables(report: Any) -> dict[str, str]:
-    """Returns a table of the largest difference over methods, for each model and placement."""
+    """Returns a table of the largest difference over all rules for each model and placement."""
 
     def worst(model: str, placement: str) -> str:
         pairs = report["peaks"].get(placement, {}).get(model, {}).values()
-        differences = [each["planned"] / each["measured"] - 1 for each in pairs]
+        differences = [pair["planned"] / pair["measured"] - 1 for pair in pairs]
         largest = max(differences, key=abs, default=None)
         if largest is None:
             return "–"
@@ -141,8 +141,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--rank"]:
         with tempfile.TemporaryDirectory() as path:
-            of_rank = measure(sys.argv[2], *json.loads(sys.argv[4]), Path(path))
+            measured = measure(sys.argv[2], *json.loads(sys.argv[4]), Path(path))
         if int(os.environ.get("RANK", 0)) == 0:
-            Path(sys.argv[3]).write_text(json.dumps(of_rank))
+            Path(sys.argv[3]).write_text(json.dumps(measured))
     else:
         main()

@@ -1,9 +1,9 @@
-"""Measures time and memory of a training step under each policy, and of ordinary training that clips and accumulates.
+"""Measures the time and memory of a training step under each policy, and with an ordinary optimizer.
 
     python -m benchmarks.policies [--size 100M --batch 8 --tokens 64]
 
-All methods process the same tokens per step; methods named `8 micro-batches` process one row at a time. All methods
-except `floor` and `immediate` clip by the global norm. Times are ratios to `immediate`.
+All methods process the same tokens per step. Methods named `8 micro-batches` split a step into eight micro-batches. All
+methods except `floor` and `immediate` clip by the global norm. Times are relative to `immediate`.
 """
 
 from collections.abc import Sequence
@@ -20,19 +20,19 @@ BASE = "immediate"
 EIGHT = ", 8 micro-batches"
 
 
-def ours(micro_batches: int = 1, **options: Any) -> Method:
-    return Method(partial(fused, **{"rule": "adalomo", **options}), "ours", micro_batches=micro_batches)
+def lowmem_method(micro_batches: int = 1, **options: Any) -> Method:
+    return Method(partial(fused, **{"rule": "adalomo", **options}), "lowmem", micro_batches=micro_batches)
 
 
 def deferred(micro_batches: int = 1, **options: Any) -> Method:
-    return ours(micro_batches, policy="deferred", clip_norm=1.0, **options)
+    return lowmem_method(micro_batches, policy="deferred", clip_norm=1.0, **options)
 
 
 ADAMW = partial(ordinary, cls=torch.optim.AdamW, clip_norm=1.0, fused=True)
 METHODS = {
     FLOOR: Method(drop_gradients, "floor"),
-    BASE: ours(policy="immediate"),
-    "two_pass": ours(policy="two_pass", clip_norm=1.0),
+    BASE: lowmem_method(policy="immediate"),
+    "two_pass": lowmem_method(policy="two_pass", clip_norm=1.0),
     "deferred": deferred(),
     "deferred, rule adamw": deferred(rule="adamw", state_storage="float32"),
     "ordinary AdamW(fused=True)": Method(ADAMW),
@@ -41,7 +41,6 @@ METHODS = {
     f"deferred, gradient's dtype{EIGHT}": deferred(8, accumulation_dtype="gradient"),
     f"ordinary AdamW(fused=True){EIGHT}": Method(ADAMW, micro_batches=8),
 }
-
 
 tables = partial(step.ratios, base=BASE)
 

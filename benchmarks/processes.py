@@ -1,4 +1,4 @@
-"""Runs each measurement in a new process, one after the other, and repeats all of them for several rounds."""
+"""Runs each measurement in a new process, one at a time, for several rounds."""
 
 import contextlib
 import itertools
@@ -13,21 +13,21 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-# The results of a measurement by name, in seconds or bytes.
+# The numbers of a measurement by name, in seconds or bytes.
 Figures = dict[str, float]
 
 SPAWN = multiprocessing.get_context("spawn")
 
 
 class MeasurementError(Exception):
-    """A measurement failed. The message is one line."""
+    """Raised if a measurement failed. The message is a single line."""
 
 
 def alone(function: Callable[..., Any], *args: Any, folder: Path | None = None) -> Any:
     """Calls a module-level function in a new process and returns its result.
 
     Args:
-        folder: folder for temporary files and compiled code. By default the usual folders are used.
+        folder: directory for temporary files and compiled code, instead of the default directories.
 
     Raises:
         MeasurementError: the function raised, or its process died.
@@ -45,7 +45,7 @@ def alone(function: Callable[..., Any], *args: Any, folder: Path | None = None) 
         process.join()
     except EOFError:
         process.join()
-        raise MeasurementError(f"its process exited with status {process.exitcode}") from None
+        raise MeasurementError(f"the process exited with status {process.exitcode}") from None
     except BaseException:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid or 0, signal.SIGKILL)  # includes its compiler processes
@@ -58,10 +58,10 @@ def alone(function: Callable[..., Any], *args: Any, folder: Path | None = None) 
 
 
 def _answer(sending: Any, variables: Mapping[str, str], function: Callable[..., Any], args: Sequence[Any]) -> None:
-    """Runs in the new process, whose output is discarded."""
+    """Runs in the new process: sends the result or the error, and discards the output."""
     os.setsid()
     os.environ.update(variables)
-    tempfile.tempdir = None  # so that the variable is read again
+    tempfile.tempdir = None  # makes tempfile read TMPDIR again
     quiet = os.open(os.devnull, os.O_WRONLY)
     os.dup2(quiet, 1)
     os.dup2(quiet, 2)
@@ -76,14 +76,14 @@ def _answer(sending: Any, variables: Mapping[str, str], function: Callable[..., 
 def in_rounds(
     names: Iterable[str], rounds: int, measure: Callable[[str, Path], Figures], longest: str = ""
 ) -> tuple[dict[str, Figures], dict[str, str]]:
-    """Measures all names in turn, `rounds` times. A name that has failed is not tried again.
+    """Measures all names once per round. A name that failed is skipped in later rounds.
 
     Args:
-        measure: called with a name and a temporary folder, which is the same for this name in all rounds.
-        longest: a figure for which the maximum is used instead of the median.
+        measure: called with a name and a temporary directory, which a name reuses in all rounds.
+        longest: name of a figure that is summarized by its maximum instead of its median.
 
     Returns:
-        The medians of the figures by name, and the errors of names that failed.
+        The median figures of each name, and the error messages of names that failed.
     """
     runs: dict[str, list[Figures]] = {name: [] for name in names}
     failed: dict[str, str] = {}
@@ -102,6 +102,6 @@ def in_rounds(
 
 
 def summary(rows: Sequence[Figures], longest: str = "") -> Figures:
-    """Returns the median of each figure over the rounds, and the maximum of `longest`."""
+    """Returns the median of each figure over the rounds, but the maximum of `longest`."""
     columns = {key: [row[key] for row in rows] for key in rows[0]}
     return {key: max(values) if key == longest else statistics.median(values) for key, values in columns.items()}

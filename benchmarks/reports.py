@@ -1,4 +1,4 @@
-"""Code that all commands share: options, a description of the machine, and results as JSON, tables and pictures."""
+"""Functions that all commands share: options, a description of the machine, and files of results."""
 
 import argparse
 import datetime
@@ -37,9 +37,9 @@ def make_parser(
     """Returns a parser with `--out`, usually `--dtype`, and an option for each count.
 
     Args:
-        doc: the command's docstring. Its first line is the description.
-        counts: name → default and description.
-        only: a word for the things that `--only` selects, such as "method"; None omits this option.
+        doc: docstring of the command, whose first line is the description.
+        counts: name of an option → default and description.
+        only: noun for the values of `--only`, such as "method". None omits this option.
     """
 
     def count(text: str) -> int:
@@ -48,21 +48,21 @@ def make_parser(
         return int(text)
 
     parser = argparse.ArgumentParser(description=doc.partition("\n")[0])
-    for name, (default, what) in counts.items():
-        parser.add_argument(f"--{name}", type=count, default=default, metavar="N", help=f"{what} ({default})")
+    for name, (default, description) in counts.items():
+        parser.add_argument(f"--{name}", type=count, default=default, metavar="N", help=f"{description} ({default})")
     if dtype:
         usual = default_dtype()
-        what = f"dtype of the weights ({usual})"
-        parser.add_argument("--dtype", choices=("bfloat16", "float32"), default=usual, help=what)
+        description = f"dtype of the weights ({usual})"
+        parser.add_argument("--dtype", choices=("bfloat16", "float32"), default=usual, help=description)
     if only is not None:
-        what = f"only this {only}; repeatable"
-        parser.add_argument("--only", action="append", default=[], metavar="NAME", help=what)
+        description = f"only this {only}; repeatable"
+        parser.add_argument("--only", action="append", default=[], metavar="NAME", help=description)
     parser.add_argument("--out", type=Path, default=OUT, metavar="DIR", help=f"folder for the results ({OUT})")
     return parser
 
 
 def command(main: Callable[[Sequence[str] | None], None]) -> Callable[..., None]:
-    """Wraps a command: user errors print a message and exit with status 2, and Ctrl-C exits with status 130."""
+    """Wraps a command: a `LowmemError` prints its message and exits with status 2, Ctrl-C exits with status 130."""
 
     @functools.wraps(main)
     def run(argv: Sequence[str] | None = None) -> None:
@@ -94,7 +94,7 @@ def output(folder: Path) -> Iterator[None]:
 
 
 def default_dtype() -> str:
-    """Returns bfloat16, or float32 if the GPU (or without one, the CPU) does not have bfloat16 instructions."""
+    """Returns bfloat16, or float32 if the GPU (or without a GPU, the CPU) does not have bfloat16 instructions."""
     if torch.cuda.is_available():
         return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float32"
     text = CPUINFO.read_text() if CPUINFO.exists() else ""
@@ -137,15 +137,15 @@ def publish(
     out: Path, name: str, settings: Mapping[str, Any], tables: Callable[[Any], Mapping[str, str]],
     pictures: Mapping[str, pages.Picture] = MappingProxyType({}), **parts: Any,
 ) -> None:  # fmt: skip
-    """Saves results, prints their first table, draws their pictures, and writes the pages that show them."""
+    """Saves results, prints the first table, draws pictures, and updates pages if `out` is benchmarks/results."""
     file = out / f"{name}.json"
     save(file, settings, **parts)
     report = json.loads(file.read_text())
     print(f"{pages.about(report)}\n\n{next(iter(tables(report).values()), '')}")
-    for what, why in report.get("failed", {}).items():
-        print(f"{what} failed: {why}")
-    for what, why in report.get("left_out", {}).items():
-        print(f"left out: {what} ({why})")
+    for method, error in report.get("failed", {}).items():
+        print(f"{method} failed: {error}")
+    for method, requirement in report.get("left_out", {}).items():
+        print(f"skipped: {method} ({requirement})")
     pages.draw(file, pictures)
     if out.resolve() == pages.RESULTS:
         pages.write(pages.RESULTS / file.name)
@@ -156,19 +156,19 @@ def compare(
     methods: Mapping[str, Method], options: argparse.Namespace, name: str, settings: Mapping[str, Any],
     tables: Callable[[Any], Mapping[str, str]], measure: Callable[[str, Path], Figures], longest: str = "",
 ) -> None:  # fmt: skip
-    """Measures the selected methods with `in_rounds` and publishes the results. Exits with status 1 if the floor or
-    lowmem failed. Peers may fail.
+    """Measures the selected methods with `in_rounds` and publishes the results. Exits with status 1 if the floor or a
+    method of lowmem failed.
     """
     names, left_out = runnable(select(methods, options.only))
     with output(options.out):
         results, failed = in_rounds(names, options.rounds, measure, longest)
         publish(options.out, name, settings, tables, results=results, failed=failed, left_out=left_out)
-    if any(methods[each].kind != "peer" for each in failed):
+    if any(methods[method].kind != "peer" for method in failed):
         sys.exit(1)
 
 
 def ratio(results: Mapping[str, Figures], name: str, base: str | None) -> str:
-    """Returns the seconds of a method relative to another, or a dash if the other was not measured."""
+    """Formats the seconds of a method divided by those of `base`, or returns a dash if `base` was not measured."""
     return formatted(results[name]["seconds"] / results[base]["seconds"] if base in results else None, ".2f")
 
 

@@ -1,11 +1,11 @@
-"""Measures a training step on several ranks, by lowmem and its peers in each placement: time, bytes sent, and memory.
+"""Measures the time, memory and sent bytes of a training step on several ranks with lowmem and its peers.
 
     python -m benchmarks.sharded [--ranks 2 --layers 4 --hidden 384 --tokens 128 --batch 1]
 
-The ranks are processes of a gloo group on this machine's CPU, and train on different tokens. `floor` is the ZeRO-3
-model with gradients dropped as soon as they exist: the cost of DeepSpeed's gathering. Times are measured on the slowest
-rank, as ratios to the floor or to the peer in the same placement. The bytes that a rank sends are computed from the
-arguments of each collective for a ring algorithm, even if gloo uses another.
+The ranks are processes of a gloo group on this machine's CPU, and train on different tokens. `floor` gathers ZeRO-3's
+parameters and drops gradients in hooks, which is the cost of DeepSpeed alone. Times are those of the slowest rank,
+relative to the floor or to the peer in the same placement. The bytes that a rank sends are computed from the arguments
+of each collective for a ring algorithm, even if gloo uses a different one.
 """
 
 import argparse
@@ -44,10 +44,10 @@ from benchmarks.processes import Figures, MeasurementError
 from benchmarks.reports import command, ratio
 
 Options = argparse.Namespace
-SENT = ("gathers", "gradients", "sums")  # the kinds of data that a rank sends
+SENT = ("gathers", "gradients", "sums")  # kinds of data that a rank sends
 LLAMA = "transformers.models.llama.modeling_llama"
-# Part of a collective's name → the argument with the full tensor, its kind, and how many times a rank in a ring sends
-# all of it except one shard.
+# Part of a collective's name → index of the argument with the full tensor, its kind, and how many times a rank in a
+# ring sends all shards but one.
 COLLECTIVES = {"allgather": (0, "gathers", 1), "reduce_scatter": (1, "gradients", 1), "allreduce": (0, "gradients", 2)}
 
 
@@ -68,10 +68,10 @@ def fsdp2(options: Options) -> torch.nn.Module:
 
 
 def engine(options: Options, adamw: bool = True) -> Any:
-    """Returns DeepSpeed's engine with Hugging Face's `auto` sizes. Layers are released early, as in a large model."""
+    """Returns DeepSpeed's engine with Hugging Face's `auto` sizes. It releases layers early, as in a large model."""
     import deepspeed
 
-    # DeepSpeed 0.19 (comm/torch.py, build_shm_op) would compile it, which takes half a minute
+    # DeepSpeed 0.19 (comm/torch.py, build_shm_op) would otherwise compile it, which takes half a minute
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
     zero = {
@@ -97,7 +97,7 @@ def floor(model: torch.nn.Module) -> Step:
     def step(losses: Sequence[Loss]) -> None:
         drop(losses)
         for param in model.parameters():
-            release(param)  # as in every step that updates it
+            release(param)  # as methods that update the parameter do
 
     return step
 
@@ -118,20 +118,20 @@ FLOOR = "ZeRO-3, floor"
 
 @dataclass(frozen=True)
 class RankMethod(Method):
-    """A method for a training step on every rank. `place` creates the model, or DeepSpeed's engine."""
+    """A method of a training step on every rank. `place` creates the sharded model or DeepSpeed's engine."""
 
     place: Callable[[Options], Any] = full_model
 
 
 METHODS = {
     FLOOR: RankMethod(floor, "floor", "deepspeed", place=zero3),
-    "ZeRO-3, lowmem adalomo": RankMethod(ADALOMO, "ours", "deepspeed", place=zero3),
-    "ZeRO-3, lowmem adamw": RankMethod(ADAMW, "ours", "deepspeed", place=zero3),
+    "ZeRO-3, lowmem adalomo": RankMethod(ADALOMO, "lowmem", "deepspeed", place=zero3),
+    "ZeRO-3, lowmem adamw": RankMethod(ADAMW, "lowmem", "deepspeed", place=zero3),
     "ZeRO-3, DeepSpeed's AdamW": RankMethod(by_engine, package="deepspeed", place=engine),
-    "FSDP2, lowmem adalomo": RankMethod(ADALOMO, "ours", place=fsdp2),
-    "FSDP2, lowmem adamw": RankMethod(ADAMW, "ours", place=fsdp2),
+    "FSDP2, lowmem adalomo": RankMethod(ADALOMO, "lowmem", place=fsdp2),
+    "FSDP2, lowmem adamw": RankMethod(ADAMW, "lowmem", place=fsdp2),
     "FSDP2, AdamW(foreach=True)": RankMethod(partial(ordinary, cls=torch.optim.AdamW, foreach=True), place=fsdp2),
-    "replicated, lowmem adalomo": RankMethod(ADALOMO, "ours"),
+    "replicated, lowmem adalomo": RankMethod(ADALOMO, "lowmem"),
     "replicated, DDP and AdamW": RankMethod(partial(ordinary, cls=torch.optim.AdamW, fused=True), place=data_parallel),
 }
 PEERS = {name.partition(",")[0]: name for name in METHODS}  # the last method in each placement
@@ -156,12 +156,12 @@ class SentBytes(TorchDispatchMode):
         if "c10d" in space and name == "broadcast_":
             self.bytes["sums"] += sum(tensor.nbytes for tensor in args[0])
         elif "c10d" in space:
-            (kind,) = (kind for kind in COLLECTIVES if kind in name)  # raises for unknown collectives
-            which, what, times = COLLECTIVES[kind]
-            tensors = tree_leaves(args[which])
-            if kind == "allreduce" and (self._sharded or not tensors[0].is_floating_point()):
-                what = "sums"
-            self.bytes[what] += times * sum(tensor.nbytes for tensor in tensors) * (self._ranks - 1) // self._ranks
+            (collective,) = (part for part in COLLECTIVES if part in name)  # raises an error for other collectives
+            index, kind, times = COLLECTIVES[collective]
+            tensors = tree_leaves(args[index])
+            if collective == "allreduce" and (self._sharded or not tensors[0].is_floating_point()):
+                kind = "sums"
+            self.bytes[kind] += times * sum(tensor.nbytes for tensor in tensors) * (self._ranks - 1) // self._ranks
         return func(*args, **(kwargs or {}))
 
 
@@ -175,12 +175,12 @@ def measure(name: str, options: Options, rank: int) -> Figures:
     tracker = MemTracker()
 
     def loss() -> torch.Tensor:
-        tracker.reset_mod_stats()  # MemTracker of torch 2.13 cannot track a second forward of a module otherwise
+        tracker.reset_mod_stats()  # otherwise MemTracker of torch 2.13 cannot track a second forward
         return compute()
 
     for _ in range(3):
         step([loss])
-    Path("/proc/self/clear_refs").write_text("5")  # resets the peak, which creating the model has raised
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak of resident memory
     times = []
     for _ in range(options.steps):
         dist.barrier()
@@ -189,7 +189,7 @@ def measure(name: str, options: Options, rank: int) -> Figures:
         times.append(time.perf_counter() - start)
     resident = peak_resident()
 
-    kinds = (torch.Tensor, torch.nn.Parameter, DTensor)  # not fake tensors left from compilation
+    kinds = (torch.Tensor, torch.nn.Parameter, DTensor)  # excludes fake tensors of compilation
     tracker.track_external(*(tensor for tensor in gc.get_objects() if type(tensor) in kinds))
     with tracker:
         step([loss])
@@ -200,7 +200,7 @@ def measure(name: str, options: Options, rank: int) -> Figures:
         step([loss])
     return {
         "seconds": median(times),
-        **{what: sent.bytes[what] for what in SENT},
+        **{kind: sent.bytes[kind] for kind in SENT},
         "tensor_peak": sum(device["Total"] for device in tracker.get_tracker_snapshot("peak").values()),
         "resident": resident,
         "weights": sum(getattr(p, "ds_numel", p.numel()) * p.element_size() for p in model.parameters()),
@@ -208,9 +208,9 @@ def measure(name: str, options: Options, rank: int) -> Figures:
 
 
 def serve(rank: int, name: str, options: Options, store: str, answers: Any) -> None:
-    """Runs one rank in a new process."""
+    """Measures one method on one rank, in a new process."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(options.ranks))
-    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="0")  # DeepSpeed reads them; the group uses the file store
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="0")  # required by DeepSpeed, but unused
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // options.ranks))
     warnings.filterwarnings("ignore")
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=options.ranks)
@@ -236,11 +236,11 @@ def tables(report: Any) -> dict[str, str]:
     results = report["results"]
     rows = []
     for name, row in results.items():
-        sizes = {what: f"{row[what] / 2**20:.{4 if what == 'sums' else 1}f}" for what in SENT}
+        sizes = {kind: f"{row[kind] / 2**20:.{4 if kind == 'sums' else 1}f}" for kind in SENT}
         peer = PEERS[name.partition(",")[0]]
         ratios = {"× floor": ratio(results, name, FLOOR), "× peer": ratio(results, name, peer)}
         memory = {"tensors, MiB": f"{row['tensor_peak'] / 2**20:.1f}", "process, MiB": f"{row['resident'] / 2**20:.1f}"}
-        columns = {f"{what}, MiB": text for what, text in sizes.items()}
+        columns = {f"{kind}, MiB": text for kind, text in sizes.items()}
         rows.append({"per rank": name, "s/step": f"{row['seconds']:.3f}", **ratios, **columns, **memory})
     return {"": markdown(rows)}
 
@@ -248,9 +248,9 @@ def tables(report: Any) -> dict[str, str]:
 @command
 def main(argv: Sequence[str] | None = None) -> None:
     counts = {
-        "ranks": (2, "processes"), "layers": (4, "layers of the Llama"), "hidden": (384, "its hidden size"),
+        "ranks": (2, "number of processes"), "layers": (4, "layers of the Llama"), "hidden": (384, "hidden size"),
         "tokens": (128, "tokens per row"), "batch": (1, "rows per rank"), "steps": (5, "timed steps per round"),
-        "rounds": (1, "how often all methods are measured in turn"),
+        "rounds": (1, "number of measurements of each method"),
     }  # fmt: skip
     options = reports.make_parser(__doc__, counts, only="method").parse_args(argv)
     # imported once for all ranks; this module is imported again in every rank

@@ -1,9 +1,9 @@
-"""Measures time and memory of one update of one large parameter, with every rule and its peers.
+"""Measures the time and memory of one update of one large parameter, with every rule and its peers.
 
     python -m benchmarks.update [--size 4096 --rounds 3] [--only adalomo]
 
-Times are ratios to torch's fused AdamW, and to the nearest peer, which computes the same update or has a state of the
-same size. Temporary memory is the allocator's maximum of allocated bytes during an update.
+Times are relative to torch's fused AdamW and to the nearest peer, which computes the same update or has states of the
+same size. Temporary memory is the peak of the bytes that an update allocates.
 """
 
 import gc
@@ -31,7 +31,7 @@ BASE = "AdamW(fused=True)"
 WIDE = ", float32 weights"
 RULES = [row.name for row in lowmem.rules.table()]
 
-# Updates a parameter, and returns the tensors of its optimizer state.
+# (function that updates the parameter, function that returns its optimizer-state tensors)
 Update = tuple[Callable[[], object], Callable[[], list[Tensor]]]
 
 
@@ -40,8 +40,8 @@ class UpdateMethod(Method):
     """A method of updating one parameter: `make(param, grad)` returns an `Update`.
 
     Attributes:
-        nearest: the peer that computes the same update, or else has a state of the same size.
-        dtype: the only dtype of weights to measure. None measures `--dtype`.
+        nearest: a peer that computes the same update, or otherwise has states of the same size.
+        dtype: dtype of the weights, or None for the dtype of `--dtype`.
     """
 
     nearest: str | None = None
@@ -75,18 +75,18 @@ def lomo_optim_update(param: Tensor, grad: Tensor) -> Update:
 
     def update() -> None:
         optimizer.step_num += 1
-        param.grad = grad  # modified in-place, which takes as long as for a new gradient
+        param.grad = grad  # the update modifies it, which does not affect its time
         optimizer.grad_func(0)
 
     return update, lambda: [states["weight"] for states in (optimizer.exp_avg_sq_row, optimizer.exp_avg_sq_col)]
 
 
-def ours(rule: str, nearest: str | None = None, dtype: Any = None, **options: Any) -> UpdateMethod:
+def lowmem_method(rule: str, nearest: str | None = None, dtype: Any = None, **options: Any) -> UpdateMethod:
     options = {"state_storage": "float32", **options}
-    return UpdateMethod(partial(lowmem_update, rule=rule, **options), "ours", nearest=nearest, dtype=dtype)
+    return UpdateMethod(partial(lowmem_update, rule=rule, **options), "lowmem", nearest=nearest, dtype=dtype)
 
 
-def torchs(cls: Callable[..., torch.optim.Optimizer], dtype: Any = None, **options: Any) -> UpdateMethod:
+def torch_method(cls: Callable[..., torch.optim.Optimizer], dtype: Any = None, **options: Any) -> UpdateMethod:
     return UpdateMethod(partial(torch_update, cls=cls, **options), dtype=dtype)
 
 
@@ -106,23 +106,23 @@ IN_BFLOAT16 = {  # rule, nearest peer and options of methods that are measured o
     },
 }
 METHODS = {
-    **{rule: ours(rule, NEAREST.get(rule, "AdamW")) for rule in RULES},
-    **{name: ours(rule, peer, "bfloat16", **options) for name, (rule, peer, options) in IN_BFLOAT16.items()},
-    f"adamw{WIDE}": ours("adamw", f"{BASE}{WIDE}", "float32"),
-    f"adalomo{WIDE}": ours("adalomo", f"{BASE}{WIDE}", "float32"),
-    **{f"{rule}, eager": ours(rule, compile=False) for rule in RULES},
-    BASE: torchs(torch.optim.AdamW, fused=True),
-    f"{BASE}{WIDE}": torchs(torch.optim.AdamW, "float32", fused=True),
-    "AdamW": torchs(torch.optim.AdamW),
-    "SGD(fused=True)": torchs(torch.optim.SGD, fused=True),
-    "torch Adafactor": torchs(torch.optim.Adafactor),
+    **{rule: lowmem_method(rule, NEAREST.get(rule, "AdamW")) for rule in RULES},
+    **{name: lowmem_method(rule, peer, "bfloat16", **options) for name, (rule, peer, options) in IN_BFLOAT16.items()},
+    f"adamw{WIDE}": lowmem_method("adamw", f"{BASE}{WIDE}", "float32"),
+    f"adalomo{WIDE}": lowmem_method("adalomo", f"{BASE}{WIDE}", "float32"),
+    **{f"{rule}, eager": lowmem_method(rule, compile=False) for rule in RULES},
+    BASE: torch_method(torch.optim.AdamW, fused=True),
+    f"{BASE}{WIDE}": torch_method(torch.optim.AdamW, "float32", fused=True),
+    "AdamW": torch_method(torch.optim.AdamW),
+    "SGD(fused=True)": torch_method(torch.optim.SGD, fused=True),
+    "torch Adafactor": torch_method(torch.optim.Adafactor),
     "lomo_optim AdaLomo": UpdateMethod(lomo_optim_update, package="lomo-optim"),
     "optimi Lion": UpdateMethod(partial(optimi_update, name="Lion"), package="torch-optimi"),
 }
 
 
 def methods(dtype: str) -> dict[str, UpdateMethod]:
-    """Returns the methods for weights of this dtype. (With float32, `WIDE` methods would be measured twice.)"""
+    """Returns the methods for this `--dtype`. With float32, `WIDE` methods are omitted, since others are the same."""
     allowed = (None, "float32", "bfloat16") if dtype == "bfloat16" else (None,)
     return {name: method for name, method in METHODS.items() if method.dtype in allowed}
 
@@ -161,15 +161,15 @@ def tables(report: Any) -> dict[str, str]:
 
 @command
 def main(argv: Sequence[str] | None = None) -> None:
-    what = "how often all methods are measured in turn"
-    counts = {"size": (4096, "rows and columns of the parameter"), "rounds": (3, what)}
+    rounds = (3, "number of measurements of each method")
+    counts = {"size": (4096, "rows and columns of the parameter"), "rounds": rounds}
     options = reports.make_parser(__doc__, counts, only="method").parse_args(argv)
     settings = {key: getattr(options, key) for key in (*counts, "dtype")}
 
-    def one(name: str, folder: Path) -> Figures:
+    def measure_one(name: str, folder: Path) -> Figures:
         return alone(measure, name, options.size, options.dtype)
 
-    reports.compare(methods(options.dtype), options, "update", settings, tables, one)
+    reports.compare(methods(options.dtype), options, "update", settings, tables, measure_one)
 
 
 if __name__ == "__main__":

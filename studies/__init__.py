@@ -1,1 +1,1 @@
-"""Studies the effect of rules, learning rates and formats on the loss: `python -m studies`."""
+"""Measures the effect of rules, learning rates and storage formats on the loss: `python -m studies`."""

@@ -2,8 +2,8 @@
 
     python -m studies task=search method=adalomo lr=0.001 seed=0 seed=1 [--processes 2] [--out benchmarks/results]
 
-Every combination of the values is a run. The default `format` is float32, the default `seed` 0. New runs are added to
-the JSON file in `--out`. For runs that are already there, both results are printed. Without runs, tables are written.
+Every combination of the values is a run. By default, `format` is float32 and `seed` is 0. New runs are added to the
+JSON file in `--out`. For recorded runs, the recorded and new scores are printed. Without runs, only tables are written.
 """
 
 import itertools
@@ -28,8 +28,8 @@ NAME = "studies"
 NAMES: dict[str, Mapping[str, Any]] = {"task": TASKS, "method": METHODS}
 
 
-def asked(words: Sequence[str]) -> list[Run]:
-    """Returns the requested runs: every combination of the values in words KEY=VALUE.
+def requested_runs(words: Sequence[str]) -> list[Run]:
+    """Parses arguments of the form KEY=VALUE and returns the runs with all combinations of their values.
 
     Raises:
         ConfigError: a key, task or method is unknown or missing.
@@ -44,20 +44,20 @@ def asked(words: Sequence[str]) -> list[Run]:
         values[key].append(KEYS[key](text))
     values["format"] = values["format"] or ["float32"]
     values["seed"] = values["seed"] or [0]
-    if missing := [key for key, given in values.items() if not given]:
-        raise ConfigError(f"no {' and no '.join(missing)} is given: write {missing[0]}=VALUE")
-    return [dict(zip(values, each, strict=True)) for each in itertools.product(*values.values())]
+    if missing := [key for key, texts in values.items() if not texts]:
+        raise ConfigError(f"{' and '.join(missing)} must be specified. Add {missing[0]}=VALUE")
+    return [dict(zip(values, combination, strict=True)) for combination in itertools.product(*values.values())]
 
 
 def trained(run: Run) -> Run:
-    """Runs in a process: trains a run in one thread, and returns it with its results."""
+    """Trains one run in a single thread of a worker process, and returns its settings and results."""
     torch.set_num_threads(1)
     start = time.perf_counter()
     return {**run, **tasks.train(run), "seconds": time.perf_counter() - start}
 
 
-def results(runs: Sequence[Run], processes: int) -> Iterator[Run]:
-    """Yields each run with its results as soon as it ends. Failed runs are reported and omitted."""
+def finished_runs(runs: Sequence[Run], processes: int) -> Iterator[Run]:
+    """Yields each run with its results as soon as it has finished. Failed runs are reported and omitted."""
     with ProcessPoolExecutor(processes, get_context("forkserver")) as pool:
         futures = {pool.submit(trained, run): run for run in runs}
         for future in as_completed(futures):
@@ -69,27 +69,27 @@ def results(runs: Sequence[Run], processes: int) -> Iterator[Run]:
 
 @command
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = reports.make_parser(__doc__, {"processes": (2, "runs at the same time")}, dtype=False)
-    parser.add_argument("runs", nargs="*", metavar="KEY=VALUE", help="values of the runs; a key may have several")
+    parser = reports.make_parser(__doc__, {"processes": (2, "number of concurrent runs")}, dtype=False)
+    parser.add_argument("runs", nargs="*", metavar="KEY=VALUE", help="a value of the runs; keys are repeatable")
     options = parser.parse_args(argv)
-    runs = asked(options.runs) if options.runs else []
+    runs = requested_runs(options.runs) if options.runs else []
     training.WORK.mkdir(parents=True, exist_ok=True)
     with reports.output(options.out):
         file = options.out / f"{NAME}.json"
-        done = json.loads(file.read_text())["runs"] if file.exists() else []
-        recorded = {tuple(row[key] for key in KEYS): row for row in done}
-        ended = []
-        for run in results(runs, options.processes):
-            ended.append(run)
-            before = recorded.get(tuple(run[key] for key in KEYS))
-            for name in tables.SCORES if before else ():
+        rows = json.loads(file.read_text())["runs"] if file.exists() else []
+        recorded = {tuple(row[key] for key in KEYS): row for row in rows}
+        finished = 0
+        for run in finished_runs(runs, options.processes):
+            finished += 1
+            previous = recorded.get(tuple(run[key] for key in KEYS))
+            for name in tables.SCORES if previous else ():
                 if name in run:
-                    print(f"{[run[key] for key in KEYS]}, {name}: {before[name]} recorded, {run[name]} now")
-            if not before:
-                done.append(run)
-                reports.save(file, {}, runs=done)
-        reports.publish(options.out, NAME, {}, tables.tables, tables.PICTURES, runs=done)
-    if len(ended) < len(runs):
+                    print(f"{[run[key] for key in KEYS]}, {name}: {previous[name]} recorded, {run[name]} now")
+            if not previous:
+                rows.append(run)
+                reports.save(file, {}, runs=rows)
+        reports.publish(options.out, NAME, {}, tables.tables, tables.PICTURES, runs=rows)
+    if finished < len(runs):
         sys.exit(1)
 
 

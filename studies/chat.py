@@ -1,6 +1,6 @@
 """The chat task: SmolLM2-135M-Instruct learns to answer in as few words as possible.
 
-Questions are generated at random, and their answers can be checked: arithmetic, formats, and lookups in a text.
+Randomly generated questions ask for arithmetic, formats and facts in a text, so each has exactly one correct answer.
 """
 
 import calendar
@@ -20,12 +20,12 @@ from studies import packages
 from studies.text import paragraphs
 from studies.training import Task
 
-TRAINED = 2400  # number of chats
-HELD_OUT = 180
+TRAINED = 2400  # number of training chats
+HELD_OUT = 180  # number of held-out chats
 WORDS = "open file read write close parse split merge sort find count store load move copy print check start stop"
 NAMES = "Anna Ben Clara David Emma Felix Grace Henry Ida Jonas Karla Leo Mona Nils Olga Paul Rosa Simon Tara Uwe"
 MONTHS = list(calendar.month_name)[1:]
-IGNORED = -100  # the label of a token that is not trained
+IGNORED = -100  # label of tokens without a loss
 
 
 class Question(NamedTuple):
@@ -33,13 +33,13 @@ class Question(NamedTuple):
     answer: str
 
 
-def question(draw: random.Random) -> Question:
+def random_question(draw: random.Random) -> Question:
     kind = draw.randrange(6)
     if kind < 2:  # arithmetic
         a = draw.randint(10, 999)
         b = draw.randint(10, 99)
         text, value = (f"{a} + {b}", a + b) if kind else (f"{a + b} - {b}", a)
-        draw.choice(range(4))  # for the same random numbers as in the recorded runs, which also drew a wrong answer
+        draw.choice(range(4))  # unused: the recorded runs drew it, and the following random numbers must not change
         return Question(f"What is {text}?", str(value))
     if kind == 2:
         year = draw.randint(1950, 2030)
@@ -53,43 +53,43 @@ def question(draw: random.Random) -> Question:
     people = draw.sample(NAMES.split(), 4)
     rooms = draw.sample(range(100, 1000), 4)
     facts = " ".join(f"{name} works in room {room}." for name, room in zip(people, rooms, strict=True))
-    right, _ = draw.sample(range(4), 2)
+    person, _ = draw.sample(range(4), 2)
     if kind == 4:
-        return Question(f"{facts} In which room does {people[right]} work?", str(rooms[right]))
-    return Question(f"{facts} Who works in room {rooms[right]}?", people[right])
+        return Question(f"{facts} In which room does {people[person]} work?", str(rooms[person]))
+    return Question(f"{facts} Who works in room {rooms[person]}?", people[person])
 
 
 @functools.cache
 def questions() -> list[Question]:
-    """Returns distinct questions. The first `HELD_OUT` are held out."""
+    """Returns distinct questions, of which the first `HELD_OUT` are held out."""
     draw = random.Random(0)
     by_text = dict[str, Question]()
     while len(by_text) < HELD_OUT + TRAINED:
-        new = question(draw)
-        by_text[new.text] = new
+        question = random_question(draw)
+        by_text[question.text] = question
     return list(by_text.values())
 
 
-Chats = tuple[Tensor, ...]  # token ids, and labels (the next token or `IGNORED`), each [chats, tokens]
+Chats = tuple[Tensor, ...]  # token ids and labels (next token or `IGNORED`), both of shape [chats, tokens]
 
 
 @functools.cache
 def chats() -> TensorDataset:
-    """Returns `Chats` of every question with its answer. Ids after the end are zero."""
+    """Returns the `Chats` of all questions and answers, padded with the token id 0."""
     tokenizer = packages.chat_tokenizer()
     ids = []
     labels = []
-    for each in questions():
-        asked = tokenizer(f"<|im_start|>user\n{each.text}<|im_end|>\n<|im_start|>assistant\n")["input_ids"]
-        answer = tokenizer(f"{each.answer}<|im_end|>")["input_ids"]
-        ids.append(torch.tensor(asked + answer))
-        labels.append(torch.tensor([IGNORED] * (len(asked) - 1) + answer + [IGNORED]))
+    for question in questions():
+        prompt = tokenizer(f"<|im_start|>user\n{question.text}<|im_end|>\n<|im_start|>assistant\n")["input_ids"]
+        answer = tokenizer(f"{question.answer}<|im_end|>")["input_ids"]
+        ids.append(torch.tensor(prompt + answer))
+        labels.append(torch.tensor([IGNORED] * (len(prompt) - 1) + answer + [IGNORED]))
     return TensorDataset(pad_sequence(ids, True), pad_sequence(labels, True, IGNORED))
 
 
 @functools.cache
 def prose() -> Chats:
-    """Returns rows of the language reference, which measure forgetting."""
+    """Returns `Chats` with text of the Python language reference, whose loss measures forgetting."""
     tokenizer = packages.chat_tokenizer()
     ids = torch.tensor([token for pair in paragraphs() for token in tokenizer(" ".join(pair))["input_ids"]])
     ids = ids[: 24 * 97].view(24, 97)
@@ -97,7 +97,7 @@ def prose() -> Chats:
 
 
 def logits(model: Any, chats: Chats) -> Tensor:
-    """Returns the logits of every token with a label, [tokens, vocabulary]."""
+    """Returns the logits of all tokens with a label, of shape [tokens, vocabulary]."""
     longest = int((chats[1] != IGNORED).any(0).nonzero().max()) + 1
     ids, labels = (tensor[:, :longest] for tensor in chats)
     states = model.model(input_ids=ids, attention_mask=(ids != 0).long()).last_hidden_state
@@ -105,17 +105,17 @@ def logits(model: Any, chats: Chats) -> Tensor:
 
 
 def losses(model: Any, chats: Chats) -> Tensor:
-    """Returns the loss of every token with a label, [tokens]."""
+    """Returns the losses of all tokens with a label, of shape [tokens]."""
     return cross_entropy(logits(model, chats), chats[1][chats[1] != IGNORED], reduction="none")
 
 
-def in_parts(chats: Chats) -> Iterator[Chats]:
+def in_batches(chats: Chats) -> Iterator[Chats]:
     return zip(*(tensor.split(30) for tensor in chats), strict=True)
 
 
 @dataclass(frozen=True)
 class Chat(Task):
-    """Trains on the answers."""
+    """Trains a chat model on the answers, and measures its accuracy and forgetting."""
 
     updates: int = 100
     batch: int = 8
@@ -131,15 +131,16 @@ class Chat(Task):
 
     def scores(self, model: Any) -> dict[str, float]:
         """Returns `loss`: nats per token of held-out answers; `exact`: the share of answers in which every token is the
-        most likely token, as in greedy generation; and `old`: the loss of prose.
+        most likely one, as in greedy generation; and `old`: nats per token of `prose`.
         """
-        lost = []
-        right = 0.0
-        for ids, labels in in_parts(chats()[:HELD_OUT]):
+        token_losses = []
+        correct_answers = 0
+        for ids, labels in in_batches(chats()[:HELD_OUT]):
             answers = labels != IGNORED
-            of_tokens = logits(model, (ids, labels))
-            lost.append(cross_entropy(of_tokens, labels[answers], reduction="none"))
-            hits = torch.ones_like(answers).masked_scatter(answers, of_tokens.argmax(1) == labels[answers])
-            right += hits.all(1).sum().item()
-        old = torch.cat([losses(model, part) for part in in_parts(prose())])
-        return {"loss": torch.cat(lost).mean().item(), "exact": right / HELD_OUT, "old": old.mean().item()}
+            token_logits = logits(model, (ids, labels))
+            token_losses.append(cross_entropy(token_logits, labels[answers], reduction="none"))
+            correct = torch.ones_like(answers).masked_scatter(answers, token_logits.argmax(1) == labels[answers])
+            correct_answers += int(correct.all(1).sum())
+        loss = torch.cat(token_losses).mean().item()
+        old = torch.cat([losses(model, batch) for batch in in_batches(prose())]).mean().item()
+        return {"loss": loss, "exact": correct_answers / HELD_OUT, "old": old}

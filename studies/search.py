@@ -1,4 +1,4 @@
-"""The code search task: given a docstring, a sentence encoder finds its function in the standard library."""
+"""The code search task: a sentence encoder learns to find the function of a docstring in the standard library."""
 
 import functools
 import random
@@ -14,14 +14,14 @@ from studies import packages
 from studies.text import documented_functions, paragraphs
 from studies.training import Task
 
-QUESTION = 24  # maximum number of tokens
-ANSWER = 48
-HELD_OUT = 500  # number of pairs; all but one of their modules are held out
-SCALE = 20.0  # factor of cosines, as in the training of the encoder
+QUESTION = 24  # maximum number of tokens in a question
+ANSWER = 48  # maximum number of tokens in an answer
+HELD_OUT = 500  # number of pairs; at most one module has both held-out and training pairs
+SCALE = 20.0  # factor of cosine similarities, as in the encoder's pretraining
 
 
 def _pairs(texts: list[tuple[str, str]]) -> TensorDataset:
-    """Returns token ids [pairs, tokens] of questions and of their answers, zero after the end."""
+    """Returns the token ids of questions and of answers, both of shape [pairs, tokens] and padded with 0."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(packages.encoder_folder())
@@ -33,7 +33,7 @@ def _pairs(texts: list[tuple[str, str]]) -> TensorDataset:
 
 @functools.cache
 def functions() -> TensorDataset:
-    """Returns pairs of docstring and code. The first `HELD_OUT` pairs are held out."""
+    """Returns pairs of docstrings and functions, ordered by module. The first `HELD_OUT` pairs are held out."""
     by_module: dict[str, list[tuple[str, str]]] = {}
     for module, docstring, code in documented_functions():
         by_module.setdefault(module, []).append((docstring, code))
@@ -44,12 +44,12 @@ def functions() -> TensorDataset:
 
 @functools.cache
 def sentences() -> TensorDataset:
-    """Returns pairs of a paragraph's first sentence and the rest, from the language reference, for `old mrr`."""
+    """Returns pairs of the first sentence and the remaining text of paragraphs in the Python language reference."""
     return _pairs(list(paragraphs()))
 
 
 def embedded(model: Any, ids: Tensor) -> Tensor:
-    """Returns the mean hidden state of each row, normalized to norm 1."""
+    """Returns the normalized mean hidden state of each row, of shape [rows, hidden size]."""
     ids = ids[:, : int((ids != 0).sum(1).max())]
     mask = (ids != 0).long()
     states = model(input_ids=ids, attention_mask=mask).last_hidden_state.float()
@@ -57,14 +57,14 @@ def embedded(model: Any, ids: Tensor) -> Tensor:
 
 
 def similarities(model: Any, pairs: tuple[Tensor, ...]) -> Tensor:
-    """Returns the similarity of each question to each answer."""
+    """Returns the scaled cosine similarities of all questions and answers, of shape [questions, answers]."""
     questions, answers = (torch.cat([embedded(model, ids) for ids in texts.split(64)]) for texts in pairs)
     return SCALE * questions @ answers.T
 
 
 @dataclass(frozen=True)
 class Search(Task):
-    """Trains the encoder on batches of docstrings and functions, in which each function answers one docstring."""
+    """Trains the encoder to select the function of each docstring among all functions in the batch."""
 
     updates: int = 300
     batch: int = 16
@@ -81,7 +81,7 @@ class Search(Task):
 
     def scores(self, model: Any) -> dict[str, float]:
         """Returns `loss`: cross-entropy over all held-out functions; `mrr`: mean reciprocal rank of the correct one;
-        and `old mrr`: `mrr` for English sentences, which measures forgetting.
+        and `old mrr`: mean reciprocal rank for `sentences`, which measures forgetting.
         """
         new = similarities(model, functions()[:HELD_OUT])
         old = similarities(model, sentences()[:])

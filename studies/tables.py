@@ -1,4 +1,4 @@
-"""The tables and the picture of the studies."""
+"""Tables and the figure of the recorded runs."""
 
 import itertools
 from typing import Any
@@ -9,7 +9,7 @@ import pandas as pd
 from benchmarks.pages import markdown, panels
 from benchmarks.reports import formatted
 from studies.formats import format_of
-from studies.grid import Done, Run, run_of
+from studies.grid import Results, Run, run_of
 from studies.tasks import METHODS, MOMENTUM, TASKS
 
 SCORES = ("loss", "old", "mrr", "old mrr", "exact")
@@ -20,63 +20,65 @@ Row = dict[str, str]
 
 
 def tables(report: Any) -> dict[str, str]:
-    done = Done(report["runs"])
-    rows = {
-        **{task: _methods(done, task) for task in ONE_TASK},
-        "shares": _shares(done),
-        "batch": _methods(done, "docstrings", *(task for task in TASKS if task.startswith("docstrings, batch"))),
+    """Returns the tables in Markdown by name. Tables without rows are omitted."""
+    results = Results(report["runs"])
+    tables = {
+        **{task: _methods(results, task) for task in ONE_TASK},
+        "shares": _shares(results),
+        "batch": _methods(results, "docstrings", *(task for task in TASKS if task.startswith("docstrings, batch"))),
     }  # fmt: skip
-    return {name: markdown(some) for name, some in rows.items() if some}
+    return {name: markdown(rows) for name, rows in tables.items() if rows}
 
 
 # -- rules -------------------------------------------------------------------------------------------------------------
 
 
-def _methods(done: Done, *tasks: str) -> list[Row]:
-    """Returns a row for each method at its best learning rate, with means and standard deviations over seeds. The last
-    column shows paired differences from AdamW.
+def _methods(results: Results, *tasks: str) -> list[Row]:
+    """Returns a row per method at its best learning rate, with means and standard deviations over seeds. The last
+    column has the paired differences from AdamW.
     """
     rows: list[tuple[int, float, Row]] = []
     for (place, task), name in itertools.product(enumerate(tasks), METHODS if len(tasks) == 1 else MAIN[:2]):
-        runs = max((_seeds(done, run_of(task, name, form)) for form in ("float32", "stochastic")), key=len)
+        runs = max((_seeds(results, run_of(task, name, form)) for form in ("float32", "stochastic")), key=len)
         if runs.empty:
             continue
         weights = runs.format.iloc[0]
-        above = (runs.loss - _seeds(done, run_of(task, "adamw", weights)).loss).dropna()
-        scores = {score: _mean(runs[score]) for score in SCORES if score in runs and runs[score].notna().all()}
+        above = (runs.loss - _seeds(results, run_of(task, "adamw", weights)).loss).dropna()
+        scores = {score: _summary(runs[score]) for score in SCORES if score in runs and runs[score].notna().all()}
         row = {"method": name, "weights": weights, "best lr": f"{runs.lr.iloc[0]:.2g}", **scores}
-        row["over AdamW"] = _mean(above, "+") if len(above) and name != "adamw" else "–"
+        row["over AdamW"] = _summary(above, "+") if len(above) and name != "adamw" else "–"
         rows.append((place, above.mean() if len(above) else np.inf, {"task": task, **row} if len(tasks) > 1 else row))
     return [row for *_, row in sorted(rows, key=lambda row: row[:2])]
 
 
-def _seeds(done: Done, run: Run) -> pd.DataFrame:
+def _seeds(results: Results, run: Run) -> pd.DataFrame:
     """Returns the runs of all seeds at the first seed's best learning rate."""
-    best = done.best(run)
-    return done.rows[:0] if best is None else done.along("seed", best)
+    best = results.best(run)
+    return results.rows[:0] if best is None else results.along("seed", best)
 
 
-def _mean(values: pd.Series, sign: str = "") -> str:
-    spread = f" ± {values.std():.3f}" if len(values) > 1 else ""
-    return f"{values.mean():{sign}.3f}{spread}"
+def _summary(values: pd.Series, sign: str = "") -> str:
+    deviation = f" ± {values.std():.3f}" if len(values) > 1 else ""
+    return f"{values.mean():{sign}.3f}{deviation}"
 
 
-def _shares(done: Done) -> list[Row]:
-    """Returns the share of float32's improvement that other formats reach at the same learning rate."""
+def _shares(results: Results) -> list[Row]:
+    """Returns the share of the loss reduction with float32 that other formats reach at the same learning rate."""
     rows = []
     for task, name in itertools.product(TASKS, MAIN):
-        exact = done.along("lr", run_of(task, name))
-        others = {form: done.losses(run_of(task, name, form)) for form in ROUNDINGS}
+        exact = results.along("lr", run_of(task, name))
+        others = {form: results.losses(run_of(task, name, form)) for form in ROUNDINGS}
         for lr, run in exact.iterrows():
             start = run.curve[0][1]
-            learned = {form: (start - of[lr]) / (start - run.loss) for form, of in others.items() if lr in of.index}
-            if len(learned) > 1 and start - run.loss > 0.02:
+            gain = start - run.loss
+            shares = {form: (start - losses[lr]) / gain for form, losses in others.items() if lr in losses.index}
+            if len(shares) > 1 and gain > 0.02:
                 row = {"task": task, "method": name, "lr": f"{lr:.2g}", "size of an update": f"{100 * run.step:.2g} %"}
-                rows.append(row | {form: formatted(learned.get(form), ".0%") for form in others})
+                rows.append(row | {form: formatted(shares.get(form), ".0%") for form in others})
     return rows
 
 
-# -- the picture -------------------------------------------------------------------------------------------------------
+# -- the figure --------------------------------------------------------------------------------------------------------
 
 COLORS = {
     "adamw": "#444444", "adalomo": "#2a8f7c", MOMENTUM: "#c47f2a", "lion": "#8a6bb1", "lomo": "#c44e52",
@@ -87,22 +89,22 @@ MARKERS = {
 
 
 def draw(report: Any) -> Any:
-    """Draws the first seed of each task: its held-out loss by learning rate, and its best loss by the bytes of a weight
-    and its states, as a difference to AdamW with float32 weights.
+    """Draws two panels per task for the first seed: the loss by learning rate, and the best loss minus the loss of
+    AdamW with float32 weights, by the bytes of a weight and its states.
     """
-    done = Done(report["runs"])
-    tasks = [task for task in ONE_TASK if task in set(done.rows.task)]
+    results = Results(report["runs"])
+    tasks = [task for task in ONE_TASK if task in set(results.rows.task)]
     title = "Held-out loss after fine-tuning, in nats, first seed"
     figure, rows = panels(title, (4 * len(tasks) + 2, 7), len(tasks), 2, squeeze=False)
     for task, (above, below) in zip(tasks, rows.T, strict=True):
         for name, color in COLORS.items():
-            losses, best = done.losses(run_of(task, name)), done.best(run_of(task, name))
+            losses, best = results.losses(run_of(task, name)), results.best(run_of(task, name))
             above.plot(losses.index, losses, color=color, marker="o", ms=3, label=name)
             for form, marker in MARKERS.items() if best else ():
                 size = format_of(form).bytes_per_element(METHODS[name].states)
-                there = done.along("seed", {**best, "format": form}).loss
-                above_adamw = (there - _seeds(done, run_of(task, "adamw")).loss).dropna()[:1]
-                below.scatter([size] * len(above_adamw), above_adamw, color=color, marker=marker)
+                seeds = results.along("seed", {**best, "format": form}).loss
+                difference = (seeds - _seeds(results, run_of(task, "adamw")).loss).dropna()[:1]
+                below.scatter([size] * len(difference), difference, color=color, marker=marker)
         above.set(xscale="log", xlabel="learning rate", title=task)
         below.axhline(0, color="#777777", linewidth=1, linestyle="--", zorder=0)
         below.set(xlabel="bytes of a weight and its states", xlim=(0, 13))

@@ -1,4 +1,4 @@
-"""The tasks, the methods that train them, and one run."""
+"""Tables of the tasks and methods, and a function that trains one run."""
 
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ class Method(NamedTuple):
     """A rule with its options.
 
     Attributes:
-        states: number of full-size states.
+        states: number of states with the shape of the weight.
     """
 
     rule: str
@@ -27,7 +27,7 @@ class Method(NamedTuple):
 NO_DECAY = {"weight_decay": 0.0}
 CLIPPED = {"clip_norm": 1.0, "store": "device"}
 SMALL_MATRICES = {"min_dim_size_to_factor": 32}
-MOMENTUM = "adafactor, momentum"  # one byte per weight in 8 bits
+MOMENTUM = "adafactor, momentum"  # an 8-bit momentum takes one byte per weight
 METHODS = {
     "adalomo": Method("adalomo"),
     "adamw": Method("adamw", NO_DECAY, states=2),

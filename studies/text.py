@@ -1,4 +1,4 @@
-"""The text of the studies: code and docstrings of this machine's Python standard library."""
+"""The texts of the tasks: code, docstrings and language reference of the installed Python."""
 
 import ast
 import re
@@ -33,7 +33,7 @@ def parsed() -> Iterator[tuple[str, Path, ast.Module]]:
 
 
 def modules() -> Iterator[tuple[str, str]]:
-    """Yields two texts for each module: the code without docstrings and comments, and all docstrings."""
+    """Yields two texts per module: its code without docstrings and comments, and all of its docstrings."""
     for name, path, tree in parsed():
         if TABLES.isdisjoint(path.parts):
             docstrings = [ast.get_docstring(tree), *(ast.get_docstring(function) for _, function in functions(tree))]
@@ -42,7 +42,7 @@ def modules() -> Iterator[tuple[str, str]]:
 
 
 def documented_functions() -> Iterator[tuple[str, str, str]]:
-    """Yields the module, the docstring's first paragraph, and the code of each documented function."""
+    """Yields the module, the first paragraph of the docstring, and the code of each documented function."""
     for name, path, tree in parsed():
         for _, function in functions(tree) if TABLES.isdisjoint(path.parts) else ():
             docstring = ast.get_docstring(function) or ""
@@ -51,7 +51,7 @@ def documented_functions() -> Iterator[tuple[str, str, str]]:
 
 
 def paragraphs() -> Iterator[tuple[str, str]]:
-    """Yields the first sentence and the remaining sentences of each longer paragraph in the language reference."""
+    """Yields the first sentence and the remaining text of each longer paragraph in the language reference."""
     for name in sorted(topics):
         for paragraph in re.split(r"\n\n(?=[A-Z])", topics[name]):
             first, *rest = re.split(r"(?<=\.)\s+(?=[A-Z])", re.sub(r"\s+", " ", paragraph).strip(), maxsplit=1)

@@ -1,4 +1,4 @@
-"""One run of a study: trains a model on a task with one rule, and scores it before and after."""
+"""Trains a model on a task with one rule, and computes its scores before and after training."""
 
 import math
 from abc import ABC, abstractmethod
@@ -16,14 +16,14 @@ from benchmarks.pages import ROOT
 from lowmem.errors import StepError
 from studies.formats import Format
 
-WORK = ROOT / "data" / "studies"  # models and finished runs
-WARMUP = 0.05  # share of the updates; then the learning rate decays linearly to zero
-DIVERGED = 1.0  # nats above the first held-out loss
+WORK = ROOT / "data" / "studies"  # cache of models and packages
+WARMUP = 0.05  # share of the updates, after which the learning rate decays linearly to zero
+DIVERGED = 1.0  # nats above the initial held-out loss at which a run counts as diverged
 
 
 @dataclass(frozen=True)
 class Task(ABC):
-    """A model, its training data, and its scores.
+    """A task provides a model, training data, a loss and scores.
 
     Attributes:
         updates: number of updates per run, with `batch` rows each.
@@ -40,7 +40,7 @@ class Task(ABC):
 
     @abstractmethod
     def rows(self) -> Any:
-        """Returns the training data, a tensor or `TensorDataset`. Indexing it with an integer tensor gives a batch."""
+        """Returns the training data: a tensor or `TensorDataset`, which an integer tensor indexes to select a batch."""
 
     @abstractmethod
     def loss(self, model: Any, batch: Any) -> Tensor:
@@ -48,16 +48,16 @@ class Task(ABC):
 
     @abstractmethod
     def scores(self, model: Any) -> dict[str, float]:
-        """Returns the scores of a model in evaluation mode on held-out text. The first is the objective, `loss`."""
+        """Returns the scores of a model in evaluation mode on held-out text. The first score is `loss`."""
 
 
 def with_bfloat16_states(embedding: nn.Module) -> None:
-    """Casts the embedding's output to bfloat16, so that hidden states do not depend on the dtype of weights."""
+    """Casts the embedding's output to bfloat16, so that the dtype of hidden states does not depend on the weights."""
     embedding.register_forward_hook(lambda module, args, states: states.bfloat16())
 
 
 def autocast() -> torch.autocast:
-    """Returns bfloat16 autocast for matrix products, so that runs differ only in how weights are stored."""
+    """Returns bfloat16 autocast, so that all storage formats use the same dtype for matrix products."""
     return torch.autocast("cpu", torch.bfloat16)
 
 
@@ -65,39 +65,41 @@ def batches(rows: Any, batch: int, seed: int) -> Iterator[Any]:
     """Yields batches indefinitely, in a different order for each seed."""
     generator = torch.Generator().manual_seed(seed)
     while True:
-        for some in torch.randperm(len(rows), generator=generator)[: len(rows) // batch * batch].split(batch):
-            yield rows[some]
+        for indices in torch.randperm(len(rows), generator=generator)[: len(rows) // batch * batch].split(batch):
+            yield rows[indices]
 
 
 def once(path: Path, make: Callable[[], None]) -> Path:
-    """Creates a file or folder if it does not exist, in one process at a time."""
+    """Creates a file or directory if it does not exist. Only one process at a time creates it."""
     with FileLock(WORK / f"{path.name}.lock"):
         if not path.exists():
             make()
     return path
 
 
-def warmup(updates: int) -> int:
+def warmup_updates(updates: int) -> int:
     return max(1, round(updates * WARMUP))
 
 
 def schedule(optimizer: torch.optim.Optimizer, updates: int) -> Any:
-    rising = warmup(updates)
+    """Returns a scheduler with a linear warmup and a linear decay to zero."""
+    steps = warmup_updates(updates)
 
-    def factor(done: int) -> float:
-        return min((done + 1) / rising, (updates - done) / max(1, updates - rising))
+    def factor(update: int) -> float:
+        return min((update + 1) / steps, (updates - update) / max(1, updates - steps))
 
     return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 
 
 def matrices(model: Any) -> Tensor:
-    """Returns the elements of all trained matrices, in float32."""
+    """Returns the elements of all trained matrices in one float32 vector."""
     params = (param for param in model.parameters() if param.dim() > 1 and param.requires_grad)
     return torch.cat([param.detach().float().flatten() for param in params])
 
 
 @torch.no_grad()
 def scored(task: Task, model: Any) -> dict[str, float]:
+    """Returns the scores of a model, which is in training mode afterwards."""
     with autocast():
         scores = task.scores(model.eval())
     model.train()
@@ -110,34 +112,34 @@ def train(
     """Trains the model of a task.
 
     Args:
-        options: hyperparameters and options of `FusedOptimizer`.
-        form: format of weights and states.
+        options: hyperparameters of the rule and other arguments of `FusedOptimizer`.
+        form: storage format of weights and states.
 
     Returns:
-        The scores after the last update by name (infinite if the run diverged), and:
-        `curve`: (share of the updates, scores) before the first update and after the last update.
-        `step`: norm of an update divided by the norm of the weights, just after the warmup.
+        The scores after training by name (infinite if the run diverged), and:
+        `curve`: (share of completed updates, scores) before and after training.
+        `step`: norm of an update divided by the norm of the weights, averaged over updates after the warmup.
     """
     compiled = {"compile": True} if task.compiled else {}
     optimizer = form.optimizer(model, rule, lr=lr, seed=seed, **compiled, **options)
     updates = task.updates
     rates = schedule(optimizer, updates)
-    watched = {min(warmup(updates) + more, updates) for more in (1, 3, 5)}
-    first = scored(task, model)
+    measured = {min(warmup_updates(updates) + offset, updates) for offset in (1, 3, 5)}
+    initial = scored(task, model)
     scores = None
     steps = list[float]()
     with suppress(StepError):  # non-finite gradients
-        for update, some in zip(range(1, updates + 1), batches(task.rows(), task.batch, seed), strict=False):
-            before = matrices(model) if update in watched else None
+        for update, batch in zip(range(1, updates + 1), batches(task.rows(), task.batch, seed), strict=False):
+            before = matrices(model) if update in measured else None
             with autocast():
-                loss = task.loss(model, some)
+                loss = task.loss(model, batch)
             optimizer.backward(loss)
             rates.step()
             if before is not None:
                 steps.append(((matrices(model) - before).norm() / before.norm()).item())
         scores = scored(task, model)
     optimizer.remove()
-    if scores is None or not scores["loss"] < first["loss"] + DIVERGED:
-        scores = dict.fromkeys(first, math.inf)
-    curve = [(0.0, *first.values()), (1.0, *scores.values())]
+    if scores is None or not scores["loss"] < initial["loss"] + DIVERGED:
+        scores = dict.fromkeys(initial, math.inf)
+    curve = [(0.0, *initial.values()), (1.0, *scores.values())]
     return {**scores, "curve": curve, "step": sum(steps) / max(1, len(steps))}

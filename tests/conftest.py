@@ -1,5 +1,5 @@
-"""Shared fixtures, and the hooks that run the tests on a GPU, with compiled updates, or as a sample."""
-# ruff: noqa: E402 (a simulated GPU is installed before torch is imported)
+"""Shared fixtures, and pytest hooks that run the tests on a GPU, with compiled updates, or as a sample."""
+# ruff: noqa: E402 (a simulated GPU must be installed before torch is imported)
 
 import gc
 import logging
@@ -11,8 +11,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from zlib import crc32
 
-# These are read when packages are imported, here and in processes that tests start. Tests run in parallel, and their
-# tensors are too small to benefit from a second thread. Compiled code is cached for all processes and later runs.
+# Packages read these variables when they are imported, in this process and in processes that tests start. One thread is
+# used because tests run in parallel and their tensors are small. All processes and later runs share compiled code.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -22,16 +22,16 @@ os.environ.setdefault(
 os.environ.setdefault("TORCHINDUCTOR_FX_GRAPH_CACHE", "1")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # do not start processes that import torch only to compile
 
-# Options of scripts/test.sh: run on a GPU (--gpu) or on a number of simulated GPUs (--simgpu), with compiled
-# updates of any size (--compiled, see support/compiled.py), or with one in EVERY of the engine's tests (--stack).
-# Kernels for a GPU run in Triton's interpreter (TRITON_INTERPRET=1, see support/interpreted.py).
+# Options of scripts/test.sh: run the tests on a GPU (--gpu) or on simulated GPUs (--simgpu), compile all updates
+# (--compiled, see support/compiled.py), or run only one of EVERY tests of the engine (--stack). TRITON_INTERPRET=1 runs
+# GPU kernels in Triton's interpreter (see support/interpreted.py).
 SIMGPUS = int(os.environ.get("LOWMEM_SIMGPU", "0"))
 ON_GPU = bool(SIMGPUS) or os.environ.get("LOWMEM_GPU") == "1"
 EVERY = int(os.environ.get("LOWMEM_EVERY", "1"))
 if SIMGPUS:
     from support import simgpu
 
-    simgpu.install(SIMGPUS)  # set before importing torch, which looks for CUDA on import
+    simgpu.install(SIMGPUS)  # before the import of torch, which looks for CUDA
 
 import hypothesis
 import pytest
@@ -46,7 +46,7 @@ from scripts.stacks import ENGINE
 
 torch.set_num_threads(1)
 compiled.force()
-# do not fail an example because the machine is slow or busy
+# an example must not fail because the machine is slow or busy
 hypothesis.settings.register_profile(
     "patient", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow], print_blob=True
 )
@@ -60,25 +60,25 @@ def fixed_seed():
 
 @pytest.fixture(autouse=True)
 def reset_log_level():
-    """Restores the log level, which `lowmem rules` changes."""
+    """Restores the log level after each test, because `lowmem rules` changes it."""
     yield
     logging.getLogger("lowmem").setLevel(logging.NOTSET)
 
 
 @pytest.fixture(autouse=True)
 def freeze_imported_objects():
-    """Freezes imported objects. Otherwise Accelerate's garbage collection takes most of a second in every `train`."""
+    """Excludes imported objects from garbage collection, which Accelerate otherwise runs for up to a second per run."""
     gc.collect()
     gc.freeze()
 
 
-# Folders whose tests create tensors on the default device. Trainers move models to a GPU by themselves.
+# Directories of tests that create tensors on the default device. (Trainers move models to a GPU.)
 ON_DEFAULT_DEVICE = {"layers", "rules", "step", "tiles"}
 
 
 @contextmanager
 def default_device(path):
-    """Makes the GPU, if the tests run on one, the default device while a file is imported and its tests run."""
+    """If the tests run on a GPU, makes it the default device during the import and the tests of a file."""
     if ON_GPU and path.parent.name in ON_DEFAULT_DEVICE:
         torch.set_default_device("cuda")
     try:
@@ -90,8 +90,8 @@ def default_device(path):
 
 @pytest.fixture(autouse=True)
 def gpu(request, monkeypatch):
-    """On a GPU, compares tensors up to rounding. On a simulated GPU, requires that there are no races and no reads of
-    uninitialized memory.
+    """On a real GPU, `torch.equal` ignores rounding errors. On a simulated GPU, a test fails if it causes a race or
+    reads uninitialized memory.
     """
     with default_device(request.path):
         if not SIMGPUS:
@@ -107,28 +107,28 @@ def gpu(request, monkeypatch):
 
 @pytest.fixture(autouse=True)
 def traceable():
-    """Requires that tracing never failed for an update of the package's own rules."""
+    """Requires after each test that all updates of lowmem's rules could be traced."""
     yield
     module = sys.modules.get("lowmem.step.compiled")
     for rule, updates in module._TRACED.items() if module else ():
-        of_package = (rule if isinstance(rule, type) else type(rule)).__module__.startswith("lowmem.")
-        assert None not in updates.values() or not of_package, f"updates of {rule} are not compiled"
+        third_party = not (rule if isinstance(rule, type) else type(rule)).__module__.startswith("lowmem.")
+        assert None not in updates.values() or third_party, f"updates of {rule} are not compiled"
 
 
 def reasons_to_skip(item):
-    """Yields the reasons to skip a test with the chosen options."""
+    """Yields the reasons for which the selected options skip a test."""
     if ON_GPU:
         for marker in item.iter_markers("cpu_only"):
             yield f"on a CPU only: {marker.args[0]}"
         if "ranks_of" in item.fixturenames:
-            yield "on a CPU only: ranks are processes that meet over gloo"
+            yield "on a CPU only: ranks are processes of a gloo group"
     if compiled.FORCED or compiled.INTERPRETED:
         for marker in item.iter_markers("by_tiles"):
             yield f"by tiles only: {marker.args[0]}"
 
 
 def pytest_collection_modifyitems(items):
-    """Skips tests. With EVERY, keeps a sample of the engine's tests, which is the same for all stacks."""
+    """Skips tests, and selects a sample of the engine's tests if EVERY > 1. The sample is the same on all stacks."""
     for item in items:
         for reason in reasons_to_skip(item):
             item.add_marker(pytest.mark.skip(reason=reason))
@@ -143,7 +143,7 @@ def pytest_make_collect_report(collector):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_pyfunc_call(pyfuncitem):
-    """Checks that a test marked with headings of docs/how-to/troubleshooting.md produces the messages quoted there."""
+    """Checks that a test with `troubleshooting` marks produces the messages that their headings quote."""
     headings = [mark.args[0] for mark in pyfuncitem.iter_markers("troubleshooting")]
     if not headings:
         return (yield)
@@ -156,7 +156,7 @@ def pytest_pyfunc_call(pyfuncitem):
 
 @pytest.fixture(autouse=True)
 def restore_registries():
-    """Removes rules and storages that a test, or a page or study that it runs, has registered."""
+    """Removes the rules and storages that a test has registered, for example by running code of a page."""
     from lowmem.rules.rule import TABLE as RULES
     from lowmem.tiles.storage import TABLE as STORAGES
 
@@ -169,15 +169,15 @@ def restore_registries():
 
 @pytest.fixture(scope="session")
 def ranks_of():
-    """Returns a function that runs code on `count` ranks. The processes are started once for all tests."""
+    """Returns a function that returns `Ranks` for a count. Their processes are started once for all tests."""
     groups = {}
 
-    def of(count):
+    def ranks(count):
         if count not in groups:
             groups[count] = Ranks(count)
         return groups[count]
 
-    yield of
+    yield ranks
     for group in groups.values():
         group.stop()
 
@@ -194,7 +194,7 @@ def two(ranks_of):
 
 @pytest.fixture(scope="session")
 def tiny_llama():
-    """Returns a factory that creates the same small Llama for the same arguments."""
+    """Returns a factory of small Llamas, whose weights are the same for the same arguments."""
 
     def make(dtype=torch.float32, checkpointing=False, **config):
         sizes = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
@@ -210,7 +210,7 @@ def tiny_llama():
 
 @pytest.fixture(scope="session")
 def token_batches():
-    """Returns a factory that creates `count` batches of random token ids as keyword arguments of a language model."""
+    """Returns a factory of `count` batches of random token ids, as keyword arguments of a language model."""
 
     def make(count, size=(2, 16), vocab_size=97):
         source = seeded(1)
@@ -232,7 +232,7 @@ def sketched_pictures(monkeypatch):
 
 @pytest.fixture
 def planned_here(monkeypatch):
-    """Plans in this process, which saves the imports in a new one."""
+    """Makes plans run in this process, which is faster because packages are already imported."""
 
     from support import runs
 
@@ -252,7 +252,7 @@ def give_gradients():
 
 @pytest.fixture
 def matrices(monkeypatch):
-    """Records the shapes of the logits that are computed."""
+    """Returns a list to which the shape of each computed matrix of logits is appended."""
     from lowmem.layers.logits import Logits
 
     shapes, compute = [], Logits.matrix

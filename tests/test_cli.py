@@ -1,4 +1,4 @@
-"""The commands as users run them: TRL's files, complete runs, and one message for each mistake."""
+"""Tests commands as users run them: TRL's files, complete runs, and one message per user error."""
 
 import contextlib
 import importlib

@@ -38,7 +38,6 @@ MOMENTS = {
     "moving the final model": "tokenizer.json",
 }
 
-
 STEPS = 24 if FULL else 12
 
 

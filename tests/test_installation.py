@@ -1,4 +1,4 @@
-"""The built and installed packages, their imports, and `lowmem --version`."""
+"""Tests the built and installed packages, their imports, and `lowmem --version`."""
 
 import platform
 import shutil

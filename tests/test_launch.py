@@ -281,19 +281,19 @@ while not Path("ended").exists():
 """
 
 
-def job(name, folder, here):
+def job(name, folder, directory):
     """Starts a job script in the folder `here`, which contains all its files."""
     for tool, text in {"srun": SRUN, "scontrol": "#!/usr/bin/env bash\necho localhost\n"}.items():
-        (here / tool).write_text(text)
-        (here / tool).chmod(0o755)
-    (here / ".venv" / "bin").mkdir(parents=True)
-    (here / ".venv" / "bin" / "activate").write_text("")
-    path = f"{here}{os.pathsep}{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    slurm = {"SLURM_JOB_NODELIST": "localhost", "SLURM_JOB_ID": "1", "SLURM_SUBMIT_DIR": str(here)}
+        (directory / tool).write_text(text)
+        (directory / tool).chmod(0o755)
+    (directory / ".venv" / "bin").mkdir(parents=True)
+    (directory / ".venv" / "bin" / "activate").write_text("")
+    path = f"{directory}{os.pathsep}{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    slurm = {"SLURM_JOB_NODELIST": "localhost", "SLURM_JOB_ID": "1", "SLURM_SUBMIT_DIR": str(directory)}
     environment = {**ENVIRONMENT, **slurm, "PATH": path, "PROCESSES": "2", "PORT": str(free_port())}
-    command = [str(JOBS / f"{name}.sh"), str(folder / "config.yaml"), "--output_dir", str(here / "run")]
+    command = [str(JOBS / f"{name}.sh"), str(folder / "config.yaml"), "--output_dir", str(directory / "run")]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(command, cwd=here, env=environment, **pipes)
+    return subprocess.Popen(command, cwd=directory, env=environment, **pipes)
 
 
 @pytest.mark.parametrize("name", ["torchrun", "slurm", "accelerate", "deepspeed"][: None if FULL else 2])

@@ -15,7 +15,6 @@ ORDER += ["layers", "hf", "trainer", "run", "cli", "__main__"]
 MODULES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py") if path.parent != PACKAGE)
 MODULES += sorted(path.relative_to(PACKAGE) for path in PACKAGE.glob("*.py") if path.name != "__init__.py")
 
-
 NAMES = {".".join(("lowmem", *path.with_suffix("").parts)).removesuffix(".__init__"): path for path in MODULES}
 
 

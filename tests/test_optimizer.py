@@ -1,4 +1,4 @@
-"""The fused optimizer's groups, options and supported parameters."""
+"""Tests the fused optimizer's groups, options and supported parameters."""
 
 import dataclasses
 import pickle

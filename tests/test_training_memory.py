@@ -1,4 +1,4 @@
-"""Memory guarantees, measured tensor by tensor: besides weights and states, a step needs little more than one gradient.
+"""In addition to weights and states, a step needs little more memory than one gradient. All tensors are counted.
 
 The policy `deferred` also stores gradients. The model's embedding takes 16 MiB, a third of the model, and is the last
 to get its gradient. The head has the same size and is the first.
@@ -73,19 +73,20 @@ def test_adamw_in_8_bits_is_weights_states_and_one_gradient(model, batch):
     """
     net = model().bfloat16()
     opt, step = fused(net, rule="adamw", rounding="compensated8", state_storage="8bit")
-    each = 5.125
+    bytes_per_element = 5.125
     step(batch)
     extra = [tensor for record in opt._records.values() for tensor in record.extra.values()]
     tensors = [*net.parameters(), *(t for state in opt.state.values() for t in state.values()), *extra]
-    held = sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+    persistent = sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
     small = sum(param.numel() for param in net.parameters() if param.ndim == 1)  # their moments are float32
     count = sum(param.numel() for param in net.parameters()) - small
-    assert held == pytest.approx(each * count + (each - 2.125 + 8) * small, rel=1e-5)  # plus a count for each parameter
+    expected = bytes_per_element * count + (bytes_per_element - 2.125 + 8) * small
+    assert persistent == pytest.approx(expected, rel=1e-5)  # plus a count for each parameter
     del tensors
     with Memory(net, opt, *extra) as memory:
         step(batch)
-    assert held <= memory.total("current") <= held + 1 * MIB
-    assert memory.most <= held + max(sizes(net)) + 8 * MIB
+    assert persistent <= memory.total("current") <= persistent + 1 * MIB
+    assert memory.most <= persistent + max(sizes(net)) + 8 * MIB
 
 
 def peak_of_policy(net, batch, micro_batches=1, **options):

@@ -1,4 +1,4 @@
-"""docs/how-to/troubleshooting.md: each heading is tested by a marked test. Here are symptoms and messages of ranks."""
+"""Each heading of docs/how-to/troubleshooting.md has a marked test. This file tests symptoms and errors of ranks."""
 
 import re
 from pathlib import Path

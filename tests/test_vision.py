@@ -1,4 +1,4 @@
-"""Vision-language models on the command line: training, generation, inspection and plans."""
+"""Tests vision-language models on the command line: training, generation, inspection and plans."""
 
 import re
 import shlex
@@ -26,12 +26,12 @@ def model(kind, tmp_path_factory):
 def write(model, tmp_path):
     """Returns a function that writes a YAML file with the model, and rows with or without images."""
 
-    def of(command="sft", rows=None, **changes):
+    def write_config(command="sft", rows=None, **changes):
         file = runs.write_rows(tmp_path / "rows.jsonl", rows or vision.rows(tmp_path, command=command))
         data = [{"path": "json", "data_files": str(file)}]
         return runs.write(tmp_path, command, model_name_or_path=str(model), datasets=data, **changes)
 
-    return of
+    return write_config
 
 
 def test_the_printed_generate_command_answers_with_and_without_an_image(write, tmp_path):

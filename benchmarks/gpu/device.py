@@ -1,4 +1,4 @@
-"""Measures seconds, kernels and bytes of a call on a GPU, or on a CPU to try a script."""
+"""Measures the time, kernels and memory of a call on a GPU, or on a CPU to try a script."""
 
 import gc
 import statistics
@@ -15,20 +15,20 @@ from benchmarks.measurement import seconds, sync
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
-QUEUE = 800  # number of launches that always fit into a GPU's queue
+QUEUE = 800  # number of launches that fit into a GPU's queue
 
 Run = Callable[[], object]
 
 
 def clear() -> None:
-    """Frees unreferenced memory, including reference cycles of optimizers and their hooks."""
+    """Frees unused memory, including reference cycles of optimizers and their hooks."""
     if GPU:
         gc.collect()
         torch.cuda.empty_cache()
 
 
 def host_seconds(run: Run) -> float:
-    """Returns the time until a call has queued all of its work."""
+    """Returns the seconds until a call has queued all of its work."""
     sync()
     start = time.perf_counter()
     run()
@@ -36,14 +36,14 @@ def host_seconds(run: Run) -> float:
 
 
 def device_seconds(run: Run, repeats: int = 7) -> float:
-    """Returns the median device time of the kernels that a call launches.
+    """Returns the median device seconds of the kernels that a call launches.
 
-    The device sleeps until everything is queued, so that it never waits for the host. If a call launches more kernels
-    than fit into the queue, host time is included.
+    The device sleeps until all kernels are queued, so that it never waits for the host. If a call launches more kernels
+    than fit into the queue, the result includes host time.
     """
     if (kernels(run) or QUEUE) >= QUEUE:
         return median(run, repeats)
-    cycles = int(host_seconds(run) * 3e9)  # half as long again as the host takes, at 2 GHz
+    cycles = int(host_seconds(run) * 3e9)  # 1.5 times the host time at 2 GHz
     times = []
     for _ in range(repeats):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -74,7 +74,7 @@ def kernels(run: Run) -> int | None:
 
 
 def peak(run: Run) -> int | None:
-    """Returns the peak of allocated bytes during a call, relative to before the call, or None on a CPU."""
+    """Returns the peak of allocated bytes during a call minus the bytes before it, or None on a CPU."""
     if not GPU:
         return None
     sync()

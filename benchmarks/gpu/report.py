@@ -1,4 +1,4 @@
-"""The report of a check: rows by part, with goals, and a time budget."""
+"""The report of `gpu_check`: measurements and goals by part, and a time budget."""
 
 import json
 import sys
@@ -15,10 +15,10 @@ from benchmarks.gpu.device import clear
 
 
 class Report:
-    """Rows by part, written to `out` after every row. budget: seconds from now.
+    """Measurements by part, written to `out` after each one. budget: seconds from now.
 
     Attributes:
-        failed: whether a part raised an error other than out-of-memory.
+        failed: whether a part raised an error other than `torch.OutOfMemoryError`.
     """
 
     def __init__(self, out: Path, budget: float) -> None:
@@ -29,31 +29,31 @@ class Report:
         self._end = self._began + budget
         self._rows: list[dict[str, Any]] = []
 
-    def row(self, what: str, measured: Any, goal: float | None = None, **more: Any) -> None:
+    def row(self, label: str, measured: Any, goal: float | None = None, **more: Any) -> None:
         """Adds a measurement that should be at most `goal`. measured: None if this machine cannot measure it."""
         met = None if goal is None or measured is None else measured <= goal
         text = None if goal is None else f"<= {goal:g}"
-        self._add({"what": what, "measured": measured, "goal": text, "met": met, **more})
+        self._add({"what": label, "measured": measured, "goal": text, "met": met, **more})
 
     @contextmanager
-    def trial(self, what: str) -> Iterator[None]:
-        """Adds a row if the block raises an error, and continues."""
+    def trial(self, label: str) -> Iterator[None]:
+        """Adds a row with the error if the block raises one, and continues."""
         try:
             yield
         except Exception as error:
             traceback.print_exc()
             self.failed |= not isinstance(error, torch.OutOfMemoryError)
-            self._add({"what": what, "error": f"{type(error).__name__}: {error}"})
+            self._add({"what": label, "error": f"{type(error).__name__}: {error}"})
         clear()
 
     def part(self, measure: Callable[["Report", bool], None], needs: float, small: bool) -> None:
-        """Runs a part, or adds a row that says why it is skipped. needs: seconds that the part needs."""
+        """Runs a part, or reports it as skipped. needs: maximum number of seconds of the part."""
         name = measure.__name__
         began = time.perf_counter()
         self._rows = []
         self.parts[name] = part = {"rows": self._rows}
         if (left := self._end - began) < needs:
-            self._add({"what": name, "skipped": f"needs about {needs:g} s, {left:.0f} s are left of the budget"})
+            self._add({"what": name, "skipped": f"needs up to {needs:g} s, but {left:.0f} s of the budget remain"})
         else:
             with self.trial(name):
                 measure(self, small)

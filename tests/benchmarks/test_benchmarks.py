@@ -1,4 +1,4 @@
-"""Benchmarks against other packages: the commands write their results, and the methods train as documented."""
+"""Benchmark commands write their results, and the methods that they compare train as documented."""
 
 import json
 import shlex
@@ -43,13 +43,13 @@ def run(monkeypatch, nothing_installed, tmp_path, capsys):
     monkeypatch.setattr(defaults, "SHAPES", ((1, 64, 512, 16),))
     monkeypatch.setattr(defaults, "FusedConfig", lambda **options: FusedConfig(rule="lomo"))
 
-    def of(module):
+    def run_module(module):
         words, _ = COMMANDS[module]
         module.main([*words, "--out", str(tmp_path / "new")])
         (file,) = (tmp_path / "new").glob("*.json")
         return capsys.readouterr().out, json.loads(file.read_text())
 
-    return of
+    return run_module
 
 
 @pytest.mark.parametrize("module", COMMANDS, ids=lambda module: module.__name__)
@@ -73,8 +73,8 @@ def test_a_plan_is_the_one_of_the_command_line(monkeypatch, tmp_path):
     assert sum(sizes.values()) == plan["needed"]
     assert sizes["weights"] == plan["items"]["weights"]
 
-    every = {words: dict.fromkeys(memory.COLORS, 2**30) for words in memory.every()}
-    assert len(memory.tables({"plans": every})) == 5
+    plans = {words: dict.fromkeys(memory.COLORS, 2**30) for words in memory.all_arguments()}
+    assert len(memory.tables({"plans": plans})) == 5
 
 
 def test_methods_train_as_documented(tiny_llama):

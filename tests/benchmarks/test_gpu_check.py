@@ -1,4 +1,4 @@
-"""The GPU check at small sizes, as on a machine with only torch and transformers."""
+"""The GPU check runs at small sizes on a machine with only torch and transformers."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""Plans against real ranks, on a sample of `benchmarks.plans`. tests/run/test_plan.py tests one device."""
+"""Plans match the peaks of real ranks in a sample of `benchmarks.plans`. tests/run/test_plan.py tests one device."""
 
 import pytest
 from support.products import FULL

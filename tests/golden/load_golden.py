@@ -1,4 +1,4 @@
-"""Loads golden trajectories and measures how far a replay is from them (README.md describes the format)."""
+"""Loads golden trajectories and measures the deviations of a replay (README.md describes the format)."""
 
 import json
 from pathlib import Path
@@ -24,11 +24,11 @@ class Case:
         self.tensors = load_file(folder / entry["file"])
 
     def init(self) -> dict[str, Tensor]:
-        """Parameters before step 1."""
+        """Returns the parameters before step 1."""
         return {name: self.tensors[f"init/{name}"].clone() for name in self.param_names}
 
     def grads(self, step: int) -> dict[str, Tensor | None]:
-        """Gradients of a step; None for a parameter that had none."""
+        """Returns the gradients of a step, or None for a parameter without a gradient."""
         values: dict[str, Tensor | None] = {}
         for name in self.param_names:
             present = self.tensors.get(f"grad_present/{name}")
@@ -37,23 +37,23 @@ class Case:
         return values
 
     def lr(self, step: int) -> float | None:
-        """The learning rate of a step where there is a schedule."""
+        """Returns the learning rate of a step, or None if the case does not have a schedule."""
         return float(self.tensors["lr"][step - 1]) if "lr" in self.tensors else None
 
     def params_after(self, step: int) -> dict[str, Tensor]:
-        """Parameters after a recorded step."""
+        """Returns the parameters after a recorded step."""
         index = self.recorded.index(step)
         return {name: self.tensors[f"param/{name}"][index] for name in self.param_names}
 
     def state_after(self, step: int) -> dict[str, Tensor]:
-        """`<param>/<state>` → tensor after the last step, or after any recorded one where there is a state trace."""
+        """Returns `<param>/<state>` → tensor after the last step, or after another recorded step if traces exist."""
         if step == self.steps:
             return {key.removeprefix("state/"): t for key, t in self.tensors.items() if key.startswith("state/")}
         index, prefix = self.recorded.index(step), "state_trace/"
         return {key.removeprefix(prefix): t[index] for key, t in self.tensors.items() if key.startswith(prefix)}
 
     def compare(self, step: int, params: dict[str, Tensor]) -> dict[str, float]:
-        """max|x - ref| of each parameter relative to the largest value it has had; inf where NaN or Inf differ."""
+        """Returns the `deviation` of each parameter, relative to its largest recorded magnitude so far."""
         index = self.recorded.index(step)
         values = {}
         for name in self.param_names:
@@ -63,7 +63,7 @@ class Case:
         return values
 
     def compare_state(self, step: int, state: dict[str, Tensor]) -> dict[str, float]:
-        """max|x - ref| of each state relative to the largest reference value of the last 5 recorded steps."""
+        """Returns the `deviation` of each state, relative to its largest magnitude in the last 5 recorded steps."""
         reference = self.state_after(step)
         values = {}
         for key, x in state.items():
@@ -76,7 +76,9 @@ class Case:
 
 
 def deviation(x: Tensor, reference: Tensor, scale: Tensor) -> float:
-    """The largest difference of finite elements over the largest finite magnitude in `scale`."""
+    """Returns the largest difference of finite elements, divided by the largest finite magnitude in `scale`. The result
+    is inf if NaN or Inf are not in the same elements.
+    """
     reference, scale = reference.double(), scale.double()
     x = x.detach().double().cpu().reshape(reference.shape)
     finite = reference.isfinite()
@@ -89,10 +91,10 @@ def deviation(x: Tensor, reference: Tensor, scale: Tensor) -> float:
 
 
 def manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a folder of trajectories."""
+    """Returns the manifest of a directory of trajectories."""
     return json.loads((folder / "manifest.json").read_text())
 
 
 def load_case(folder: Path, name: str) -> Case:
-    """One case by name."""
+    """Loads one case by name."""
     return Case(folder, next(entry for entry in manifest(folder)["cases"] if entry["name"] == name))

@@ -1,4 +1,4 @@
-"""Replays golden trajectories through the real `lowmem.FusedOptimizer` and measures how far it is from them."""
+"""Replays golden trajectories with `lowmem.FusedOptimizer` and measures its deviations from the recorded values."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -13,14 +13,14 @@ import lowmem
 
 
 class NotReplayed(Exception):
-    """A case that records what the package deliberately does otherwise, or cannot do yet."""
+    """Raised for a case that lowmem deliberately does not reproduce."""
 
 
 def adalomo(case: Case) -> dict[str, Any]:
     hyper = dict(case.hyper)
     clip_norm, clip_value = hyper.pop("clip_grad_norm"), hyper.pop("clip_grad_value")
     if clip_norm is not None and len(case.entry["two_pass_steps"]) < case.steps:
-        raise NotReplayed("reuses the clip factor of an earlier step, which lowmem never does")
+        raise NotReplayed("the source reuses the clip factor of an earlier step, and lowmem does not")
     return {
         **hyper,
         "rule": "adalomo",
@@ -50,7 +50,7 @@ def lans(case: Case) -> dict[str, Any]:
     hyper = dict(case.hyper)
     lr = hyper.pop("learning_rate")
     if case.entry["expect_nonfinite"]:
-        raise NotReplayed("a gradient of zeros makes it NaN for ever; in lowmem it stays a gradient of zeros")
+        raise NotReplayed("a gradient of zeros makes the source's results NaN permanently; in lowmem it remains zero")
     return {**hyper, "rule": "lans", "lr": lr, "variant": case.entry["variant"]}
 
 
@@ -58,15 +58,14 @@ def t5x_adafactor(case: Case) -> dict[str, Any]:
     hyper = dict(case.hyper)
     lr = hyper.pop("learning_rate")
     hyper.pop("param_logical_axes", None)
-    if hyper.pop(
-        "logical_factor_rules", None
-    ):  # lowmem does not have T5X's names of axes: the recorded roles, by parameter
+    if hyper.pop("logical_factor_rules", None):
+        # lowmem does not support T5X's axis names, so the recorded roles of each parameter's dimensions are used
         hyper["factor_map"] = [(f"^{name}$", roles) for name, roles in case.entry["resolved_factor_map"].items()]
-    rate = 1.0 if isinstance(lr, str) else lr  # each step has its own
+    rate = 1.0 if isinstance(lr, str) else lr  # if a schedule is recorded, `measure` sets the rate of each step
     return {**hyper, "rule": "adafactor", "lr": rate, "variant": case.entry["variant"] or "op_by_op"}
 
 
-# Recorded optimizer → arguments of `FusedOptimizer` that play a case of it; they raise `NotReplayed`.
+# Recorded optimizer → function that returns the arguments of `FusedOptimizer` for a case, or raises `NotReplayed`.
 ADAPTERS: dict[str, Callable[[Case], dict[str, Any]]] = {
     "adalomo": adalomo,
     "scaled_adam": scaled_adam,
@@ -78,7 +77,7 @@ ADAPTERS: dict[str, Callable[[Case], dict[str, Any]]] = {
 
 @dataclass(frozen=True)
 class Result:
-    """A replayed case: worst deviations over its recorded steps. `ok` is None for a case that was skipped."""
+    """The largest deviations of a case over its recorded steps. `ok` is None if the case was skipped."""
 
     name: str
     param: float | None = None
@@ -88,7 +87,7 @@ class Result:
 
 
 def replay(case: Case, **settings: Any) -> Result:
-    """Drives the fused optimizer, with further `settings` of it, through a case and measures both deviations."""
+    """Replays a case and returns its deviations. settings: additional arguments of `FusedOptimizer`."""
     params = {name: torch.nn.Parameter(value) for name, value in case.init().items()}
     try:
         options = {**ADAPTERS[case.optimizer](case), "state_storage": "float32", **settings}
@@ -102,16 +101,16 @@ def replay(case: Case, **settings: Any) -> Result:
 
 
 def groups(case: Case, params: Mapping[str, Tensor]) -> list[dict[str, Any]]:
-    """The parameters in their groups, with the settings of each."""
-    settings_of_groups = case.entry.get("param_groups") or [{}]
-    members: list[list[tuple[str, Tensor]]] = [[] for _ in settings_of_groups]
+    """Returns the parameter groups of a case, each with its settings."""
+    group_settings = case.entry.get("param_groups") or [{}]
+    members: list[list[tuple[str, Tensor]]] = [[] for _ in group_settings]
     for entry in case.entry["params"]:
         members[entry.get("group") or 0].append((entry["name"], params[entry["name"]]))
-    return [{**settings, "params": pairs} for settings, pairs in zip(settings_of_groups, members, strict=True)]
+    return [{**settings, "params": pairs} for settings, pairs in zip(group_settings, members, strict=True)]
 
 
 def measure(case: Case, opt: lowmem.FusedOptimizer, params: Mapping[str, Tensor]) -> Result:
-    """Takes every step of a case and compares wherever it was recorded."""
+    """Runs all steps of a case and compares the results of recorded steps."""
     opt.load_named_state_dict({**opt.named_state_dict(), "step": case.entry["initial_step"]})
     param, state, faults = 0.0, 0.0, []
     tally = Tally()
@@ -123,78 +122,78 @@ def measure(case: Case, opt: lowmem.FusedOptimizer, params: Mapping[str, Tensor]
         opt.backward(loss_with_gradients(params, case.grads(step), opt.loss_scale or 1.0))
         if step not in case.recorded:
             continue
-        param = max(param, *case.compare(step, excused(case, step, params, tally)).values())
-        state = max(state, *case.compare_state(step, states(case, step, opt)).values(), 0.0)
+        param = max(param, *case.compare(step, compared_params(case, step, params, tally)).values())
+        state = max(state, *case.compare_state(step, named_states(case, step, opt)).values(), 0.0)
     allowed = max(case.tolerance.get(f"elements_off_by_one_{unit}_allowed", 0.0) for unit in ("ulp", "quantum"))
     if tally.differing > allowed * tally.elements:
         faults.append(f"{tally.differing} of {tally.elements} rounded elements differ")
-    if tally.too_far:
-        faults.append(f"{tally.too_far} rounded elements are off by more than one unit")
+    if tally.several_units:
+        faults.append(f"{tally.several_units} rounded elements differ by more than one unit")
     if param > case.tolerance["param"]:
-        faults.append("parameters are over their tolerance")
+        faults.append("parameters exceed their tolerance")
     if state > case.tolerance["state"]:
-        faults.append("states are over their tolerance")
+        faults.append("states exceed their tolerance")
     return Result(case.name, param, state, not faults, "; ".join(faults) or None)
 
 
 def loss_with_gradients(params: Mapping[str, Tensor], grads: Mapping[str, Tensor | None], scale: float) -> Tensor:
-    """A loss that, multiplied with `scale`, gives just these gradients; None leaves the parameter out of it."""
+    """Returns a loss whose product with `scale` has the gradients `grads`. Parameters with None are not used."""
     terms = [(params[name] * (grad / scale)).sum() for name, grad in grads.items() if grad is not None]
     return torch.stack([term.float() for term in terms]).sum()
 
 
 @dataclass
 class Tally:
-    """Counts of rounded elements: compared, different, and different by more than one unit."""
+    """Numbers of rounded elements that were compared, that differ, and that differ by more than one unit."""
 
     elements: int = 0
     differing: int = 0
-    too_far: int = 0
+    several_units: int = 0
 
     def add(self, units: Tensor) -> None:
         self.elements += units.numel()
         self.differing += int((units > 0).sum())
-        self.too_far += int((units > 1).sum())
+        self.several_units += int((units > 1).sum())
 
 
-def excused(case: Case, step: int, params: Mapping[str, Tensor], tally: Tally) -> dict[str, Tensor]:
-    """Parameters as they are compared with the recorded ones.
+def compared_params(case: Case, step: int, params: Mapping[str, Tensor], tally: Tally) -> dict[str, Tensor]:
+    """Returns the parameters to compare with the recorded ones, and counts rounded elements in `tally`.
 
-    Rounded elements are counted; quantized ones that are off by one quantum are left out of the comparison.
+    Quantized elements that differ by one quantum are replaced by the recorded value, so they are only counted.
     """
     bits = case.hyper.get("simulated_quantize_bits")
-    found = {}
+    compared = {}
     for name, reference in case.params_after(step).items():
-        found[name] = value = params[name].detach()
+        compared[name] = value = params[name].detach()
         if reference.dtype != torch.float32:
             tally.add((ordered(value) - ordered(reference)).abs())
         elif bits and reference.ndim >= 2 and reference.shape[-1] > 1:
             quantum = (reference.abs().amax(-1, keepdim=True) + 1e-9) / (2 ** (bits - 1) - 1)
             off = ((value - reference).abs() / quantum).round()
             tally.add(off)
-            found[name] = torch.where(off == 1, reference, value)
-    return found
+            compared[name] = torch.where(off == 1, reference, value)
+    return compared
 
 
-def states(case: Case, step: int, opt: lowmem.FusedOptimizer) -> dict[str, Tensor]:
-    """lowmem's states under their recorded names, in the order of the parameter's dimensions.
+def named_states(case: Case, step: int, opt: lowmem.FusedOptimizer) -> dict[str, Tensor]:
+    """Returns the optimizer's states by recorded name, with dimensions in the order of the parameter's dimensions.
 
-    Before a parameter's first gradient they are zero, as they begin; statistics of a group that does not clip are NaN.
+    States of a parameter that had no gradient yet are zeros, and clipping statistics of a group without clipping NaN.
     """
-    kept = opt.named_state_dict()["state"]
+    states = opt.named_state_dict()["state"]
     group_of = {name: group for group in opt.param_groups for name in group["param_names"]}
-    found = {}
+    named = {}
     for key, reference in case.state_after(step).items():
         param, name = key.rsplit("/", 1)
-        if param.startswith("_group") and param in kept:
-            found[key] = kept[param][name]
-        elif param in kept:
+        if param.startswith("_group") and param in states:
+            named[key] = states[param][name]
+        elif param in states:
             group = group_of[param]
             spec = lowmem.rules.resolve(group["rule"]).spec(param, shape_of(case, param), group)
-            found[key] = in_order(spec, name, kept[param][name])
+            named[key] = in_order(spec, name, states[param][name])
         else:
-            found[key] = torch.full_like(reference, math.nan if param.startswith("_group") else 0.0)
-    return found
+            named[key] = torch.full_like(reference, math.nan if param.startswith("_group") else 0.0)
+    return named
 
 
 def shape_of(case: Case, param: str) -> tuple[int, ...]:
@@ -202,8 +201,8 @@ def shape_of(case: Case, param: str) -> tuple[int, ...]:
 
 
 def in_order(spec: lowmem.rules.ParamSpec, name: str, state: Tensor) -> Tensor:
-    """A state with its dimensions in the order that they have in the parameter."""
-    extent = spec.states[name].extent if name in spec.states else "full"  # what a storage holds beside the weight
+    """Returns a state with its dimensions in the order of the parameter's dimensions."""
+    extent = spec.states[name].extent if name in spec.states else "full"  # e.g. LANS's `weight32`
     if extent not in ("row", "col"):
         return state
     dims = spec.view.batch + (spec.view.rows if extent == "row" else spec.view.cols)
@@ -211,6 +210,6 @@ def in_order(spec: lowmem.rules.ParamSpec, name: str, state: Tensor) -> Tensor:
 
 
 def ordered(x: Tensor) -> Tensor:
-    """16-bit floats as integers in the order of their values: neighbours differ by one, -0 and 0 by none."""
+    """Converts 16-bit floats to integers in the same order. Adjacent floats differ by 1, and -0 equals 0."""
     bits = x.view(torch.int16).int()
     return torch.where(bits < 0, -(bits & 0x7FFF), bits)

@@ -238,7 +238,7 @@ def test_adapters_of_a_quantized_model_train_as_in_the_ordinary_trainer(bits, ma
 
 @pytest.fixture(scope="module")
 def two():
-    """Ranks that only these tests use, since trainers change their environment."""
+    """Returns separate ranks for these tests, because trainers change the environment of ranks."""
     ranks = Ranks(2)
     yield ranks
     ranks.stop()

@@ -22,7 +22,6 @@ from scripts.make_model import train_tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore:Expected a tensor")
 
-
 add_fused_lm_head = getattr(trl.trainer.utils, "add_fused_lm_head", None)
 needs_trls_head = pytest.mark.skipif(add_fused_lm_head is None, reason="this TRL has no fused head")
 

@@ -1,4 +1,4 @@
-"""Embeddings that a trainer changes or checks."""
+"""Tests how trainers replace tied embeddings and check embeddings of packed samples."""
 
 import pytest
 import torch

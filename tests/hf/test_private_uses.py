@@ -128,6 +128,6 @@ def test_untested_versions_warn_once(version, line, monkeypatch):
             hf.check_version("trl")
     hf.check_version.cache_clear()
     assert len(warned) == bool(line)
-    for each in warned:
-        assert f"tested with trl 1.0 to 1.16, and {version} is installed" in str(each.message)
-        assert f"'{line}'" in str(each.message)
+    for warning in warned:
+        assert f"tested with trl 1.0 to 1.16, and {version} is installed" in str(warning.message)
+        assert f"'{line}'" in str(warning.message)

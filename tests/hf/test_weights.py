@@ -144,7 +144,7 @@ def test_a_model_loaded_by_transformers_is_the_same(kind, tmp_path):
 
 
 def test_padding_in_files_belongs_to_no_weight(tmp_path, monkeypatch):
-    """As in models of transformers 5.24 whose head has more rows in files."""
+    """In transformers 5.24, the heads of some models have more rows in files."""
 
     def padded(model, tensors):
         return {name: torch.cat([tensor, torch.zeros_like(tensor[:1])]) for name, tensor in tensors.items()}

@@ -1,4 +1,4 @@
-"""Kernels are compiled for three GPUs without one: arithmetic is exact, loads are wide, and registers suffice."""
+"""Kernels compile for three GPU types on a CPU: arithmetic is exact, loads are wide, and registers suffice."""
 
 import importlib.util
 import os

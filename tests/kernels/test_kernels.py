@@ -34,7 +34,7 @@ def small_tiles(monkeypatch):
     monkeypatch.setattr("lowmem.kernels.source.LINE_TILE", TileSize(1, 256, 2))
 
 
-def made(rule, dtype=F32, rounding="nearest", storage="float32", options=None, shapes=SHAPES, **more):
+def make_parameters(rule, dtype=F32, rounding="nearest", storage="float32", options=None, shapes=SHAPES, **more):
     return [
         Parameter(rule, shape, dtype, rounding, storage, options=options or {}, name=str(shape), **more)
         for shape in shapes
@@ -60,7 +60,7 @@ def assert_close(differences, dtype=F32):
 
 @cases(("adamw", BF16, "stochastic", "bfloat16"), ("lion",), ("adamw",), ("lomo", BF16))
 def test_elementwise_rules(case):
-    assert_exact(update(made(*case)))
+    assert_exact(update(make_parameters(*case)))
 
 
 @cases(
@@ -70,7 +70,7 @@ def test_elementwise_rules(case):
     ("adalomo", BF16, "stochastic"), ("lans", F32), ("adafactor_t2t", BF16), sample=3,
 )  # fmt: skip
 def test_rules_that_sum(case):
-    assert_close(update(made(*case), steps=5 if case[0] == "scaled_adam" else 2), case[1])
+    assert_close(update(make_parameters(*case), steps=5 if case[0] == "scaled_adam" else 2), case[1])
 
 
 @cases(
@@ -79,7 +79,7 @@ def test_rules_that_sum(case):
 )
 def test_options_of_adafactor(case):
     *case, options = case
-    assert_close(update(made(*case, HEURISTIC | options, NO_CONVOLUTION)), case[1])
+    assert_close(update(make_parameters(*case, HEURISTIC | options, NO_CONVOLUTION)), case[1])
 
 
 @cases(("N R C", (4, 20, 30)), ("C B R", (20, 3, 30)), ("N B R C", (2, 3, 20, 30)), ("B R C C", (3, 5, 2, 4)), sample=2)
@@ -87,7 +87,8 @@ def test_stacks_of_adafactor(case):
     dimensions, shape = case
     names = {"N": "NONE", "B": "BATCH", "R": "ROW", "C": "COLUMN"}
     rule = tuple(names[dimension] for dimension in dimensions.split())
-    assert_close(update(made("adafactor", options=HEURISTIC | {"factor_map": [(".*", rule)]}, shapes=[shape])))
+    options = HEURISTIC | {"factor_map": [(".*", rule)]}
+    assert_close(update(make_parameters("adafactor", options=options, shapes=[shape])))
 
 
 @cases(
@@ -95,7 +96,7 @@ def test_stacks_of_adafactor(case):
     ("lion", BF16, "compensated8"), ("lion", BF16, "master"), sample=2,
 )  # fmt: skip
 def test_storages(case):
-    assert_exact(update(made(*case, shapes=[(35, 70), (7,), ()])))
+    assert_exact(update(make_parameters(*case, shapes=[(35, 70), (7,), ()])))
 
 
 @cases(
@@ -103,30 +104,30 @@ def test_storages(case):
     ("lion", BF16, "int8"),
 )  # fmt: skip
 def test_storages_in_groups(case):
-    assert_exact(update(made(*case, shapes=GROUPED), reading=NUMBERS))
+    assert_exact(update(make_parameters(*case, shapes=GROUPED), reading=NUMBERS))
 
 
 def test_quantized_weights_of_a_rule_that_sums():
-    assert_close(update(made("adalomo", BF16, "int12", shapes=GROUPED)), BF16)
+    assert_close(update(make_parameters("adalomo", BF16, "int12", shapes=GROUPED)), BF16)
 
 
 def test_aligned_tensors_and_tensors_that_are_not():
-    aligned = made("lion", BF16, "stochastic", "bfloat16", shapes=[(17, 272), (3, 16, 32)])
-    assert all(each.member().is_aligned for each in aligned)
+    aligned = make_parameters("lion", BF16, "stochastic", "bfloat16", shapes=[(17, 272), (3, 16, 32)])
+    assert all(param.member().is_aligned for param in aligned)
     assert_exact(update(aligned, aligned=True))
-    skewed = made("lion", BF16, "stochastic", "bfloat16", shapes=[(17, 272)], skewed=1)
+    skewed = make_parameters("lion", BF16, "stochastic", "bfloat16", shapes=[(17, 272)], skewed=1)
     assert not skewed[0].member().is_aligned
     assert_exact(update(skewed))
-    units = made("adalomo", BF16, "int12", shapes=[(3, 1, 64), (3, 8, 64)])  # 2 and 16 bytes of scales per slice
-    assert [each.member().is_aligned for each in units] == [False, True]
+    scales = make_parameters("adalomo", BF16, "int12", shapes=[(3, 1, 64), (3, 8, 64)])  # 2 and 16 bytes per slice
+    assert [param.member().is_aligned for param in scales] == [False, True]
 
 
 @pytest.mark.parametrize("rule", ["adalomo", "lion"])
 def test_a_gradient_that_is_not_finite_leaves_its_parameter_unchanged(rule):
     shapes = [(3, 20, 40), (3, 7, 9)]
-    before = made(rule, shapes=shapes)
+    before = make_parameters(rule, shapes=shapes)
     assert_close(update(before, steps=1, spoil="(3, 20, 40)"))
-    moved = [bool(each.tensors["param", 0].ne(start.tensors["param", 0]).any()) for each, start in pairs(before, rule)]
+    moved = [bool(param.tensors["param", 0].ne(old.tensors["param", 0]).any()) for param, old in pairs(before, rule)]
     assert moved == [False, True]
     assert not any(bool(state.any()) for state in before[0].small.values())
 
@@ -137,17 +138,17 @@ def launches_of(batch):
 
 def pairs(parameters, rule):
     torch.manual_seed(0)
-    return zip(parameters, made(rule, shapes=[each.shape for each in parameters]), strict=True)
+    return zip(parameters, make_parameters(rule, shapes=[param.shape for param in parameters]), strict=True)
 
 
 @pytest.mark.parametrize("rule", ["adalomo", "adamw"])
 def test_a_decided_step_is_read_by_member(rule):
     decided = Reading(finite=torch.tensor([True, False]), square_sums=torch.tensor([4.0, 5.0], dtype=torch.float64))
-    parameters = made(rule, shapes=[(30, 40), (20, 30)])
+    parameters = make_parameters(rule, shapes=[(30, 40), (20, 30)])
     ((_, batch),) = batches_of(parameters, decided)
     assert launches_of(batch) == {"adalomo": 6, "adamw": 2}[rule]
     assert_close(update(parameters, reading=decided))
-    assert [bool(each.small[key].any()) for each in parameters for key in [next(iter(each.small))]] == [True, False]
+    assert [bool(param.small[key].any()) for param in parameters for key in [next(iter(param.small))]] == [True, False]
 
 
 @pytest.mark.parametrize("rule", ["adalomo", *(["lans"] if FULL else [])])
@@ -155,13 +156,13 @@ def test_a_parameter_has_the_same_bits_alone_and_together(rule):
     results = []
     for groups in ([[0, 1, 2]], [[2], [1], [0]], [[1, 2], [0]]):
         torch.manual_seed(0)
-        parameters = made(rule, shapes=[(35, 20), (9, 70), (12, 5)])
-        grads = [each.gradient(1) for each in parameters]
+        parameters = make_parameters(rule, shapes=[(35, 20), (9, 70), (12, 5)])
+        grads = [param.gradient(1) for param in parameters]
         for group in groups:
-            of = [parameters[n] for n in group]
-            ((_, batch),) = batches_of(of, Reading())
-            run(batch, of, [grads[n] for n in group], 1, Reading())
-        results.append([tensor for each in parameters for tensor in (*each.tensors.values(), *each.small.values())])
+            members = [parameters[n] for n in group]
+            ((_, batch),) = batches_of(members, Reading())
+            run(batch, members, [grads[n] for n in group], 1, Reading())
+        results.append([tensor for param in parameters for tensor in (*param.tensors.values(), *param.small.values())])
     for other in results[1:]:
         assert all(map(torch.equal, results[0], other))
 
@@ -186,8 +187,8 @@ def test_programs_of_a_launch_write_to_places_of_their_own(case, monkeypatch):
         launch(self, step, args)
         places = np.concatenate(stored)
         assert len(np.unique(places)) == len(places) > 0
-        known = [*tensors, *(each for each in args if each.dtype in (F32, torch.float64))]
-        bounds = [(each.data_ptr(), each.data_ptr() + each.nbytes) for each in known]
+        known = [*tensors, *(tensor for tensor in args if tensor.dtype in (F32, torch.float64))]
+        bounds = [(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in known]
         assert sum(((places >= start) & (places < end)).sum() for start, end in bounds) >= len(places)
 
     results = []
@@ -197,12 +198,12 @@ def test_programs_of_a_launch_write_to_places_of_their_own(case, monkeypatch):
         if shuffled:
             monkeypatch.setattr(executor, "set_grid_idx", lambda x, y, z: turn(executor.grid_dim[0] - 1 - x, y, z))
         torch.manual_seed(0)
-        parameters = made(*case, shapes=GROUPED)
-        tensors = [tensor for each in parameters for tensor in (*each.tensors.values(), *each.small.values())]
-        for of, batch in batches_of(parameters, Reading()):
+        parameters = make_parameters(*case, shapes=GROUPED)
+        tensors = [tensor for param in parameters for tensor in (*param.tensors.values(), *param.small.values())]
+        for members, batch in batches_of(parameters, Reading()):
             for step in (1, 2):
-                run(batch, of, [each.gradient(step) for each in of], step, Reading())
-        assert all(each.is_intact() for each in parameters)
+                run(batch, members, [param.gradient(step) for param in members], step, Reading())
+        assert all(param.is_intact() for param in parameters)
         results.append(tensors)
     assert all(map(torch.equal, *results))
 
@@ -246,7 +247,7 @@ def shard_of(full, start, stop):
 def test_shards_of_ranks(case):
     """Flat shards contain the end of a row, whole rows and the start of a row. One shard is empty."""
     *case, shape = case
-    (full,), ranks, failures = made(*case, shapes=[shape]), Ranks(4), []
+    (full,), ranks, failures = make_parameters(*case, shapes=[shape]), Ranks(4), []
     grad, bounds = full.gradient(1), [0, 480, 992, full.tensors["param", 0].numel(), full.tensors["param", 0].numel()]
     shards = [shard_of(full, *at) for at in itertools.pairwise(bounds)]
 
@@ -260,11 +261,11 @@ def test_shards_of_ranks(case):
             ranks.meeting.abort()
 
     pairs = zip(shards, itertools.pairwise(bounds), strict=True)
-    threads = [threading.Thread(target=train, args=each) for each in pairs]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join()
+    threads = [threading.Thread(target=train, args=pair) for pair in pairs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
     assert not failures
     full.expect(grad, 1, Reading())
     for key, tensor in full.tensors.items():

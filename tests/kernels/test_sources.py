@@ -1,4 +1,4 @@
-"""The generated source of kernels, and the tables that they read."""
+"""Tests the generated source of kernels and the tables that kernels read."""
 
 import pytest
 import torch
@@ -63,11 +63,11 @@ def test_a_line_of_more_columns_than_int32_counts():
     member = Member(Layout.of((size,), View.vector(1)), {("param", 0): param, ("exp_avg", 0): state}, {})
     assert member.fits
     tables = Tables(source.source, [member])
-    found = {kind: [row[n] for row in tables.rectangles] for (kind, _), n in source.source.rectangles.keys.items()}
-    assert found["cols"] == [1 << 30] * 5 + [3]
-    assert found["element"] == [n << 30 for n in range(6)]
-    assert found["high"] == [0, 0, 1, 1, 1, 1]
-    assert found["low"] == [0, 1 << 30, -(1 << 31), -(1 << 30), 0, 1 << 30]
+    rectangles = {kind: [row[n] for row in tables.rectangles] for (kind, _), n in source.source.rectangles.keys.items()}
+    assert rectangles["cols"] == [1 << 30] * 5 + [3]
+    assert rectangles["element"] == [n << 30 for n in range(6)]
+    assert rectangles["high"] == [0, 0, 1, 1, 1, 1]
+    assert rectangles["low"] == [0, 1 << 30, -(1 << 31), -(1 << 30), 0, 1 << 30]
 
 
 def test_what_fits():

@@ -1,4 +1,4 @@
-"""The loss of the tiled head and its gradients compared with float64, their memory, and invalid arguments."""
+"""Tests the tiled head: its loss and gradients compared with float64, its memory, and invalid arguments."""
 
 import itertools
 
@@ -17,7 +17,7 @@ SMALL = 60_000  # bytes, which split the vocabulary into 19 blocks
 
 @pytest.fixture
 def inputs():
-    """Hidden states, a weight whose logits are as large as in trained models, a bias, and labels."""
+    """Returns hidden states, a weight whose logits are as large as in trained models, a bias, and labels."""
     hidden = torch.randn(TOKENS, SIZE, dtype=torch.float64) * 2
     weight, bias = torch.randn(VOCABULARY, SIZE, dtype=torch.float64) * 0.3, torch.randn(VOCABULARY).double()
     labels = torch.randint(VOCABULARY, (TOKENS,))
@@ -54,7 +54,7 @@ OPTIONS = list(itertools.product((False, True), (1.0, 0.5), (None, 20.0), (1.0, 
 def assert_close_to_float64(tensors, labels, dtype, tolerance, **options):
     """Compares the loss and all gradients."""
     exact, mine = leaves([tensor.to(dtype) for tensor in tensors], torch.float64), leaves(tensors, dtype)
-    (hidden, weight, bias), (own_hidden, own_weight, own_bias) = ([*each, None][:3] for each in (exact, mine))
+    (hidden, weight, bias), (own_hidden, own_weight, own_bias) = ([*leaves, None][:3] for leaves in (exact, mine))
     expected = reference(hidden, weight, bias, labels, **options)
     loss = linear_cross_entropy(own_hidden, own_weight, labels, bias=own_bias, memory=SMALL, **options)
     expected.backward()

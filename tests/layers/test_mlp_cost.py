@@ -1,4 +1,4 @@
-"""Operations and memory of tiled MLPs."""
+"""Tests the number of operations and the memory of tiled MLPs."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Models with tiled MLPs and how they may be sharded. tests/placements/test_sharded_models.py trains them."""
+"""Tests which shardings of models with tiled MLPs are supported. placements/test_sharded_models.py trains them."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Training of quantized models on one device, with every rule and policy."""
+"""Quantized models train on one device with every rule and policy."""
 
 import copy
 import itertools

@@ -1,4 +1,4 @@
-"""A tied embedding adds its gradient to the head's gradient, with the bits of two gradients and the memory of one."""
+"""A tied embedding adds its gradient to the head's gradient. The sum is bitwise exact, and only one is in memory."""
 
 import copy
 import pickle
@@ -72,18 +72,18 @@ def test_the_sum_of_both_gradients(options, dtype):
 
 def test_one_gradient_exists(monkeypatch):
     """The embedding adds to the head's gradient without allocating another one, and autograd makes no copy."""
-    net, waiting, found = make(), tied.waiting, []
+    net, waiting, addresses = make(), tied.waiting, []
 
     def noted(weight):
         grad = waiting(weight)
-        found.append(None if grad is None else grad.data_ptr())
+        addresses.append(None if grad is None else grad.data_ptr())
         return grad
 
     monkeypatch.setattr(tied, "waiting", noted)
     loss = net(ids_of(0))
     with Largest(net.parameters()) as largest:
         loss.backward()
-    assert found == [None, net.embed.weight.grad.data_ptr()]
+    assert addresses == [None, net.embed.weight.grad.data_ptr()]
     assert largest.nbytes == net.embed.weight.nbytes
 
 
@@ -91,12 +91,12 @@ def test_a_gradient_of_another_backward_is_left_alone():
     """The other backward is inside a reentrant checkpoint, or has already ended."""
     nets = [make(shares) for shares in (True, False)]
     for net in nets:
-        kept = []
-        net.head.weight.register_hook(lambda grad, kept=kept: kept.append(grad))
+        grads = []
+        net.head.weight.register_hook(lambda grad, grads=grads: grads.append(grad))
         net(ids_of(0)).backward()
-        before = kept[0].clone()
+        before = grads[0].clone()
         net.embed(ids_of(1)).sum().backward()
-        assert torch.equal(kept[0], before)
+        assert torch.equal(grads[0], before)
         outside = net.embed(ids_of(2)[:-1])
         inside = checkpoint(lambda x, net=net: (x + net.embed(ids_of(3)[:-1])).tanh(), outside, use_reentrant=True)
         net.head(inside, ids_of(2)[1:]).backward()

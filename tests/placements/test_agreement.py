@@ -95,7 +95,7 @@ def test_replicated_broadcasts_the_weights_of_rank_0(two):
 
 
 def steps_that_notice(rank, at):
-    """Returns the steps in which ranks notice that their elements differ at this index."""
+    """Returns the steps in which ranks detect that their elements differ at this index."""
     param = torch.nn.Parameter(torch.zeros(4096))  # a step compares every fourth element
     param.data[at] += rank
     return [step for step in range(8) if drifted({"param": param}, step)]

@@ -1,4 +1,4 @@
-"""The number of collectives in a step on two ranks, and how many of them block the backward."""
+"""Counts the collectives of a step on two ranks, and those that block the backward."""
 
 import sys
 from collections import Counter

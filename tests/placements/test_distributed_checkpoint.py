@@ -1,4 +1,4 @@
-"""States are saved and loaded with torch.distributed.checkpoint by the names of the model, bit for bit."""
+"""torch.distributed.checkpoint saves and loads states bitwise, under the model's parameter names."""
 
 import copy
 import json
@@ -118,7 +118,7 @@ FULL["a class of torch"] = {"rule": "torch.optim.AdamW", "lr": 0.1}
 @pytest.mark.parametrize("settings", FULL.values(), ids=FULL)
 def test_full_states(settings):
     net, other = make(), make()
-    opt, resumed = (optimizer(each, settings) for each in (net, other))
+    opt, resumed = (optimizer(model, settings) for model in (net, other))
     steps(other, resumed, list(data())[:1])  # the class creates its states in its first step
     steps(net, opt, list(data())[:3])
     options = StateDictOptions(full_state_dict=True)

@@ -58,7 +58,7 @@ def on_ranks(rank, kind, settings, micro_batches=1):
                 if not has_gradient(name, rank if kind == "replicated" else 0, step):
                     continue
                 if kind == "fsdp2":
-                    average = sum(gradient(name, param.shape, each, step) for each in range(count)) / count
+                    average = sum(gradient(name, param.shape, n, step) for n in range(count)) / count
                     param.grad = distribute_tensor(average, param.device_mesh, param.placements)
                 else:
                     param.grad = gradient(name, param.shape, rank, step)

@@ -1,4 +1,4 @@
-"""Replicated parameters: gradients that some ranks do not have, overflows of an average, and errors."""
+"""Tests replicated parameters: gradients that only some ranks have, overflows of averages, and errors."""
 
 from contextlib import nullcontext
 

@@ -100,8 +100,8 @@ def continued(rank, kinds, settings, before):
     else:
         steps(net, opt, batches[:5], rank, count)
     state = opt.state_dict()
-    tensors = [value for kept in state["state"].values() for value in kept.values() if isinstance(value, torch.Tensor)]
-    assert all(each.untyped_storage().nbytes() == each.nbytes for each in tensors)  # saved with its storage
+    tensors = [value for states in state["state"].values() for value in states.values() if torch.is_tensor(value)]
+    assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in tensors)  # saved with its storage
     weights = full_weights(net)
     other = SHARDS[kinds[1]](rank, make)
     resumed = lowmem.FusedOptimizer(other.named_parameters(), model=other, **settings)
@@ -137,10 +137,11 @@ def test_saved_states_are_full_and_load_elsewhere(ranks_of, count, kinds, settin
     opt = lowmem.FusedOptimizer(net.named_parameters(), model=net, **settings)
     steps(net, opt, batches[:5], 0, 1)
     reference, (weights, state, _) = opt.state_dict(), results[0]
-    shapes = {name: {k: getattr(v, "shape", None) for k, v in kept.items()} for name, kept in state["state"].items()}
-    assert shapes == {
-        name: {k: getattr(v, "shape", None) for k, v in kept.items()} for name, kept in reference["state"].items()
-    }
+    shapes, expected = (
+        {name: {k: getattr(v, "shape", None) for k, v in states.items()} for name, states in saved["state"].items()}
+        for saved in (state, reference)
+    )
+    assert shapes == expected
     fill(net, weights)
     opt.load_state_dict(state)
     steps(net, opt, batches[5:], 0, 1)

@@ -1,4 +1,4 @@
-"""Tensor memory of ranks with sharded parameters during a step, while saving and while loading."""
+"""Tests the tensor memory of ranks with sharded parameters during a step, while saving and while loading."""
 
 import warnings
 
@@ -23,12 +23,11 @@ def make_deep():
 NOTHING_EARLY = ("stage3_prefetch_bucket_size", "stage3_param_persistence_threshold", "stage3_max_reuse_distance")
 BARE = {"zero3": dict.fromkeys(NOTHING_EARLY, 0), "fsdp2": {}}  # DeepSpeed would keep some parameters gathered
 
-
 IN_FLIGHT = {"zero3": 4 << 20, "fsdp2": 0}  # a full gradient is reduced while the backward continues
 
 
-def memory_of(action, *held):
-    with warnings.catch_warnings(), Memory(*held) as memory:
+def memory_of(action, *existing):
+    with warnings.catch_warnings(), Memory(*existing) as memory:
         warnings.simplefilter("ignore")
         action()
     return memory

@@ -1,4 +1,4 @@
-"""Sharded parameters: unsupported setups raise, and a failed backward does not affect the next one."""
+"""With sharded parameters, unsupported setups raise an error, and a failed backward does not affect the next one."""
 
 from contextlib import nullcontext
 

@@ -1,4 +1,4 @@
-"""Storage formats of states and weights give the bits of one device for replicated and sharded parameters."""
+"""With replicated and sharded parameters, all storage formats give bitwise the results of one device."""
 
 import functools
 from contextlib import nullcontext
@@ -129,7 +129,7 @@ def steps(net, opt, numbers, micro_batches=1):
 
 
 def trained(rank, place, case):
-    """Runs compiled updates as they are traced, which needs no compiler and has the bits of updates by tiles."""
+    """Runs traced updates without compiling them. They are bitwise equal to updates by tiles."""
     weight_format, settings = CASES[case]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lowmem.tiles.graph.fused_operations", dict)

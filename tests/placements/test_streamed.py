@@ -1,4 +1,4 @@
-"""Streamed weights train with the bits of local training and have at most two units on the device."""
+"""Training with streamed weights bitwise equals local training. At most two units are on the device."""
 
 import copy
 import mmap
@@ -231,7 +231,7 @@ def test_evaluation_and_generation_between_steps(make, batches):
             losses += train(model, opt, [batch])
             model.eval()
             with torch.no_grad():
-                losses += [model(**each).loss.item() for each in batches[:2]]
+                losses += [model(**evaluated).loss.item() for evaluated in batches[:2]]
                 new = model.generate(batch["input_ids"][:, :3], max_new_tokens=3, do_sample=False)
             losses += new.flatten().tolist()
             model.train()
@@ -339,8 +339,8 @@ def test_parameters_leave_the_device(make, batches):
     streaming = stream(model)
     assert [id(param) for param in params] == [id(param) for param in model.parameters()]
     assert all(param.device.type == DEVICE for param in params)
-    there = [unit.index for unit in streaming.units if unit.present]
-    assert there == [0, 1]
+    present = [unit.index for unit in streaming.units if unit.present]
+    assert present == [0, 1]
     for unit in streaming.units:
         for param, home in unit.homes.items():
             assert param.untyped_storage().nbytes() == (home.nbytes if unit.present or DEVICE == "cpu" else 0)

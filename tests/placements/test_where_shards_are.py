@@ -1,4 +1,4 @@
-"""Shards on another device than their gradients, and reads of what another stream writes."""
+"""Tests shards and gradients on different devices, and reads of memory that another stream writes."""
 
 from types import SimpleNamespace
 
@@ -22,7 +22,7 @@ def slice_on(device):
     param = SimpleNamespace(device=torch.device("cuda:0"), ds_tensor=slice, ds_shape=(32,))
     param.nvme_swapper = param.ds_process_group = None
     param.all_gather_coalesced = lambda params: [
-        each.ds_tensor.to(param.device, copy=True, non_blocking=True) for each in params
+        other.ds_tensor.to(param.device, copy=True, non_blocking=True) for other in params
     ]
     return param
 

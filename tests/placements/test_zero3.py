@@ -1,4 +1,4 @@
-"""DeepSpeed ZeRO-3 in the configurations that users choose."""
+"""Tests DeepSpeed ZeRO-3 in typical configurations."""
 
 from contextlib import nullcontext
 
@@ -19,7 +19,6 @@ ZERO3_OPTIONS = {
     "hierarchical": {"zero_hpz_partition_size": 1},
     "made whole": {"built_whole": True},
 }
-
 
 SETTINGS = [{"rule": "adalomo"}, {"rule": "adamw", "clip_norm": 0.5}]
 
@@ -148,8 +147,8 @@ def gathered(rank, plain, threshold):
 @pytest.mark.parametrize(("plain", "threshold"), [(False, 0), (True, 10)])
 def test_nothing_stays_gathered_between_micro_batches(two, plain, threshold):
     (first, weights), (second, others) = two.run(gathered, plain, threshold)
-    kept = {"body.bias"} if threshold else set()  # DeepSpeed has gathered it before
-    assert all(each <= kept for each in first + second)
+    persistent = {"body.bias"} if threshold else set()  # DeepSpeed has gathered it before
+    assert all(names <= persistent for names in first + second)
     net = make_embeddings()
     opt = torch.optim.AdamW(net.parameters(), lr=1e-2, weight_decay=lowmem.rules.AdamW.defaults["weight_decay"])
     for step in range(2):

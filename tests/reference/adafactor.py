@@ -1,4 +1,4 @@
-"""Adafactor (arXiv:1804.04235) as T5X has it, in float64 numpy, written from the seed (003) and golden/README.md."""
+"""T5X's Adafactor (arXiv:1804.04235) in float64 NumPy, transcribed from its source and golden/README.md."""
 
 from dataclasses import KW_ONLY, dataclass
 
@@ -7,10 +7,10 @@ import numpy as np
 
 @dataclass
 class Adafactor:
-    """One parameter; `step` returns the weight after an update.
+    """The states of one parameter. `step` returns the updated weight.
 
-    rule: ROW, COLUMN, BATCH or NONE for each dimension, or None for the heuristic: the larger dimension of a matrix is
-    COLUMN, and three dimensions are a stack, each slice a parameter of its own. With factored=False there is neither.
+    rule: ROW, COLUMN, BATCH or NONE for each dimension. By default (None), the larger dimension of a matrix is COLUMN,
+    and a tensor with three dimensions is a stack of separate matrices. factored=False disables this heuristic.
     """
 
     shape: tuple
@@ -38,7 +38,7 @@ class Adafactor:
             self.rule = self.heuristic()
         rows, cols = self.dims("ROW"), self.dims("COLUMN")
         self.averaged = {"v_row": cols, "v_col": rows} if rows or cols else {"v": ()}
-        # as the parameter, with a 1 for each dimension averaged away
+        # averaged dimensions have size 1
         zeros = np.zeros(self.shape)
         self.moments = {name: zeros.mean(axes, keepdims=True) for name, axes in self.averaged.items()}
         if self.beta1 is not None:
@@ -50,7 +50,7 @@ class Adafactor:
         stack = ("BATCH",) if len(self.shape) == 3 else ()
         dims = self.shape[len(stack) :]
         if len(dims) > 2:
-            raise ValueError(f"{self.shape} needs a rule")
+            raise ValueError(f"shape {self.shape} requires a rule")
         if len(dims) < 2 or min(dims) < self.min_dim_size_to_factor:
             return (*stack, *("NONE" for _ in dims))
         return (*stack, "ROW", "COLUMN") if dims[0] <= dims[1] else (*stack, "COLUMN", "ROW")
@@ -91,11 +91,11 @@ class Adafactor:
         return np.where(np.isnan(new), old, new) if self.skip_nan_updates else new
 
     def states(self):
-        """The dimensions of v_row are BATCH, NONE and ROW, in this order; of v_col BATCH, NONE and COLUMN."""
+        """Returns the states. v_row has the dimensions BATCH, NONE, ROW in this order; v_col BATCH, NONE, COLUMN."""
         states = dict(self.moments)
         for name, kind in {"v_row": "ROW", "v_col": "COLUMN"}.items():
             if name in states:
-                kept = self.dims("BATCH") + self.dims("NONE") + self.dims(kind)
-                ordered = states[name].transpose(kept + self.averaged[name])
-                states[name] = ordered.reshape([self.shape[dim] for dim in kept])
+                dims = self.dims("BATCH") + self.dims("NONE") + self.dims(kind)
+                ordered = states[name].transpose(dims + self.averaged[name])
+                states[name] = ordered.reshape([self.shape[dim] for dim in dims])
         return states

@@ -1,5 +1,4 @@
-"""Adafactor (arXiv:1804.04235) as Tensor2Tensor has it, in float64 numpy, written from the seed (001) and
-golden/README.md."""
+"""Tensor2Tensor's Adafactor (arXiv:1804.04235) in float64 NumPy, transcribed from its source and golden/README.md."""
 
 from dataclasses import KW_ONLY, dataclass
 
@@ -7,7 +6,7 @@ import numpy as np
 
 
 def golden_ratio_noise(step):
-    """step times the golden ratio, modulo 1: one float32 term for each bit of `step`."""
+    """Returns the step times the golden ratio, modulo 1, as a sum of one float32 term per bit of the step."""
     ratio = (5**0.5 - 1) / 2
     total = np.float32(0)
     for bit in range(30):
@@ -17,11 +16,11 @@ def golden_ratio_noise(step):
 
 @dataclass
 class AdafactorT2T:
-    """One parameter; `step` returns the weight after an update.
+    """The states of one parameter. `step` returns the updated weight.
 
-    decay_rate: the second moment's decay if it is the same at every step.
-    factor_stacks: three dimensions are a stack, each slice a parameter of its own, unless nothing is factored.
-    slack: by how much an element may be off, because rounding in float32 tips it into the next quantum.
+    decay_rate: a constant decay of the second moment, which replaces `decay_type`.
+    factor_stacks: whether a tensor with three dimensions is a stack of separate matrices, if factored=True.
+    slack: allowed error per element: one quantum where float32 rounding may select the adjacent quantum.
     """
 
     shape: tuple
@@ -42,17 +41,17 @@ class AdafactorT2T:
     def __post_init__(self):
         self.steps, self.slack = 0, 0.0
         stack = 1 if self.factored and self.factor_stacks and len(self.shape) == 3 else 0
-        self.own = tuple(range(stack, len(self.shape)))
+        self.dims = tuple(range(stack, len(self.shape)))  # without the dimension of a stack
         matrix = self.factored and len(self.shape) == 2 + stack
         self.averaged = {"vr": (-1,), "vc": (-2,)} if matrix else {"v": ()}
-        # as the parameter, with a 1 for the dimension averaged away
+        # averaged dimensions have size 1
         zeros = np.zeros(self.shape)
         self.moments = {name: zeros.mean(axes, keepdims=True) for name, axes in self.averaged.items()}
         if self.beta1:
             self.moments["m"] = zeros
 
     def rms(self, x):
-        return np.sqrt(np.mean(np.square(x), axis=self.own, keepdims=True))
+        return np.sqrt(np.mean(np.square(x), axis=self.dims, keepdims=True))
 
     def step(self, weight, grad):
         self.steps += 1

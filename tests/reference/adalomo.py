@@ -1,4 +1,4 @@
-"""AdaLomo (arXiv:2310.10195, algorithm 1) in float64 numpy, written from the paper and golden/README.md."""
+"""AdaLomo (arXiv:2310.10195, algorithm 1) in float64 NumPy, transcribed from the paper and golden/README.md."""
 
 import math
 
@@ -10,9 +10,9 @@ def rms(x):
 
 
 class AdaLomo:
-    """One parameter; `step` returns the weight after an update.
+    """The states of one parameter. `step` returns the updated weight.
 
-    Three dimensions are a stack: each slice is a parameter of its own. With more, a matrix [out, everything else].
+    A tensor with three dimensions is a stack of separate matrices. With more dimensions, it is a matrix [out, rest].
     """
 
     def __init__(
@@ -33,9 +33,9 @@ class AdaLomo:
 
     def step(self, weight, grad):
         if self.slices:
-            for one in self.slices:
-                one.lr = self.lr
-            return np.stack([one.step(w, g) for one, w, g in zip(self.slices, weight, grad, strict=True)])
+            for matrix in self.slices:
+                matrix.lr = self.lr
+            return np.stack([matrix.step(w, g) for matrix, w, g in zip(self.slices, weight, grad, strict=True)])
         self.steps += 1
         beta2 = 1.0 - self.steps**self.decay_rate
         grad = np.clip(grad, -self.clip_value, self.clip_value)
@@ -58,8 +58,8 @@ class AdaLomo:
 
     def states(self):
         if self.slices:
-            kept = [one.states() for one in self.slices]
-            return {name: np.stack([states[name] for states in kept]) for name in kept[0]}
+            stacked = [matrix.states() for matrix in self.slices]
+            return {name: np.stack([states[name] for states in stacked]) for name in stacked[0]}
         if len(self.shape) < 2:
             return {"exp_avg_sq": self.moment}
         return {"exp_avg_sq_row": self.row, "exp_avg_sq_col": self.col.reshape(self.shape[1:])}

@@ -1,4 +1,4 @@
-"""AdamW (arXiv:1711.05101) in float64 numpy, written from the paper and the documentation of torch.optim.AdamW."""
+"""AdamW (arXiv:1711.05101) in float64 NumPy, transcribed from the paper and torch.optim.AdamW's documentation."""
 
 from dataclasses import KW_ONLY, dataclass
 
@@ -7,7 +7,7 @@ import numpy as np
 
 @dataclass
 class AdamW:
-    """One parameter; `step` returns the weight after an update."""
+    """The states of one parameter. `step` returns the updated weight."""
 
     shape: tuple
     _: KW_ONLY

@@ -1,4 +1,4 @@
-"""LANS (arXiv:2006.13484) as MXNet has it, in float64 numpy, written from the seed (002) and golden/README.md."""
+"""MXNet's LANS (arXiv:2006.13484) in float64 NumPy, transcribed from its source and golden/README.md."""
 
 from dataclasses import KW_ONLY, dataclass
 
@@ -7,12 +7,11 @@ import numpy as np
 
 @dataclass
 class Lans:
-    """One parameter; `step` returns the weight after an update.
+    """The states of one parameter. `step` returns the updated weight.
 
-    variant: "fused" is MXNet's kernel; in "step" the second part decays the weight that the first has moved, and a
-    ratio that is no positive number is 1.
-    multi_precision: it keeps the weight itself, and is given what is stored of it: the size of that is what counts in
-    "fused".
+    variant: "fused" is MXNet's kernel. In "step", the second part of the update decays the weight that the first part
+        has updated, and a trust ratio that is not positive and finite is replaced by 1.
+    multi_precision: keeps a float32 copy; `step` receives the stored 16-bit weight, whose norm "fused" uses.
     """
 
     shape: tuple

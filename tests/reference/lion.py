@@ -1,4 +1,4 @@
-"""Lion (arXiv:2302.06675, program 1) in float64 numpy, written from the paper."""
+"""Lion (arXiv:2302.06675, program 1) in float64 NumPy, transcribed from the paper."""
 
 from dataclasses import KW_ONLY, dataclass
 
@@ -7,9 +7,9 @@ import numpy as np
 
 @dataclass
 class Lion:
-    """One parameter; `step` returns the weight after an update.
+    """The states of one parameter. `step` returns the updated weight.
 
-    slack: by how much an element may be off, because rounding in float32 tips the sign of next to nothing.
+    slack: allowed error per element, where float32 rounding may flip the sign of an update.
     """
 
     shape: tuple

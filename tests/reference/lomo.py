@@ -1,10 +1,10 @@
-"""LOMO (arXiv:2306.09782, algorithm 1) in float64 numpy: stochastic gradient descent with decoupled weight decay."""
+"""LOMO (arXiv:2306.09782, algorithm 1) in float64 NumPy: stochastic gradient descent with decoupled weight decay."""
 
 import numpy as np
 
 
 class Lomo:
-    """One parameter; `step` returns the weight after an update."""
+    """The update of one parameter. `step` returns the updated weight."""
 
     def __init__(self, shape, *, lr, weight_decay=0.0, clip_value=np.inf):
         self.lr, self.weight_decay, self.clip_value = lr, weight_decay, clip_value

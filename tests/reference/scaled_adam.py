@@ -1,5 +1,4 @@
-"""ScaledAdam (icefall, arXiv:2310.11230) in float64 numpy, without its clipping, written from the seed (000) and
-golden/README.md."""
+"""icefall's ScaledAdam (arXiv:2310.11230) without clipping, in float64 NumPy, transcribed from its source."""
 
 import math
 from dataclasses import KW_ONLY, dataclass
@@ -13,10 +12,10 @@ def rms(x):
 
 @dataclass
 class ScaledAdam:
-    """One parameter; `step` returns the weight after an update. A missing gradient is zero.
+    """The states of one parameter. `step` returns the updated weight. A missing gradient counts as zeros.
 
-    reach: the largest that states which come of the sum of w·g can be, however much of it cancels.
-    slack: by how much an element may be off, because float32 keeps the less of that sum the more of it cancels.
+    reach: upper bounds of the states that are computed from the sum of w·g, by name.
+    slack: allowed error per element, because cancellation in the float32 sum of w·g makes the update less accurate.
     """
 
     shape: tuple
@@ -56,11 +55,11 @@ class ScaledAdam:
             direction = grad / (np.sqrt(self.exp_avg_sq / correction) + self.eps)
             change = growth * weight - self.lr * max(self.param_rms, self.param_min_rms) * direction
         self.delta = beta1 * self.delta + (1.0 - beta1) * change
-        # the bound holds for the weight before it moves
+        # a scalar is clamped before it is updated
         return (np.clip(weight, -self.scalar_max, self.scalar_max) if self.scalar else weight) + self.delta
 
     def growth(self, weight, grad):
-        """By what fraction of itself the weight is to grow: learned once in a period, zero in between."""
+        """Returns the relative growth of the weight. It is learned once per period, and zero in the other steps."""
         period = self.size_update_period
         if self.steps == 1:
             self.param_rms = rms(weight)

@@ -1,4 +1,4 @@
-"""The options of T5X's Adafactor one by one, where a comparison with a transcription is not enough."""
+"""Tests options of T5X's Adafactor for which a comparison with a transcription is not sufficient."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""Adafactor as in Tensor2Tensor: step sizes, noise, and simulated quantization."""
+"""Tests Tensor2Tensor's Adafactor: step sizes, noise, and simulated quantization."""
 
 from pathlib import Path
 

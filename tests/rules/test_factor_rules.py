@@ -1,4 +1,4 @@
-"""The dimensions that adafactor factors, selected by parameter name, and invalid `factor_map` values."""
+"""Tests how `factor_map` selects the dimensions that adafactor factors, and invalid values of it."""
 
 import warnings
 

@@ -1,4 +1,4 @@
-"""A torch optimizer as a rule gives the bits of its own step(), or raises an error with the reason."""
+"""A torch optimizer used as a rule bitwise equals its `step()`, or raises an error with the reason."""
 
 import copy
 import inspect
@@ -110,10 +110,10 @@ def with_another_rate(self, group, used):
 
 
 def beside_states(self, group, used):
-    kept = self.state["all"]
-    kept.setdefault("recent", deque(maxlen=3)).append(len(kept))
-    kept[1] = kept.get(1, 0) + 1
-    return kept[1] + len(kept["recent"])
+    shared = self.state["all"]
+    shared.setdefault("recent", deque(maxlen=3)).append(len(shared))
+    shared[1] = shared.get(1, 0) + 1
+    return shared[1] + len(shared["recent"])
 
 
 def in_training_only(self, group, used):

@@ -1,4 +1,4 @@
-"""LANS: differences from its source, options by parameter name, and its step count."""
+"""Tests LANS: differences from its source, options by parameter name, and the step count."""
 
 import functools
 
@@ -12,7 +12,6 @@ import lowmem
 from lowmem.errors import ConfigError
 
 make_optimizer = functools.partial(made_by, "lans")
-
 
 ONE_LARGE = torch.full((4, 35), 1e-30).index_fill_(1, torch.tensor([16]), 1e-12).view(4, 5, 7)
 # Gradient scales in four steps.

@@ -1,4 +1,4 @@
-"""Rules with moments: AdamW equals torch's own, and moments in 16 bits are unbiased."""
+"""Tests rules with moments: AdamW equals torch's AdamW, and 16-bit moments are unbiased."""
 
 import math
 
@@ -22,8 +22,8 @@ SHAPES = [(), (1,), (7,), (5, 3), (5, 3), (5, 3), (2, 3, 4), (2, 2, 3, 3), (16, 
     ],
 )
 def test_equals_torch(give_gradients, options):
-    """Bit for bit over 20 steps with a changing rate. Some parameters have no gradient in some steps, and their bias
-    correction only counts steps with one."""
+    """Compares 20 steps with a changing rate bitwise. Some parameters have no gradient in some steps, and their bias
+    correction counts only steps with a gradient."""
     start = [torch.randn(shape) for shape in SHAPES]
     params, theirs = ([torch.nn.Parameter(value.clone()) for value in start] for _ in range(2))
     opt = lowmem.FusedOptimizer(params, rule="adamw", **options)
@@ -35,12 +35,12 @@ def test_equals_torch(give_gradients, options):
             their.grad = None if absent else torch.randn(their.shape) * 10.0 ** (step % 5 - 2)
         give_gradients(opt, *((param, their.grad) for param, their in zip(params, theirs, strict=True)))
         plain.step()
-    kept = opt.named_state_dict()["state"]
+    states = opt.named_state_dict()["state"]
     for i, (param, their) in enumerate(zip(params, theirs, strict=True)):
         assert equal(param, their)
-        assert kept[f"param{i}"]["step"].item() == plain.state[their]["step"].item()
+        assert states[f"param{i}"]["step"].item() == plain.state[their]["step"].item()
         for name in ("exp_avg", "exp_avg_sq"):
-            assert equal(kept[f"param{i}"][name], plain.state[their][name])
+            assert equal(states[f"param{i}"][name], plain.state[their][name])
 
 
 ELEMENTS, STEPS = 1 << 16, 60

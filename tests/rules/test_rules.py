@@ -1,4 +1,4 @@
-"""Guarantees of every rule, invalid hyperparameters, and the table of rules."""
+"""Tests the guarantees of every rule, invalid hyperparameters, and the table of rules."""
 
 import math
 import re
@@ -103,14 +103,14 @@ def test_a_non_finite_gradient_leaves_its_parameter_unchanged(give_gradients, va
 @pytest.mark.parametrize("rule", [rule for rule, cls in TABLE.items() if cls.decay in cls.defaults])
 def test_without_decay_nothing_decays(give_gradients, rule):
     """Trainers use these options for norms and biases. With a gradient of zeros, weights do not change."""
-    decayed, kept = (torch.nn.Parameter(torch.ones(4, 4)) for _ in range(2))
+    decayed, undecayed = (torch.nn.Parameter(torch.ones(4, 4)) for _ in range(2))
     cls = TABLE[rule]
     options = {cls.decay: 0.1, **({"weight_decay_rate_lr_exponent": 0.5} if rule == "adafactor" else {})}
-    groups = [{"params": [decayed]}, {"params": [kept], **cls().without_decay()}]
+    groups = [{"params": [decayed]}, {"params": [undecayed], **cls().without_decay()}]
     opt = lowmem.FusedOptimizer(groups, rule=rule, lr=0.1, **options)
-    give_gradients(opt, (decayed, torch.zeros(4, 4)), (kept, torch.zeros(4, 4)))
+    give_gradients(opt, (decayed, torch.zeros(4, 4)), (undecayed, torch.zeros(4, 4)))
     assert (decayed < 1).all()
-    assert (kept == 1).all()
+    assert (undecayed == 1).all()
 
 
 @pytest.mark.parametrize("in_group", [False, True])
@@ -144,27 +144,27 @@ def test_options_by_name(give_gradients, rule, options, alone, batching):
     """All parameters have one shape, so they would be stacked if their options were equal."""
     start = [torch.randn(4, 4) * 10.0 for _ in range(4)]
     params, opt = make_optimizer(rule, start, **options, batching=batching)
-    others = [make_optimizer(rule, [value], **each) for value, each in zip(start, alone, strict=True)]
+    others = [make_optimizer(rule, [value], **own) for value, own in zip(start, alone, strict=True)]
     for _ in range(3):
         grads = [torch.randn(4, 4) for _ in start]
         give_gradients(opt, *zip(params, grads, strict=True))
-        for ((param,), each), grad in zip(others, grads, strict=True):
-            give_gradients(each, (param, grad))
+        for ((param,), other), grad in zip(others, grads, strict=True):
+            give_gradients(other, (param, grad))
     assert all(torch.equal(param, other) for param, ((other,), _) in zip(params, others, strict=True))
 
 
-ASKED = [*product(["adafactor", "adafactor_t2t"], ["float32", "bfloat16", "float16"]), ("adafactor_t2t", None)]
+MOMENTUM = [*product(["adafactor", "adafactor_t2t"], ["float32", "bfloat16", "float16"]), ("adafactor_t2t", None)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("rule", "asked"), ASKED)
-def test_dtype_of_the_momentum(give_gradients, rule, asked, dtype):
+@pytest.mark.parametrize(("rule", "requested"), MOMENTUM)
+def test_dtype_of_the_momentum(give_gradients, rule, requested, dtype):
     """The momentum is rounded to nearest. The default of adafactor_t2t is the weight's dtype."""
-    options = {"lr": 0.3, "beta1": 0.9, "dtype_momentum": asked, "state_storage": "float32"}
+    options = {"lr": 0.3, "beta1": 0.9, "dtype_momentum": requested, "state_storage": "float32"}
     (param,), opt = make_optimizer(rule, [torch.ones(4, dtype=dtype)], **options)
     give_gradients(opt, (param, torch.ones(4, dtype=dtype)))
     momentum = opt.state[param]["m"]
-    assert momentum.dtype == (dtype if asked is None else getattr(torch, asked))
+    assert momentum.dtype == (dtype if requested is None else getattr(torch, requested))
     torch.testing.assert_close(momentum, torch.full((4,), 0.03).to(momentum.dtype), rtol=1e-6, atol=0)
     assert opt.state[param]["v"].dtype == torch.float32
 
@@ -307,9 +307,9 @@ def test_table_has_the_bytes_of_states(rule, give_gradients):
     opt = lowmem.FusedOptimizer(params.items(), rule=rule)
     give_gradients(opt, *((param, torch.randn_like(param)) for param in params.values()))
     states = opt.named_state_dict()["state"]
-    kept = [sum(state.nbytes for state in states.get(name, {}).values()) for name in params]
+    nbytes = [sum(state.nbytes for state in states.get(name, {}).values()) for name in params]
     (row,) = (row for row in lowmem.rules.table() if row.name == rule)
-    assert state_bytes(rule) == pytest.approx(np.polyval(np.polyfit(sizes, kept, 2), 1024) / 1024**2, abs=1e-9)
+    assert state_bytes(rule) == pytest.approx(np.polyval(np.polyfit(sizes, nbytes, 2), 1024) / 1024**2, abs=1e-9)
     assert row.defaults == TABLE[rule].defaults
 
 

@@ -1,4 +1,4 @@
-"""ScaledAdam: parameters without a gradient, its clipping period, and the statistics of a step."""
+"""Tests ScaledAdam: parameters without a gradient, the clipping period, and the statistics of a step."""
 
 import math
 
@@ -43,11 +43,11 @@ def test_a_missing_gradient_is_zero(give_gradients, shape, batching):
         assert opt.last_step.names == tuple(f"param{i}" for i in range(3) if grads[i] is not None)
     for param, value, reference in zip(params, want, references, strict=True):
         np.testing.assert_allclose(param.detach().cpu().numpy(), value, rtol=1e-5, atol=1e-6)
-        kept = opt.state[param]
-        assert kept["step"].item() == 8
+        states = opt.state[param]
+        assert states["step"].item() == 8
         for name, state in reference.states().items():
             atol = 1e-5 * np.abs(state).max() + 1e-12
-            np.testing.assert_allclose(kept[name].cpu().numpy(), state, rtol=1e-4, atol=atol)
+            np.testing.assert_allclose(states[name].cpu().numpy(), state, rtol=1e-4, atol=atol)
 
 
 def test_unfreezing_does_not_change_the_clipping_period(give_gradients):
@@ -85,8 +85,8 @@ def test_a_parameter_that_never_had_a_gradient_stays(give_gradients):
 
 
 def test_statistics(give_gradients):
-    """Computed by hand. The norm is of gradients times the size of their weight, which is measured in every second
-    step, from the first one on, after the statistics. Parameters with one element are not scaled.
+    """Compares with values computed by hand. The norm is over gradients times the size of their weight, which is
+    measured in step 1 and, after the statistics, in steps 2 and 4. Parameters with one element are not scaled.
     """
     matrix, single = torch.nn.Parameter(torch.full((2, 2), 2.0)), torch.nn.Parameter(torch.tensor([7.0]))
     opt = lowmem.FusedOptimizer([("m", matrix), ("s", single)], rule="scaled_adam", lr=0.0, size_update_period=2)

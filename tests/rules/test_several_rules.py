@@ -30,15 +30,15 @@ def batches():
 
 
 def test_a_third_party_optimizer_next_to_a_rule():
-    """Bit for bit like two torch optimizers with common clipping."""
+    """Weights are bitwise equal to those of two torch optimizers with common clipping."""
     net, plain = Net(), Net()
     matrices, vectors = split(net)
     vectors = {**vectors, "rule": torch.optim.Adagrad, "foreach": False}
     options = {"model": net, "clip_norm": 0.05, "policy": "deferred", "compile": False}
     opt = lowmem.FusedOptimizer([matrices, vectors], **options)
-    of = {ndim: [param for param in plain.parameters() if param.ndim == ndim] for ndim in (1, 2)}
-    adamw = torch.optim.AdamW(of[2], lr=3e-2, weight_decay=0.1, foreach=False)
-    adagrad = torch.optim.Adagrad(of[1], lr=5e-2, foreach=False)
+    params = {ndim: [param for param in plain.parameters() if param.ndim == ndim] for ndim in (1, 2)}
+    adamw = torch.optim.AdamW(params[2], lr=3e-2, weight_decay=0.1, foreach=False)
+    adagrad = torch.optim.Adagrad(params[1], lr=5e-2, foreach=False)
     for rows in batches():
         opt.backward(net(rows))
         plain(rows).backward()

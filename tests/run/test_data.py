@@ -17,25 +17,25 @@ LATE = {"messages": runs.user("why " * 40) + runs.assistant("so")}
 def arguments(tmp_path):
     """Returns a function that parses a command's arguments with these rows, or with the default file."""
 
-    def of(rows=None, command="sft", **changes):
+    def parse_rows(rows=None, command="sft", **changes):
         if rows is not None:
             path = runs.write_rows(tmp_path / "rows.jsonl", rows)
             changes["datasets"] = [{"path": "json", "data_files": str(path)}]
         return parse(command, ["--config", str(runs.write(tmp_path, command, **changes))])
 
-    return of
+    return parse_rows
 
 
 @pytest.fixture
 def summary(arguments):
     """Returns a function that summarizes the data before training."""
 
-    def of(rows=None, command="sft", **changes):
+    def summarize(rows=None, command="sft", **changes):
         parsed = arguments(rows, command, **changes)
         train, _ = data.load(parsed)
         return data.check(data.tiny_trainer(parsed, data.first(train)), data.first(train))
 
-    return of
+    return summarize
 
 
 # --- Loading ----------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The plot of a run, drawn from made-up records."""
+"""Tests the plot of a run with artificial records."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Plans of runs: reported memory, whether a run fits, options that reduce the memory, and unsupported runs."""
+"""Tests plans of runs: reported memory, whether a run fits, options that reduce memory, and unsupported runs."""
 
 import copy
 import functools
@@ -28,12 +28,12 @@ PARAMETERS = 2 * 4096 * 64 + 2 * (4 * 64 * 64 + 3 * 64 * 128 + 2 * 64) + 64
 def write(tmp_path):
     """Returns a function that writes a YAML file for `plan` and returns its path."""
 
-    def of(command="sft", vocab_size=4096, **changes):
+    def write_config(command="sft", vocab_size=4096, **changes):
         LlamaConfig(**SIZES, vocab_size=vocab_size).save_pretrained(tmp_path / "model")
         usual = {"max_length": 64, "dtype": "bfloat16", "bf16": False, "gradient_checkpointing": True, "datasets": None}
         return str(runs.write(tmp_path, command, model_name_or_path=str(tmp_path / "model"), **{**usual, **changes}))
 
-    return of
+    return write_config
 
 
 def planned(path, *words, device="gpu", command="sft", ranks=1):
@@ -58,7 +58,6 @@ def test_the_dtype_of_the_files_is_planned(write, dtype, tmp_path):
 EIGHT_BITS = {"rule": "adamw", "state_storage": "8bit", "rounding": "compensated8"}
 IN_TEN_BITS = {"rule": "adalomo", "weight_format": "int10"}
 
-
 REAL = [
     ("sft", None, 1, None),
     ("sft", EIGHT_BITS, 2, 5.125),
@@ -71,7 +70,7 @@ REAL = [
 @pytest.mark.parametrize(("case", "computed"), in_turn(REAL, ["auto", False]))
 def test_a_plan_is_the_memory_of_a_real_step(write, case, computed, tmp_path):
     """The plan must use the same model, attention and batch as a run on the CPU."""
-    command, fused, rows, each = case
+    command, fused, rows, bytes_per_parameter = case
     path = write(
         command,
         per_device_train_batch_size=rows,
@@ -97,9 +96,9 @@ def test_a_plan_is_the_memory_of_a_real_step(write, case, computed, tmp_path):
     assert expected.peak == pytest.approx(real.peak, rel=0.02)
     for kind in set(KINDS) - {TEMPORARIES}:
         assert expected.items[kind] == pytest.approx(real.items[kind], rel=0.02, abs=4096)
-    if each:
-        held = expected.items["weights"] + (expected.items["optimizer states"] if fused is EIGHT_BITS else 0)
-        assert held == pytest.approx(each * PARAMETERS, rel=1e-3)
+    if bytes_per_parameter:
+        planned_bytes = expected.items["weights"] + (expected.items["optimizer states"] if fused is EIGHT_BITS else 0)
+        assert planned_bytes == pytest.approx(bytes_per_parameter * PARAMETERS, rel=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -210,10 +209,10 @@ def test_patches_are_undone(write):
 )
 def test_suggestions_to_save_memory_are_valid_configurations(write, fused, advised, caplog):
     words = ["--config", write(dtype="float32", learning_rate=3e-5, fused=fused)]
-    found = [each.words for each in reductions.reductions(parse("sft", words, device="gpu"))]
-    assert ("--dtype bfloat16" in found) == advised
+    suggestions = [reduction.words for reduction in reductions.reductions(parse("sft", words, device="gpu"))]
+    assert ("--dtype bfloat16" in suggestions) == advised
     small = "--fused.placement streamed"  # this model's layers are too small for it
-    for way in (way for way in found if way.startswith(("--dtype", "--fused")) and not way.startswith(small)):
+    for way in (way for way in suggestions if way.startswith(("--dtype", "--fused")) and not way.startswith(small)):
         program._warn_of_lost_updates.cache_clear()
         changed = parse("sft", [*words, *way.split()], device="gpu")
         plan.plan(changed)
@@ -244,8 +243,9 @@ KWARGS = {"use_reentrant": False, "every_n_layers": 2}
     ],
 )
 def test_suggestions_respect_the_other_arguments(write, changes, absent, present):
-    found = [each.words for each in reductions.reductions(parse("sft", ["--config", write(**changes)], device="gpu"))]
-    assert not any(absent in way for way in found) and any(present in way for way in found), found
+    recipe = parse("sft", ["--config", write(**changes)], device="gpu")
+    suggestions = [reduction.words for reduction in reductions.reductions(recipe)]
+    assert not any(absent in way for way in suggestions) and any(present in way for way in suggestions), suggestions
 
 
 def test_a_combination_with_another_rule_has_only_its_hyperparameters(write):
@@ -400,13 +400,13 @@ LAYER = 2 * (4 * 144 * 144 + 3 * 144 * 288)  # bytes of a layer's matrices
 def streamed(write, tmp_path):
     """Returns a function that plans a model whose layers are large enough to be streamed."""
 
-    def of(command="sft", *words, device="gpu", ranks=1, **fused):
+    def plan_streamed(command="sft", *words, device="gpu", ranks=1, **fused):
         path = write(command, learning_rate=1e-3 if fused["rule"] == "adalomo" else 2e-5)
         LlamaConfig(**WIDE, vocab_size=4096).save_pretrained(tmp_path / "model")
         words = [*words, *(f"--fused.{name}={value}" for name, value in fused.items())]
         return plan.plan(parse(command, ["--config", path, *words], device=device), ranks)
 
-    return of
+    return plan_streamed
 
 
 STREAMS = {"placement": "streamed"}

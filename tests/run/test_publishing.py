@@ -1,4 +1,4 @@
-"""Uploads to the Hub. A function that records the files of each upload replaces the Hub."""
+"""Tests uploads to the Hub, which is replaced by a function that records the files of each upload."""
 
 from types import SimpleNamespace
 
@@ -16,22 +16,22 @@ MODEL = {"model.safetensors", "config.json", "generation_config.json", "tokenize
 @pytest.fixture
 def uploads(monkeypatch):
     """Returns the contents of uploaded files by name, for each commit message."""
-    found = {}
+    contents = {}
 
     def upload_folder(self, *, repo_id, folder_path, commit_message, **options):
         patterns = {name: options.get(name) for name in ("allow_patterns", "ignore_patterns")}
         names = (path.relative_to(folder_path).as_posix() for path in folder_path.rglob("*") if path.is_file())
-        found[commit_message] = {n: (folder_path / n).read_bytes() for n in filter_repo_objects(names, **patterns)}
+        contents[commit_message] = {n: (folder_path / n).read_bytes() for n in filter_repo_objects(names, **patterns)}
 
-    made = SimpleNamespace(create_repo=lambda name, **_: SimpleNamespace(repo_id=f"me/{name}"))
+    repositories = SimpleNamespace(create_repo=lambda name, **_: SimpleNamespace(repo_id=f"me/{name}"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr("huggingface_hub.get_token", lambda: "a token")
     monkeypatch.setattr(HfApi, "upload_folder", upload_folder)
     if hasattr(transformers.trainer, "hf_api"):
-        monkeypatch.setattr(transformers.trainer, "hf_api", lambda: made)
+        monkeypatch.setattr(transformers.trainer, "hf_api", lambda: repositories)
     else:
-        monkeypatch.setattr(transformers.trainer, "create_repo", made.create_repo)
-    return found
+        monkeypatch.setattr(transformers.trainer, "create_repo", repositories.create_repo)
+    return contents
 
 
 def test_only_what_a_model_needs_is_published(uploads, tmp_path, run_dir):

@@ -1,4 +1,4 @@
-"""Arguments of the training commands: TRL's and the sections `fused` and `layers`, as arguments and in YAML."""
+"""Tests TRL's arguments and the sections `fused` and `layers` of training commands, as arguments and in YAML."""
 
 import importlib
 import os
@@ -25,26 +25,26 @@ PARTS = ("script", "training", "model", "mixture", "fused", "layers")
 def parsed(tmp_path):
     """Returns a function that parses a command's arguments, optionally with these lines as a YAML file."""
 
-    def of(text="", *words, command="sft", **options):
+    def parse_words(text="", *words, command="sft", **options):
         config = []
         if text:
             (tmp_path / "c.yaml").write_text(text)
             config = ["--config", str(tmp_path / "c.yaml")]
         return parse(command, [*config, "--output_dir", str(tmp_path / "run"), *words], **options)
 
-    return of
+    return parse_words
 
 
 @pytest.fixture
 def error_message(parsed):
     """Returns a function that parses invalid arguments and returns the error message."""
 
-    def of(*words, **options):
+    def parse_invalid(*words, **options):
         with pytest.raises(ConfigError) as error:
             parsed(*words, **options)
         return str(error.value)
 
-    return of
+    return parse_invalid
 
 
 def same(one, other, parts=PARTS):

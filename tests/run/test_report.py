@@ -1,4 +1,4 @@
-"""The log of a run, written by trainers of a tiny model. test_pictures.py tests the plots."""
+"""Tests the log that trainers of a tiny model write. test_pictures.py tests the plots."""
 
 import errno
 import json

@@ -1,4 +1,4 @@
-"""Interrupted runs: the step at which they stop, the files that they save, and the step from which they continue."""
+"""Tests interrupted runs: the step at which they stop, the files that they save, and the step where they resume."""
 
 import os
 import shlex
@@ -68,15 +68,15 @@ def stopping(monkeypatch, moment, step, number=signal.SIGTERM):
 
 @pytest.fixture(scope="module")
 def complete(tmp_path_factory):
-    """Returns a function that computes the weights of an uninterrupted run with a strategy, and its evaluations."""
+    """Returns a function that returns the weights and the evaluation losses of an uninterrupted run with a strategy."""
 
     @cache
-    def of(strategy):
+    def run_strategy(strategy):
         folder = tmp_path_factory.mktemp(strategy)
         assert run(folder, **STRATEGIES[strategy]).status == 0
         return (folder / "run" / "model.safetensors").read_bytes(), logged(folder / "run", "eval_loss")
 
-    return of
+    return run_strategy
 
 
 @pytest.mark.parametrize(("strategy", "moment", "step"), CASES)

@@ -1,4 +1,4 @@
-"""Batched kernels get the current addresses of gradients on the simulated GPU, where they compute nothing."""
+"""Batched kernels receive the current addresses of gradients. On the simulated GPU, they compute nothing."""
 
 import pytest
 import torch
@@ -25,17 +25,17 @@ def test_kernels_get_the_pointers_of_the_gradients_of_their_step(monkeypatch):
         monkeypatch.setattr(Kernels, "launch", lambda self, launch, args: launched.append(args[0].clone()))
         params = [torch.nn.Parameter(torch.ones(200, 200, device="cuda")) for _ in range(3)]
         opt = lowmem.FusedOptimizer(params, rule="lion", compile=True)
-        kept = []
+        allocated = []
         for _ in range(4):
             opt.backward(torch.stack(params).square().sum())
-            kept.append(torch.empty(200, 200, device="cuda"))  # changes the addresses of gradients
-    sent = [each.tolist() for each in launched[:: len(launched) // len(pointers)]]
-    assert sent == pointers and len({tuple(each) for each in pointers}) > 3
+            allocated.append(torch.empty(200, 200, device="cuda"))  # changes the addresses of gradients
+    sent = [addresses.tolist() for addresses in launched[:: len(launched) // len(pointers)]]
+    assert sent == pointers and len({tuple(addresses) for addresses in pointers}) > 3
 
 
 def test_batches_are_kept_over_micro_batches(monkeypatch):
-    batches, made = [], Batch.__init__
-    monkeypatch.setattr(Batch, "__init__", lambda self, *args: (batches.append(self), made(self, *args))[1])
+    batches, initialize = [], Batch.__init__
+    monkeypatch.setattr(Batch, "__init__", lambda self, *args: (batches.append(self), initialize(self, *args))[1])
     with without_computing(kernels=True):
         params = [torch.nn.Parameter(torch.ones(200, 200, device="cuda")) for _ in range(3)]
         opt = lowmem.FusedOptimizer(params, rule="lion", compile=True)

@@ -81,7 +81,7 @@ FITTING = (
 
 @st.composite
 def loops(draw, rule):
-    choices = {each.name: CHOICES.get(each.name, (False, True)) for each in fields(Settings)}
+    choices = {field.name: CHOICES.get(field.name, (False, True)) for field in fields(Settings)}
     for name in ("rule", "compile", "events"):
         del choices[name]
     s = Settings(rule=rule, **{name: draw(st.sampled_from(values)) for name, values in choices.items()})

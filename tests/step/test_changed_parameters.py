@@ -1,6 +1,4 @@
-"""Parameters whose dtype, shape or strides change after the optimizer was created are trained in their new format, or
-an error is raised before anything is updated.
-"""
+"""Parameters whose dtype, shape or strides change are trained in the new format, or raise before any update."""
 
 import pytest
 import torch
@@ -157,18 +155,18 @@ def test_an_edited_weight_is_the_one_that_continues(edit, rounding, dtype):
         with torch.no_grad():
             for param in params:
                 EDITS[edit](param)
-        wanted = [param.detach().float() for param in params]
+        expected = [param.detach().float() for param in params]
         if rounding == "master":  # its unchanged elements keep their residuals
-            triples = zip(wanted, before, masters, strict=True)
-            wanted = [torch.where(new == old, master, new) for new, old, master in triples]
+            triples = zip(expected, before, masters, strict=True)
+            expected = [torch.where(new == old, master, new) for new, old, master in triples]
         for _ in range(3):
             opt.backward(sum((param * slope).float().sum() for param in params))
-            wanted = [want - torch.tensor(slope).to(dtype).float() * rate for want in wanted]
-        masters = wanted
-    for param, want in zip(params, wanted, strict=True):
-        nearest, apart = want.to(dtype), 3 * torch.finfo(dtype).eps * want.abs()
+            expected = [value - torch.tensor(slope).to(dtype).float() * rate for value in expected]
+        masters = expected
+    for param, value in zip(params, expected, strict=True):
+        nearest, apart = value.to(dtype), 3 * torch.finfo(dtype).eps * value.abs()
         if rounding in ("compensated", "master") and edit != "zero its data":  # the skipped step changes nothing
             assert torch.equal(param, nearest)
         elif rounding != "nearest":  # one 16-bit spacing, or the error of an 8-bit residual
-            assert ((param - want).abs() <= apart)[want.isfinite()].all()
-        assert torch.equal(param.isfinite(), want.isfinite())
+            assert ((param - value).abs() <= apart)[value.isfinite()].all()
+        assert torch.equal(param.isfinite(), value.isfinite())

@@ -81,7 +81,7 @@ def test_frozen_parameters_leave_the_sample(monkeypatch):
 
 
 def test_one_step_in_several_is_measured(monkeypatch):
-    """Steps 1 and 2 (a warmup may begin with a rate of 0), then every third step. The others repeat the last share."""
+    """Steps 1 and 2 are measured (a warmup may start at 0), then every third step. Others repeat the last share."""
     monkeypatch.setattr(changes, "EVERY", 3)
     net, shares = Words(), []
     opt = lowmem.FusedOptimizer(net.named_parameters(), rule="lomo", lr=0.0)

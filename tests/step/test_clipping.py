@@ -1,6 +1,4 @@
-"""Gradient norms are exact in any dtype and layout, and gradients are clipped by them. Rules with their own clipping
-match their reference implementation.
-"""
+"""Gradient norms are exact in any dtype and layout. The clipping of rules matches their reference implementations."""
 
 import math
 from itertools import chain
@@ -31,7 +29,7 @@ def test_the_norm_is_summed_in_parameter_order(policy):
     layers = torch.nn.ModuleList(torch.nn.Linear(4, 4, bias=False) for _ in range(40))
     grads = [torch.randn(4, 4, generator=source) * 10.0 ** (n % 3) for n in range(40)]
     norms = torch.stack([torch.linalg.vector_norm(grad) for grad in grads])
-    forwards, backwards = (torch.linalg.vector_norm(each) for each in (norms, norms.flip(0)))
+    forwards, backwards = (torch.linalg.vector_norm(ordered) for ordered in (norms, norms.flip(0)))
     assert forwards != backwards
     arrived = []
     for n, layer in enumerate(layers):
@@ -70,14 +68,14 @@ def test_narrow_gradients_are_measured_in_float32(dtype, loss_scale, clip_value,
     opt = lowmem.FusedOptimizer(params, rule="lomo", lr=1.0, policy=policy, **clip)
     give_gradients(opt, *zip(params, grads, strict=True))
     exact = [grad.double().cpu().numpy().ravel() for grad in grads]
-    clamped = [np.clip(each, -(clip_value or np.inf), clip_value or np.inf) for each in exact]
+    clamped = [np.clip(grad, -(clip_value or np.inf), clip_value or np.inf) for grad in exact]
     total = np.linalg.norm(np.concatenate(clamped))
-    assert opt.last_step.norms.tolist() == pytest.approx([np.linalg.norm(each) for each in exact], rel=3e-5)
+    assert opt.last_step.norms.tolist() == pytest.approx([np.linalg.norm(grad) for grad in exact], rel=3e-5)
     assert opt.last_step.clip_coef.item() == pytest.approx(1.0 / (total + 1e-6), rel=3e-5)
-    for param, each in zip(params, clamped, strict=True):  # one rounding to the weight's dtype, subnormals included
+    for param, grad in zip(params, clamped, strict=True):  # one rounding to the weight's dtype, subnormals included
         actual = param.detach().double().cpu().numpy().ravel()
         spacing = torch.finfo(dtype).eps
-        np.testing.assert_allclose(actual, -each / (total + 1e-6), rtol=spacing, atol=1e-7)
+        np.testing.assert_allclose(actual, -grad / (total + 1e-6), rtol=spacing, atol=1e-7)
 
 
 # -- strides -----------------------------------------------------------------------------------------------------------
@@ -102,10 +100,10 @@ def test_parameters_that_are_not_contiguous(policy, dtype, layout):
     assert not param.is_contiguous()
     grad = torch.randn(param.shape).to(dtype)
     clip = {"clip_norm": 0.5, "clip_value": 1.0, "loss_scale": 64.0, "policy": policy}
-    for each in (param, plain):
-        opt = lowmem.FusedOptimizer([each], rule="adalomo", lr=0.1, batching=False, **clip)
+    for trained in (param, plain):
+        opt = lowmem.FusedOptimizer([trained], rule="adalomo", lr=0.1, batching=False, **clip)
         for _ in range(3):
-            give_gradients(opt, (each, grad))
+            give_gradients(opt, (trained, grad))
         want = np.linalg.norm(grad.double().cpu().numpy())
         assert opt.last_step.grad_norm.item() == pytest.approx(want, rel=1e-6)
         assert opt.last_step.clip_coef.item() == pytest.approx(0.5 / want, rel=2e-6)
@@ -270,18 +268,18 @@ def test_scaled_adam_clips_whole_gradients(clipping_scale, period, policy, batch
 def test_scaled_adam_groups_clip_by_their_own_norms():
     """Groups with different settings, one without clipping, match separate optimizers bit for bit."""
     settings = [{"clipping_scale": 0.7}, {}, {"clipping_scale": 1.5, "clipping_update_period": 4, "clip_update": False}]
-    apart = [scaled_adam(values(n), policy="deferred", **each) for n, each in enumerate(settings)]
+    separate = [scaled_adam(values(n), policy="deferred", **options) for n, options in enumerate(settings)]
     params = [[torch.nn.Parameter(value) for value in values(n)] for n in range(3)]
-    groups = [{"params": each, **of} for each, of in zip(params, settings, strict=True)]
+    groups = [{"params": members, **options} for members, options in zip(params, settings, strict=True)]
     options = {"policy": "deferred", "lr": 0.02, "clipping_update_period": PERIOD}
     opt = lowmem.FusedOptimizer(groups, rule="scaled_adam", **options)
     for step in range(25):
         sizes = [1.0, 100.0, 40.0 if step % 6 == 5 else 1.0]
         grads = [[size * grad for grad in values(7 * step + n)] for n, size in enumerate(sizes)]
         give(opt, chain(*params), chain(*grads))
-        for (others, alone), each in zip(apart, grads, strict=True):
-            give(alone, others, each)
-    for n, (others, alone) in enumerate(apart):
+        for (others, alone), group_grads in zip(separate, grads, strict=True):
+            give(alone, others, group_grads)
+    for n, (others, alone) in enumerate(separate):
         assert all(map(torch.equal, params[n], others))
         assert equal(group_state(opt, n), group_state(alone))
     assert bool(group_state(opt, 0)) and not group_state(opt, 1)

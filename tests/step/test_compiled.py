@@ -43,7 +43,7 @@ READINGS = {"clipped": {"clip_norm": 1.0, "policy": "deferred"}, "scaled": {"los
 
 @pytest.fixture(scope="module")
 def traces():
-    """A trace cache that the tests of this file share. Tests that count traces have their own."""
+    """Returns a trace cache for all tests of this file, except for tests that count traces."""
     return {}
 
 

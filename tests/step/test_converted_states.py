@@ -30,8 +30,8 @@ def train(net, opt, steps=3):
 def values(opt, state):
     """Returns the float32 values of a state of the matrix."""
     record = next(record for record in opt._records.values() if record.name == "weight")
-    held, kept = record.program.states[state], opt.named_state_dict()["state"]["weight"]
-    return held.decode(tuple(kept[".".join(filter(None, (state, part.name)))] for part in held.parts))
+    storage, parts = record.program.states[state], opt.named_state_dict()["state"]["weight"]
+    return storage.decode(tuple(parts[".".join(filter(None, (state, part.name)))] for part in storage.parts))
 
 
 def distance(state):
@@ -125,8 +125,8 @@ def test_states_have_the_bits_of_each_weight():
     resumed.load_state_dict(opt.state_dict())
     for name, param in params.items():
         others[name].data.copy_(param)
-    for each in (opt, resumed):
-        each.backward_all()
+    for optimizer in (opt, resumed):
+        optimizer.backward_all()
     assert stored(opt) == stored(resumed)
     assert all(torch.equal(param, others[name]) for name, param in params.items())
     _, other = optimizer_of(WEIGHTS, steps=0, state_storage="float32")

@@ -62,12 +62,12 @@ def test_clipping_and_scaling_by_hand(scales):
     """A GradScaler scales the loss and unscales the gradients of torch.autograd.grad in `.grad`."""
     net, other = make_net(), make_net()
     plain = ADAMW(other.parameters(), lr=0.1, weight_decay=0.01, foreach=False)
-    for each, opt in ((net, make(net, ADAMW)), (other, plain)):
+    for model, opt in ((net, make(net, ADAMW)), (other, plain)):
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, enabled=scales)
         for step in range(5):
-            give(each, step, scaler.scale)
+            give(model, step, scaler.scale)
             scaler.unscale_(opt)
-            clip_grad_norm_(each.parameters(), 0.05)
+            clip_grad_norm_(model.parameters(), 0.05)
             scaler.step(opt)
             scaler.update()
             opt.zero_grad()

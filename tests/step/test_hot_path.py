@@ -1,4 +1,4 @@
-"""A step never waits for the device, and its work on several streams is ordered correctly."""
+"""A step never waits for the device, and its operations on several streams are ordered correctly."""
 
 import math
 from collections import Counter, namedtuple
@@ -50,8 +50,9 @@ def case_id(case):
 def cases():
     """Yields all options of a policy together, and each option alone."""
     asked = [(policy, options) for policy, choices in ASKED.items() for options in choices]
-    for pair, each in in_turn(product(RULES, ROUNDINGS) if FULL else in_turn(RULES, [*ROUNDINGS, "stochastic"]), asked):
-        yield Case(*pair, *each)
+    rules = product(RULES, ROUNDINGS) if FULL else in_turn(RULES, [*ROUNDINGS, "stochastic"])
+    for rule, options in in_turn(rules, asked):
+        yield Case(*rule, *options)
 
 
 def take_steps(case, device, count=2):

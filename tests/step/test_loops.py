@@ -388,14 +388,14 @@ def test_states_that_the_loop_resets(reset, step, batching):
 def test_a_reset_leaves_residuals_of_rounding():
     """Residuals belong to the weight, not to the state. A checkpoint saved after the reset contains them."""
     net, resumed = (nn.Sequential(nn.Linear(3, 16)).bfloat16() for _ in range(2))
-    opts = [lomo(each, rule="lion", lr=1e-4, rounding="compensated") for each in (net, resumed)]
+    opts = [lomo(model, rule="lion", lr=1e-4, rounding="compensated") for model in (net, resumed)]
     for n in range(6):
         if n == 3:
             opts[0].state.clear()
             opts[1].load_state_dict(opts[0].state_dict())
             resumed.load_state_dict(net.state_dict())
-        for opt, each in zip(opts, (net, resumed), strict=True):
-            opt.backward(each((DATA + n).bfloat16()).float().square().mean())
+        for opt, model in zip(opts, (net, resumed), strict=True):
+            opt.backward(model((DATA + n).bfloat16()).float().square().mean())
     assert same(weights(net), weights(resumed))
     state = opts[0].named_state_dict()["state"]["0.weight"]
     assert (state["residual"] != 0).float().mean() > 0.9

@@ -19,7 +19,6 @@ from lowmem.options import DynamicScale
 
 POLICIES = ("immediate", "two_pass", "deferred")
 
-
 Net = functools.partial(TwoLayers, 4, 6, 2)
 
 
@@ -206,12 +205,12 @@ def test_a_large_gradient_is_skipped(rule, policy, give_gradients, caplog):
     for scale in (1.0, 1e20, 1.0):
         grads = [torch.randn(param.shape) for param in params]
         grads[1] *= scale
-        before, kept = [param.detach().clone() for param in params], states(opt)
+        before, saved = [param.detach().clone() for param in params], states(opt)
         give_gradients(opt, *zip(params, grads, strict=True))
         skipped = [n for n in range(3) if scale > 1 and (n == 1 or policy != "immediate")]
         assert [n for n in range(3) if torch.equal(params[n], before[n])] == skipped
         names = tuple(f"param{n}/" for n in skipped)
-        assert_same(*({key: of[key] for key in kept if key.startswith(names)} for of in (states(opt), kept)))
+        assert_same(*({key: named[key] for key in saved if key.startswith(names)} for named in (states(opt), saved)))
         assert opt.last_step.nonfinite == (["param1"] if skipped else [])
     (warning,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
     assert "the gradient of 'param1' is not finite" in warning

@@ -149,7 +149,7 @@ def assert_seen(opt, params, steps):
     ],
 )
 def test_sums_equal_grad(kind, dtype, sums, count, store):
-    """Bit for bit, and the sums of one step do not affect the next one."""
+    """Sums are bitwise equal, and the sums of one step do not affect the next one."""
     dtype = getattr(torch, dtype)
     params, opt = watched(dtype, accumulation_dtype=sums)
     for step in range(3):
@@ -221,7 +221,7 @@ def test_channels_last(kind, dtype, store):
 def test_pinned_memory_is_not_rounded(size):
     """torch rounds each pinned allocation up to a power of two, which could almost double the memory."""
     sizes = powers_of_two(size)
-    assert all(each & (each - 1) == 0 for each in sizes)
+    assert all(block & (block - 1) == 0 for block in sizes)
     assert size <= sum(sizes) <= size * 1.01 + 1
     assert len(sizes) <= 8
 
@@ -263,9 +263,9 @@ def steps_with(monkeypatch, share, count, **options):
     opt = lowmem.FusedOptimizer(
         net.named_parameters(), "adamw", policy="deferred", store="auto", compile=False, **options
     )
-    held = opt._loop.policy._store._bytes
+    used = opt._loop.policy._store._bytes
     reserve = TOTAL // 16
-    with_free_memory(monkeypatch, lambda: share * everything - held[net[0].weight.device] + reserve)
+    with_free_memory(monkeypatch, lambda: share * everything - used[net[0].weight.device] + reserve)
     for step, batches in enumerate(inputs.cuda()):
         for n, x in enumerate(batches, start=1):
             with opt.accumulate() if n < count else nullcontext():
@@ -301,8 +301,8 @@ def test_the_traffic_of_a_step(share, monkeypatch):
     for options in ({"policy": "immediate"}, {"clip_norm": 0.1}):
         opt = lowmem.FusedOptimizer(net.named_parameters(), "adamw", compile=False, batching=False, **options)
         if opt.policy == "deferred":
-            held = opt._loop.policy._store._bytes
-            with_free_memory(monkeypatch, lambda held=held: share * everything - sum(held.values()) + reserve)
+            used = opt._loop.policy._store._bytes
+            with_free_memory(monkeypatch, lambda used=used: share * everything - sum(used.values()) + reserve)
         for _ in range(2):  # states and the order of gradients are known in the second step
             before = simgpu.library.sim_launches()
             with simgpu.watch("async", "wait", "sync") as events:

@@ -1,4 +1,4 @@
-"""When updates happen, how a step begins and ends, and errors for everything that would not be ordinary training."""
+"""Tests when updates happen, how steps begin and end, and errors for loops that would change ordinary training."""
 
 import itertools
 import logging

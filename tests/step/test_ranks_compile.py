@@ -1,4 +1,4 @@
-"""Ranks that train one model all use compiled updates or none does, and all ranks raise the error of one."""
+"""Either all ranks of a model use compiled updates or none does. All ranks raise the error of one."""
 
 import pytest
 import torch

@@ -312,9 +312,9 @@ def test_a_damaged_state_raises_and_changes_nothing(name):
     options = {"state_storage": "8bit", "loss_scale": "dynamic", "policy": "deferred"}
     opt, alone = make_optimizer(**options), make_optimizer(**options)
     saved = make_optimizer(**options, lr=0.5, seed=3).named_state_dict()
-    for each in (opt, alone):
-        with each.accumulate():
-            train(each)
+    for optimizer in (opt, alone):
+        with optimizer.accumulate():
+            train(optimizer)
     path, value, message = DAMAGED.get(name, ([], None, "the saved optimizer is damaged"))
     instead = {"nothing": {}, "None": None}
     with pytest.raises(CheckpointError, match=message):

@@ -1,4 +1,4 @@
-"""Stacked small parameters get the same bits as individual ones, in any order; the default rounding of weights."""
+"""Stacked small parameters bitwise equal individual ones, in any order. Also tests the default rounding."""
 
 import itertools
 import re
@@ -188,8 +188,8 @@ def trained(dtype, rule, **options):
 def test_the_default_rounding_is_set_by_the_rule_or_stochastic(dtype, rule, options, rounding):
     by_rule = (rounding, dtype) == ("its own", torch.bfloat16)
     default, size = trained(dtype, rule, **options)
-    asked, asked_size = trained(dtype, rule, **options, rounding=rounding.replace("its own", "stochastic"))
-    assert torch.equal(default, asked) != by_rule and size == asked_size
+    explicit, explicit_size = trained(dtype, rule, **options, rounding=rounding.replace("its own", "stochastic"))
+    assert torch.equal(default, explicit) != by_rule and size == explicit_size
     nearest, _ = trained(dtype, rule, **options, rounding="nearest")
     assert torch.equal(default, nearest) == (rounding == "nearest" or dtype == torch.float32)
 

@@ -1,4 +1,4 @@
-"""The quality studies run completely at a small size."""
+"""The studies run completely at a small size."""
 
 import json
 from concurrent.futures import ThreadPoolExecutor
@@ -55,7 +55,7 @@ def test_runs_are_done_recorded_and_repeated(small, tmp_path, capsys):
 def test_chats_are_trained(monkeypatch):
     for cached in (chat.chats, chat.prose):
         cached.cache_clear()
-    tokenizer = train_tokenizer((each.text for each in chat.questions()[:50]), 400)
+    tokenizer = train_tokenizer((question.text for question in chat.questions()[:50]), 400)
     monkeypatch.setattr(packages, "chat_tokenizer", lambda: tokenizer)
     monkeypatch.setattr(packages, "chat_model", lambda: llama(1, 64, 64, 400, "float32", checkpointing=False))
     monkeypatch.setitem(tasks.TASKS, "chats", chat.Chat(updates=1, batch=2))

@@ -1,8 +1,8 @@
-"""Runs any training loop next to the same loop in plain PyTorch. `tests/step/test_attack.py` draws the loops.
+"""Compares a training loop with the same loop in plain PyTorch. `tests/step/test_attack.py` draws the loops.
 
-In plain PyTorch, gradients are tensors that are summed in `.grad`, clipped by torch's functions, and passed to a
-`torch.optim` class, or to a rule of lowmem that updates one finished gradient at a time. Weights, losses and norms are
-compared after each step, and optimizer states at the end.
+In plain PyTorch, gradients are accumulated in `.grad` and clipped by torch's functions. Then an optimizer updates the
+weights: a `torch.optim` class, or a rule of lowmem with one gradient at a time. Weights, losses and norms are compared
+after each step, and optimizer states at the end.
 """
 
 import copy
@@ -25,8 +25,8 @@ from lowmem.layers.head import linear_cross_entropy
 from lowmem.layers.tied import share_gradient
 from lowmem.tiles.quantized import QuantizedWeight, plain
 
-# Hyperparameters of each rule. Updates are large compared with float32 rounding, but scales stay away from zero and
-# no divisor is tiny, so a gradient that differs in its last bits changes only the last bits of an update.
+# Hyperparameters of each rule. Updates are large compared with float32 rounding errors, but scales and divisors are not
+# close to zero, so a difference in the last bits of a gradient changes only the last bits of an update.
 HYPER: dict[str, dict[str, Any]] = {
     "lomo": {"lr": 0.01},
     "adalomo": {"lr": 0.03},
@@ -60,14 +60,14 @@ class Settings:
     bias: bool = False
     dropout: float = 0.0
     checkpoint: str | None = None
-    codes: str | None = None  # format of quantized matrices; plain PyTorch trains with their dequantized values
+    codes: str | None = None  # format of quantized matrices, which are dequantized for plain PyTorch
     lora: bool = False  # matrices of blocks are frozen and have a low-rank adapter
-    autocast: str | None = None  # around the forward or the whole step
+    autocast: str | None = None  # for the forward or for the whole step
     # the optimizer
     rule: str = "adamw"
     decay: float = 0.0
-    as_list: bool = False  # betas are a list, which can be edited in place
-    group: str | None = None  # vectors have a different learning rate or rule
+    as_list: bool = False  # betas are a list, which an event can modify in place
+    group: str | None = None  # whether vectors have a different learning rate or a different rule
     late: bool = False  # the last block is added by add_param_group
     with_model: bool = False
     policy: str = "auto"
@@ -83,9 +83,9 @@ class Settings:
     # the loop
     steps: int = 3
     accumulation: int = 1
-    call: str = "loss"  # opt.backward of a loss or a callable, a plain backward, one with inputs, or .grad by hand
-    inputs: str = "all"  # the `inputs` of backward
-    by_step: bool = False  # step() ends a step
+    call: str = "loss"  # opt.backward(loss or callable), loss.backward() with or without inputs, or assigned .grad
+    inputs: str = "all"  # the argument `inputs` of loss.backward
+    by_step: bool = False  # the loop calls opt.step()
     scheduler: str | None = None
     events: tuple[tuple[int, str], ...] = ()  # (step, event before it)
 
@@ -107,7 +107,7 @@ class Settings:
 
     @property
     def hyper(self) -> dict[str, Any]:
-        """Hyperparameters of the rule. Each call returns new objects."""
+        """The rule's hyperparameters, as new objects in each call."""
         hyper = dict(HYPER[self.rule])
         if self.as_list and "betas" in hyper:
             hyper["betas"] = list(hyper["betas"])
@@ -128,18 +128,18 @@ class Settings:
 
     @property
     def rounds_gradients(self) -> bool:
-        """True if plain PyTorch rounds 16-bit gradients that lowmem does not: of a tiled head, summed, unscaled or
-        clipped ones, and of a weight that autocast casts once for several uses, unless it is quantized.
+        """True if plain PyTorch rounds 16-bit gradients that lowmem does not round: those of a tiled head, of quantized
+        weights with several uses under autocast, and gradients that are summed, unscaled or clipped.
         """
         several = self.twice or self.heads > 1 or (self.autocast == "step" and self.accumulation > 1)
-        changed = any(each is not None for each in (self.clip_norm, self.clip_value, self.loss_scale))
+        changed = any(option is not None for option in (self.clip_norm, self.clip_value, self.loss_scale))
         in_parts = self.checkpoint == "reentrant"
         in_16_bits = self.sixteen_bits and (self.tiled or self.sums_float32 or changed or in_parts)
         return in_16_bits or bool(self.codes and self.autocast and several)
 
     @property
     def exact(self) -> bool:
-        """True if results must be equal bit for bit. Tiled heads and compiled code sum in a different order."""
+        """True if results must be bitwise equal. Tiled heads and compiled code sum in a different order."""
         return not (self.tiled or self.compile or self.rounds_gradients)
 
 
@@ -161,7 +161,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """A language model whose gradients arrive in unusual ways. tiled: whether it uses lowmem's tiled head."""
+    """A language model with unusual uses of its parameters. tiled: whether it uses lowmem's tiled head."""
 
     def __init__(self, s: Settings, tiled: bool) -> None:
         super().__init__()
@@ -200,7 +200,7 @@ class Net(nn.Module):
     def loss(self, hidden: Tensor, labels: Tensor, bias: Tensor | None) -> Tensor:
         head = self.output.weight
         if self.tiled:
-            return linear_cross_entropy(hidden, head, labels, bias=bias, memory=100_000)  # bytes: some tiles
+            return linear_cross_entropy(hidden, head, labels, bias=bias, memory=100_000)  # bytes, for several tiles
         logits = F.linear(hidden.float(), head.float())
         logits = logits if bias is None else logits + bias.float()
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
@@ -208,7 +208,7 @@ class Net(nn.Module):
 
 @dataclass(frozen=True)
 class Batch:
-    """A micro-batch. seed: seed of dropout. factor: factor of the loss."""
+    """A micro-batch with the seed of its dropout and the factor of its loss."""
 
     ids: Tensor
     labels: Tensor
@@ -236,8 +236,8 @@ def batches(s: Settings, step: int, factor: float = 1.0) -> list[Batch]:
 
 
 class Loop:
-    """A model with its optimizer. Both loops edit them in the same way between steps. Subclasses `quantize` the model,
-    `make` the optimizer, run the `backward` of a micro-batch, and `finish` a step.
+    """A model with its optimizer, which both loops change in the same way between steps. Subclasses `quantize` the
+    model, `make` the optimizer, run the `backward` of a micro-batch, and `finish` a step.
     """
 
     def __init__(self, s: Settings, tiled: bool) -> None:
@@ -280,8 +280,8 @@ class Loop:
         s, group = self.settings, self.optimizer.param_groups[0]
         match event:
             case "lr":
-                for each in self.optimizer.param_groups:
-                    each["lr"] *= 0.3
+                for group in self.optimizer.param_groups:
+                    group["lr"] *= 0.3
             case "betas" if "betas" in group:
                 group["betas"] = (0.6, 0.8)
             case "betas in place" if s.ours and isinstance(group.get("betas"), list):
@@ -299,12 +299,12 @@ class Loop:
                 self.net.to(getattr(torch, event))
 
     def touch(self) -> None:
-        """Edits a weight, between micro-batches if there are several."""
+        """Changes a weight in place. With several micro-batches, this happens between them."""
         with torch.no_grad():
             (self.net.gain if self.settings.codes else self.net.output.weight).mul_(0.9)
 
     def advance(self, step: int) -> Tensor:
-        """Runs the events before a step, then the step. Returns the loss."""
+        """Runs the events of a step and the step, and returns the loss."""
         events = [event for at, event in self.settings.events if at == step]
         for event in events:
             self.happen(event)
@@ -328,7 +328,7 @@ class Loop:
 
 
 class Ordinary(Loop):
-    """Plain PyTorch. A rule of lowmem gets finished gradients for parameters that share the model's memory."""
+    """The loop in plain PyTorch. A rule of lowmem updates parameters that share memory with the model's parameters."""
 
     def __init__(self, s: Settings) -> None:
         self.shadows: dict[Tensor, Tensor] = {}
@@ -398,7 +398,7 @@ class Ordinary(Loop):
 
 
 class Fused(Loop):
-    """The loop as users of lowmem write it."""
+    """The loop with lowmem."""
 
     def __init__(self, s: Settings) -> None:
         super().__init__(s, s.tiled)
@@ -428,7 +428,7 @@ class Fused(Loop):
                 self.optimizer.zero_grad()
 
     def save(self) -> None:
-        """Continues with a new optimizer, which was created with a different seed."""
+        """Replaces the optimizer by a new one that loads its state. Its original seed is different."""
         saved = through_file(self.optimizer.state_dict())
         self.optimizer.remove()
         self.optimizer = self.make(seed=9)
@@ -459,7 +459,7 @@ class Fused(Loop):
 
 
 def group_size(s: Settings) -> int:
-    """Returns the number of elements of a row that share a scale."""
+    """Returns the number of elements that share a scale."""
     return min(64, s.hidden & -s.hidden)
 
 
@@ -467,7 +467,7 @@ def group_size(s: Settings) -> int:
 
 
 def compare(s: Settings) -> None:
-    """Trains both loops. Raises `AssertionError` at the first difference."""
+    """Runs both loops, and raises `AssertionError` at the first difference."""
     fused, ordinary = Fused(s), Ordinary(s)
     start = [param.detach().clone() for param in ordinary.net.parameters()]
     for step in range(s.steps):
@@ -484,13 +484,13 @@ def compare(s: Settings) -> None:
             assert torch.isclose(norm, ordinary.norm, rtol=0.1 if rounded else 1e-4), f"grad_norm is {norm}"
     states = fused.optimizer.named_state_dict()["state"]
     if s.ours and s.exact:
-        for name, kept in ordinary.optimizer.named_state_dict()["state"].items():
-            for key, want in kept.items():
+        for name, expected in ordinary.optimizer.named_state_dict()["state"].items():
+            for key, want in expected.items():
                 assert_close(f"state {key} of {name}", s, states[name][key], want, torch.zeros(()))
 
 
 def assert_close(where: str, s: Settings, got: Tensor, want: Tensor, first: Tensor) -> None:
-    """Raises `AssertionError` if two tensors differ by more than the tolerance. first: the initial value."""
+    """Raises `AssertionError` if two tensors differ by more than a tolerance. first: the value before training."""
     assert (got.dtype, got.shape) == (want.dtype, want.shape), where
     if torch.equal(got, want) or (want.isnan().any() and torch.equal(got.isnan(), want.isnan())):
         return

@@ -1,4 +1,4 @@
-"""Compiles updates of any size in the tests and in processes that they start: `scripts/test.sh --compiled`."""
+"""Compiles all updates in tests and in the processes that they start: `scripts/test.sh --compiled`."""
 
 import os
 
@@ -10,7 +10,7 @@ FORCED = bool(os.environ.get("LOWMEM_COMPILED"))
 
 
 def force() -> None:
-    """Makes `compile="auto"` compile every update, and turns off stacking, if the environment requests it."""
+    """If the environment requests it, makes `compile="auto"` compile every update, and disables stacking."""
     if not (FORCED or INTERPRETED):
         return
     install()
@@ -31,7 +31,7 @@ def compiles(test):
 
 
 def equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Returns whether a tensor equals torch's AdamW: bit for bit, or closely if updates are compiled, which fuse the
-    multiply-adds of torch's fused kernel even in the last elements, which do not fill a vector.
+    """Returns whether a tensor equals a result of torch's fused AdamW. Compiled updates may differ by rounding, because
+    torch's kernel does not fuse multiply-adds in the last elements, which do not fill a vector.
     """
     return torch.allclose(one, other, rtol=1e-5, atol=1e-6) if FORCED else torch.equal(one, other)

@@ -1,4 +1,4 @@
-"""The default device, on which tests run. It is a simulated GPU if conftest.py has set it."""
+"""Random generators on the default device, which conftest.py may set to a GPU."""
 
 import torch
 

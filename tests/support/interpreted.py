@@ -1,8 +1,8 @@
-"""Gives Triton's interpreter the arithmetic of the eager sweep, to test kernels on a CPU (TRITON_INTERPRET=1).
+"""Makes Triton's interpreter compute like the eager sweep, to test kernels on a CPU (TRITON_INTERPRET=1).
 
-The interpreter of triton 3.6 truncates to bfloat16, has no fused multiply-add and no libdevice, loops over elements in
-unknown reductions, and needs an index that numpy 2.4 does not create from an array. torch's square root on a CPU is not
-correctly rounded, unlike on a GPU.
+Triton 3.6's interpreter truncates to bfloat16, does not support fused multiply-add and libdevice, loops over elements
+in custom reductions, and uses arrays as indices, which NumPy 2.4 does not support. torch's square root is not correctly
+rounded on a CPU, so the interpreter must use the same one.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ def _narrow(value):
 
 
 def install():
-    """Makes the interpreter exact. It must be called before the package's kernels are imported."""
+    """Replaces functions of the interpreter. Must be called before lowmem's kernels are imported."""
     if not INTERPRETED:
         return
     import triton.language as tl
@@ -31,7 +31,7 @@ def install():
     builder, handle = module.InterpreterBuilder, module.TensorHandle
 
     def fma(self, x, y, z):
-        """The product of float32 numbers is exact in float64. Rounding the sum twice matters once in 2²⁹ times."""
+        """Computes in float64, where the product is exact. Double rounding of the sum matters once in 2²⁹ cases."""
         wide = x.data.astype(np.float64) * y.data.astype(np.float64) + z.data.astype(np.float64)
         return handle(wide.astype(z.data.dtype), z.dtype.scalar)
 
@@ -70,9 +70,9 @@ def install():
         setattr(builder, name, casts(getattr(builder, name)))
 
     def call(self, *args, before=module.InterpretedFunction.__call__, **kwargs):
-        """The calling kernel has already patched the language for this package's functions."""
-        own = self.fn.__module__.startswith("lowmem.")
-        return self.rewrite()(*args, **kwargs) if own else before(self, *args, **kwargs)
+        """Skips patching the language for functions of lowmem, because the calling kernel has already patched it."""
+        patched = self.fn.__module__.startswith("lowmem.")
+        return self.rewrite()(*args, **kwargs) if patched else before(self, *args, **kwargs)
 
     module.InterpretedFunction.__call__ = call
     options = module.interpreter_builder.options

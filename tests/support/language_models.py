@@ -1,4 +1,4 @@
-"""Hugging Face language models in typical training loops, on one device and on ranks."""
+"""Trains Hugging Face language models in typical loops, on one device and on ranks."""
 
 import functools
 import pickle
@@ -39,7 +39,7 @@ def make(model="llama", dtype=torch.float32, checkpointing=False, mlp_tile=None,
 
 
 def at_the_root(rank, make, **options):
-    """Shards the model as a whole, so all hooks are called in FSDP2's last callback."""
+    """Shards the model as a whole, so FSDP2's last callback calls all hooks."""
     return fully_shard(make(), **options)
 
 
@@ -126,7 +126,7 @@ LOOPS = {"plain": plain, "usual": usual, "with scores": with_scores, "in parts":
 
 def train(net, rows_of, settings, loop):
     settings = settings if "rule" in settings else {"rule": "adamw", "eps": 1e-3, **settings}  # eps suppresses noise
-    named = dict(net.named_parameters())  # sharded: after an evaluation, FSDP2 leaves unsharded ones
+    named = dict(net.named_parameters())  # the sharded ones, which an evaluation replaces
     opt = lowmem.FusedOptimizer(named.items(), model=net, **{"lr": 1e-2, **settings})
     scores, norms = [], []
     for step in range(STEPS):
@@ -157,7 +157,6 @@ def assert_as_one_device(results, alone, tolerance=1e-5):
     for weights, scores, norms in results:
         assert_same(weights, results[0][0])
         torch.testing.assert_close(weights, alone[0], rtol=tolerance, atol=tolerance)
-        assert scores == pytest.approx(
-            alone[1], rel=tolerance
-        )  # scores of the weights in the computation, not the stored ones
+        # scores depend on the weights that the forward uses, in addition to the stored ones
+        assert scores == pytest.approx(alone[1], rel=tolerance)
         assert norms == pytest.approx(alone[2], rel=10 * tolerance)

@@ -1,4 +1,4 @@
-"""Models with MLPs, and their gradients."""
+"""Small models with MLPs, and functions for their gradients."""
 
 import torch
 import transformers
@@ -10,7 +10,7 @@ GROUPS = SIZES | {"num_key_value_heads": 2, "pad_token_id": 0}
 GPT2 = {"vocab_size": 97, "n_embd": 32, "n_layer": 2, "n_head": 4, "use_cache": False}
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 
-# The name of the transformers class, its configuration, and the path to its layers.
+# Name → name of the transformers class, configuration, and path to the layers
 MODELS = {
     "Llama": ("Llama", GROUPS, "model.layers"),
     "Qwen2": ("Qwen2", GROUPS, "model.layers"),
@@ -35,7 +35,7 @@ def build(kind, sizes, checkpointing=False):
 
 
 def gradients(model):
-    """Returns the gradients by name, and clears `.grad`."""
+    """Returns the gradients by name and clears them in the model."""
     grads = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
     model.zero_grad()
     return grads

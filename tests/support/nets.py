@@ -1,4 +1,4 @@
-"""Models that several tests train, with their data, and helpers for weights, states and memory."""
+"""Small models and their data, and functions for weights, states and memory."""
 
 import io
 
@@ -18,7 +18,7 @@ LAYERS = 8
 
 
 class Net(torch.nn.Module):
-    """Odd shapes from 0-D to 4-D, experts [E, in, out], a tied weight, a frozen one, a branch that some data skips."""
+    """Weights with 0 to 4 dimensions, experts [E, in, out], a tied and a frozen weight, and a data-dependent branch."""
 
     def __init__(self, scalar=()):
         super().__init__()
@@ -43,7 +43,7 @@ class Net(torch.nn.Module):
 
 
 class TwoLayers(torch.nn.Module):
-    """Two linear layers of these sizes, `first` and `last`."""
+    """Two linear layers, `first` and `last`. sizes: the three numbers of features."""
 
     def __init__(self, *sizes):
         super().__init__()
@@ -55,7 +55,7 @@ class TwoLayers(torch.nn.Module):
 
 
 class Chain(torch.nn.Module):
-    """Layers that are applied one after the other."""
+    """A sequence of layers."""
 
     def __init__(self, *layers):
         super().__init__()
@@ -68,7 +68,7 @@ class Chain(torch.nn.Module):
 
 
 class Layers(torch.nn.Module):
-    """Layers of the same shape that are applied in any order. Some may be left out."""
+    """Layers of the same shape, which are applied in the order of the indices that `forward` receives."""
 
     def __init__(self, size=4, checkpointed=False):
         super().__init__()
@@ -83,7 +83,7 @@ class Layers(torch.nn.Module):
 
 
 def data():
-    """Yields ten batches, each for all ranks together."""
+    """Yields the global batches of all steps."""
     source = seeded(5)
     for step in range(STEPS):
         ids = torch.randint(7, (ROWS, 5), generator=source)
@@ -93,20 +93,20 @@ def data():
 
 
 def give_gradients(opt, *pairs):
-    """Calls `opt.backward` with a loss that has exactly these gradients, given as (parameter, gradient or None)."""
+    """Calls `opt.backward` with a loss that has these gradients. pairs: (parameter, gradient or None)."""
     terms = [(param * grad).sum().float() for param, grad in pairs if grad is not None]
     return opt.backward(torch.stack(terms).sum())
 
 
-def through_file(thing, **options):
-    """Saves with `torch.save`, and returns the loaded result."""
+def through_file(value, **options):
+    """Saves a value with `torch.save` and returns the loaded value."""
     file = io.BytesIO()
-    torch.save(thing, file)
+    torch.save(value, file)
     return torch.load(io.BytesIO(file.getvalue()), **options)
 
 
 def plain_step(opt, *losses, clip_norm=None):
-    """Runs a step of an ordinary optimizer with the sum of all losses. Returns the norm if it clips."""
+    """Runs a step of an ordinary optimizer with the sum of all losses. Returns the norm if gradients are clipped."""
     for loss in losses:
         loss.backward()
     params = [param for group in opt.param_groups for param in group["params"]]
@@ -117,7 +117,7 @@ def plain_step(opt, *losses, clip_norm=None):
 
 
 def records_of(*params):
-    """Returns records of parameters p0, p1, ..., as placements see them, for tests without an optimizer."""
+    """Returns the records that placements have of parameters p0, p1, ..., for tests without an optimizer."""
     spans = [Span(tuple(param.shape), 0, param.numel(), param.numel()) for param in params]
     return [ParamEntry(f"p{n}", p, span) for n, (p, span) in enumerate(zip(params, spans, strict=True))]
 
@@ -127,16 +127,15 @@ def weights(*nets):
 
 
 def full_weights(net):
-    """Returns copies of the weights by name, gathered if they are sharded."""
+    """Returns copies of the weights by name. Sharded weights are gathered."""
     return {name: placements.full_tensor(param).clone() for name, param in net.named_parameters()}
 
 
 def states(opt):
-    """Returns copies of all states by the names of the parameter and the state: "weight/exp_avg"."""
+    """Returns copies of all states by parameter and state name, such as "weight/exp_avg"."""
     saved = opt.named_state_dict()["state"]
-    return {
-        f"{owner}/{name}": torch.as_tensor(state).clone() for owner, of in saved.items() for name, state in of.items()
-    }
+    pairs = ((f"{param}/{name}", state) for param, states in saved.items() for name, state in states.items())
+    return {name: torch.as_tensor(state).clone() for name, state in pairs}
 
 
 def same(one, other):
@@ -151,11 +150,11 @@ def assert_same(one, other):
 
 
 class Memory(MemTracker):
-    """Tracks bytes on the default device, including tensors in `held`. above: the peak minus what remains."""
+    """Tracks bytes on the default device. existing: tensors created before. above: the peak minus the final bytes."""
 
-    def __init__(self, *held):
+    def __init__(self, *existing):
         super().__init__()
-        self.track_external(*held)
+        self.track_external(*existing)
 
     def total(self, when):
         return self.get_tracker_snapshot(when)[torch.empty(0).device]["Total"]

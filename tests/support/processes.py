@@ -1,6 +1,6 @@
-"""Starts processes by forking a server that has already imported the packages, so that starting is fast.
+"""Starts processes by forking a server that has already imported the packages, which is fast.
 
-For tests that need separate processes but do not test how they are started.
+Tests use this module if they need separate processes but do not test how these are started.
 """
 
 import multiprocessing
@@ -18,10 +18,10 @@ from typing import Any, BinaryIO
 from matplotlib.figure import Figure
 from support import compiled
 
-# Seconds after which processes count as hung. No test waits that long, even on a slow or busy machine.
+# Seconds after which processes count as hung. Even on a slow or busy machine, tests take less time.
 PATIENCE = 600
 
-# Seconds in which the other processes of a group must end after one has failed.
+# Seconds within which the other processes of a group must end after one has failed
 GRACE = 60
 
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -37,7 +37,7 @@ CONTEXT.set_forkserver_preload(
 
 
 def sketch(figure: Figure, file: BinaryIO, **options: Any) -> None:
-    """Replaces `Figure.savefig` in tests that do not need pictures, since drawing takes longer than a small run."""
+    """Replaces `Figure.savefig` in tests that do not need pictures, because drawing takes longer than a small run."""
     file.write(b"\x89PNG\r\n\x1a\n")
 
 
@@ -48,9 +48,9 @@ def free_port() -> int:
 
 
 class Launched:
-    """Processes that each run `python -m` with their own arguments and environment, and draw no pictures.
+    """Processes that run `python -m` without drawing pictures. Their output is written to files.
 
-    Standard output and standard error go to files.
+    commands: arguments and environment of each process.
     """
 
     def __init__(self, commands: list[tuple[list[str], dict[str, str]]]) -> None:
@@ -66,14 +66,15 @@ class Launched:
 
     @classmethod
     def ranks(cls, count: int, *words: str, environment: dict[str, str] | None = None) -> "Launched":
-        """Starts `count` processes with the environment variables that torchrun sets. 0: one process without them."""
+        """Starts `count` processes with the variables that torchrun sets, or for 0 one process without them."""
         environment = environment or dict(os.environ)
         if not count:
             return cls([(list(words), environment)])
         group = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "WORLD_SIZE": count}
         group["LOCAL_WORLD_SIZE"] = count
-        each = [{**group, "RANK": rank, "LOCAL_RANK": rank} for rank in range(count)]
-        return cls([(list(words), environment | {name: str(value) for name, value in of.items()}) for of in each])
+        variables = ({**group, "RANK": rank, "LOCAL_RANK": rank} for rank in range(count))
+        environments = (environment | {name: str(value) for name, value in ranks.items()} for ranks in variables)
+        return cls([(list(words), variables) for variables in environments])
 
     def _file(self, kind: str, rank: int) -> str:
         return str(Path(self._folder.name) / f"{kind}{rank}")
@@ -87,12 +88,12 @@ class Launched:
         """Waits until a process has written `text`."""
         end = time.monotonic() + PATIENCE
         while text not in self.output():
-            assert any(process.is_alive() for process in self.processes), "it ended before: " + self.output("err")
+            assert any(process.is_alive() for process in self.processes), "the processes ended: " + self.output("err")
             assert time.monotonic() < end, f"no {text!r} in {PATIENCE} s"
             time.sleep(0.05)
 
     def finish(self) -> subprocess.CompletedProcess[str]:
-        """Waits for all processes. The return code is the exit status of the first one that failed."""
+        """Waits for all processes. The return code is the exit status of the first process that failed, or 0."""
         end, failed = time.monotonic() + PATIENCE, 0
         running = {process.sentinel: process for process in self.processes}
         while running and (left := end - time.monotonic()) > 0:
@@ -111,7 +112,7 @@ class Launched:
 
     @property
     def statuses(self) -> list[int | None]:
-        """Exit status of each process, or None while it runs."""
+        """The exit status of each process, or None while it is running."""
         return [process.exitcode for process in self.processes]
 
 

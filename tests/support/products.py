@@ -12,14 +12,14 @@ FULL = bool(os.environ.get("LOWMEM_FULL"))
 
 
 def sample(cases: Iterable[str], share: float) -> list[str]:
-    """Returns a share of the cases in their order, always the same ones, or all of them if LOWMEM_FULL is set."""
-    every = list(cases)
-    drawn = set(every if FULL else random.Random(0).sample(every, math.ceil(share * len(every))))
-    return [case for case in every if case in drawn]
+    """Returns a fixed random share of the cases in their order, or all cases if LOWMEM_FULL is set."""
+    cases = list(cases)
+    selected = set(cases if FULL else random.Random(0).sample(cases, math.ceil(share * len(cases))))
+    return [case for case in cases if case in selected]
 
 
 def in_turn(*axes: Iterable[Any], full: bool = FULL) -> list[tuple[Any, ...]]:
-    """Returns as many tuples as the longest axis has values, cycling through the shorter axes, or the full product.
+    """Returns a tuple for each value of the longest axis, cycling through the other axes, or returns the full product.
     Suitable for axes that are nearly independent.
     """
     values = [list(axis) for axis in axes]
@@ -29,10 +29,10 @@ def in_turn(*axes: Iterable[Any], full: bool = FULL) -> list[tuple[Any, ...]]:
 
 
 def pairwise(*axes: Iterable[Any], full: bool = FULL) -> list[tuple[Any, ...]]:
-    """Returns tuples with one value from each axis, such that each pair of values of two axes occurs at least once.
+    """Returns tuples with one value per axis. Every pair of values of two axes occurs in at least one tuple.
 
-    For three axes or more, these are far fewer than the full product, which `full` selects (by default if LOWMEM_FULL
-    is set). The same axes always give the same cases, in the order of the product.
+    With three or more axes, these are far fewer tuples than the full product, which is returned if `full` is true (by
+    default, if LOWMEM_FULL is set). The result is deterministic and has the order of the product.
     """
     values = [list(axis) for axis in axes]
     sizes = [range(len(axis)) for axis in values]

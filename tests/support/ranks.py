@@ -1,4 +1,4 @@
-"""Runs a test's function on the ranks of a gloo process group: real processes, which later tests reuse."""
+"""Runs functions of tests on the ranks of a gloo process group, whose processes are reused by later tests."""
 
 import tempfile
 import time
@@ -10,26 +10,26 @@ import torch.distributed as dist
 from support import compiled
 from support.processes import CONTEXT, PATIENCE
 
-# DeepSpeed's zero.Init replaces this function for the rest of the process.
+# The original function, which DeepSpeed's zero.Init replaces for the rest of the process
 LINEAR = torch.nn.functional.linear
 
-# Seconds in which the other ranks must answer after one has failed, since they may be waiting for it.
+# Seconds within which the other ranks must answer after one has failed. They may be waiting for it.
 GRACE = 5
 
 
 class RankError(AssertionError):
-    """Raised if a rank raised an error. The message contains its traceback."""
+    """Raised if a function failed on a rank. The message contains the traceback."""
 
 
 class Ranks:
-    """`count` processes that are the ranks of one group. Functions are pickled by name, so they must not be nested."""
+    """A group of `count` processes. Functions are pickled by name, so they must be at module level."""
 
     def __init__(self, count: int) -> None:
         self.count = count
         self._start()
 
     def _start(self) -> None:
-        store = tempfile.NamedTemporaryFile(delete=False)  # noqa: SIM115 (lives as long as the group)
+        store = tempfile.NamedTemporaryFile(delete=False)  # noqa: SIM115 (exists as long as the group)
         pipes = [CONTEXT.Pipe() for _ in range(self.count)]
         self._ends = [parent for parent, _ in pipes]
         self._processes = [
@@ -44,7 +44,7 @@ class Ranks:
         """Returns the results of `function(rank, *args)` in the order of the ranks.
 
         Raises:
-            RankError: the function raised an error on a rank, or hung.
+            RankError: on some rank, the function raised an error or hung.
         """
         for end in self._ends:
             end.send((function, args))
@@ -90,5 +90,5 @@ def _serve(rank: int, count: int, store: str, end: Connection) -> None:
         torch.nn.functional.linear = LINEAR
         try:
             end.send((True, function(rank, *args)))
-        except BaseException:  # pytest.raises raises one that is not an Exception
+        except BaseException:  # the error of pytest.raises is not an Exception
             end.send((False, traceback.format_exc()))

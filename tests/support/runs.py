@@ -1,4 +1,4 @@
-"""Small command-line runs: a model and data for every command, running it in this process, and a used folder."""
+"""Runs commands at a small size in this process, with a model and data for each command."""
 
 import contextlib
 import io
@@ -43,7 +43,7 @@ def assistant(text: str) -> list[dict[str, str]]:
     return [{"role": "assistant", "content": text}]
 
 
-# The data files of `assets` and their rows.
+# Name of a data file in `assets` → rows
 FILES: dict[str, list[dict[str, Any]]] = {
     "chats.jsonl": [{"messages": user(f"where {n}") + assistant(text)} for n, text in enumerate(SENTENCES)],
     "texts.jsonl": [{"text": text} for text in SENTENCES],
@@ -66,8 +66,7 @@ DATA = {
 }
 GENERATION = {"num_generations": 2, "max_completion_length": 4}
 
-
-# A data set with a configuration for each command, like data sets on the Hub.
+# Configurations of the data set `zen` → rows, one for each command, as in data sets on the Hub
 ZEN: dict[str, list[dict[str, Any]]] = {
     "language_modeling": FILES["texts.jsonl"],
     "prompt_completion": [{"prompt": "the", "completion": text[3:]} for text in SENTENCES],
@@ -84,7 +83,7 @@ ZEN: dict[str, list[dict[str, Any]]] = {
 
 
 class Ended(NamedTuple):
-    """The result of a command."""
+    """The exit status and the output of a command."""
 
     status: int
     out: str
@@ -93,9 +92,9 @@ class Ended(NamedTuple):
 
 @cache
 def assets() -> Path:
-    """A directory with `model`, a reward model in `scores`, the data files, and the data set `zen`."""
+    """Returns a directory with `model`, a reward model in `scores`, the data files, and the data set `zen`."""
     folder = TemporaryDirectory()
-    assets.folder = folder  # type: ignore[attr-defined]  # deleted with the process
+    assets.folder = folder  # type: ignore[attr-defined]  # deleted at exit
     path = Path(folder.name)
     datasets.config.HF_DATASETS_CACHE = path / "cache"
     for name, rows in FILES.items():
@@ -125,7 +124,7 @@ def write_rows(path: Path, rows: list[Any]) -> Path:
 
 
 def arguments(folder: Path, command: str = "sft", **changes: Any) -> dict[str, Any]:
-    """Arguments that train `command` for two steps in `folder`/run, by their names in a YAML file. None omits one."""
+    """Returns YAML arguments for two training steps in `folder`/run. changes: replaced arguments; None omits one."""
     usual = {
         "output_dir": str(folder / "run"), "model_name_or_path": str(assets() / "model"),
         "datasets": [{"path": "json", "data_files": str(assets() / f"{DATA[command]}.jsonl")}],
@@ -140,7 +139,7 @@ def arguments(folder: Path, command: str = "sft", **changes: Any) -> dict[str, A
 
 
 def write(folder: Path, command: str = "sft", **changes: Any) -> Path:
-    """Writes a YAML file with `arguments` to `folder`."""
+    """Writes the `arguments` to a YAML file in `folder`."""
     folder.mkdir(exist_ok=True)
     path = folder / f"{command}.yaml"
     path.write_text(yaml.safe_dump(arguments(folder, command, **changes), sort_keys=False))
@@ -148,7 +147,7 @@ def write(folder: Path, command: str = "sft", **changes: Any) -> Path:
 
 
 def lowmem(*words: object) -> Ended:
-    """Runs a command in this process. Raises its exceptions except for SystemExit."""
+    """Runs a command in this process. Exceptions other than SystemExit propagate."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
@@ -170,7 +169,7 @@ def inside(folder: Path) -> Iterator[None]:
 
 
 def train(folder: Path, command: str, *words: object) -> Ended:
-    """Runs `lowmem` in `folder`. A user error must be one message of limited length and leave no files behind."""
+    """Runs `lowmem` in `folder`. A user error must print one short message and leave no files behind."""
     before = set(folder.rglob("*"))
     with inside(folder):
         ended = lowmem(command, *words)
@@ -178,29 +177,29 @@ def train(folder: Path, command: str, *words: object) -> Ended:
     if ended.status == 2:
         assert ended.err.startswith("error: ") or "\nerror: " in ended.err, ended.err
         assert len(ended.err) <= LONGEST, (len(ended.err), ended.err[:LONGEST])
-        assert not (left := set(folder.rglob("*")) - before), (ended.err, left)
+        assert not (files := set(folder.rglob("*")) - before), (ended.err, files)
     return ended
 
 
 def logged(run_dir: Path, name: str = "loss") -> list[float]:
-    """Returns the values of a metric in the order in which they were logged."""
+    """Returns the logged values of a metric in order."""
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return [record[name] for record in records if name in record]
 
 
 @contextlib.contextmanager
 def in_use(folder: Path) -> Iterator[None]:
-    """Inside the context, another process uses a run folder. It is killed at the end."""
-    ours, its = CONTEXT.Pipe()
-    other = CONTEXT.Process(target=_use, args=(folder, its), daemon=True)
-    other.start()
-    its.close()
+    """During the context, another process uses a run folder. The process is killed at the end."""
+    parent_end, child_end = CONTEXT.Pipe()
+    process = CONTEXT.Process(target=_use, args=(folder, child_end), daemon=True)
+    process.start()
+    child_end.close()
     try:
-        ours.recv()
+        parent_end.recv()
         yield
     finally:
-        other.kill()
-        other.join(PATIENCE)
+        process.kill()
+        process.join(PATIENCE)
 
 
 def _use(folder: Path, end: Any) -> None:

@@ -1,4 +1,4 @@
-"""Models whose parameters DeepSpeed ZeRO-3 or FSDP2 shards over the ranks of a group."""
+"""Trains a model on ranks whose parameters DeepSpeed ZeRO-3 or FSDP2 shards."""
 
 import functools
 import os
@@ -41,26 +41,26 @@ def settings_of(rule):
 
 
 def deepspeed_on(rank):
-    """Returns DeepSpeed, initialized on this rank of the group."""
+    """Initializes DeepSpeed on this rank and returns the package."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(dist.get_world_size())}
     os.environ |= {"DS_ACCELERATOR": "cpu", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
     import deepspeed
 
-    # compiling it takes half a minute, and a rank that is killed meanwhile leaves a lock that blocks all others
+    # its compilation takes half a minute, and a rank that is killed during it leaves a lock that blocks all others
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
     return deepspeed
 
 
 def engine(rank, net, stage, optimizer=None):
-    """Returns a DeepSpeed engine of `net`, which is sharded after its creation."""
+    """Returns a DeepSpeed engine that shards an existing model."""
     config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage}}
     config["zero_allow_untested_optimizer"] = True
     return deepspeed_on(rank).initialize(model=net, config=config, optimizer=optimizer)[0]
 
 
 def zero3(rank, make, *, built_whole=False, **options):
-    """Returns `make()` sharded by DeepSpeed without an optimizer. options: entries of zero_optimization."""
+    """Creates a model sharded by DeepSpeed without an optimizer. options: entries of zero_optimization."""
     deepspeed = deepspeed_on(rank)
     config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3, **options}}
     with deepspeed.zero.Init(config_dict_or_path=config, enabled=not built_whole):
@@ -69,12 +69,12 @@ def zero3(rank, make, *, built_whole=False, **options):
 
 
 def whole_first(rank, make, **options):
-    """Like `zero3`, but the model has the initial weights of one device, unlike with `zero.Init`."""
+    """Like `zero3`, but creates the whole model first, so its initial weights are those of one device."""
     return zero3(rank, make, built_whole=True, **options)
 
 
 def fsdp2(rank, make, **options):
-    """Returns `make()` with `fully_shard(**options)` on each callable child and on the root."""
+    """Creates a model and applies `fully_shard(**options)` to each callable child and to the root."""
     from torch.distributed.fsdp import fully_shard
 
     model = make()
@@ -85,7 +85,7 @@ def fsdp2(rank, make, **options):
 
 
 def by_layer(rank, make, **options):
-    """Applies `fully_shard` to each decoder layer and to the rest of a language model, as is usual."""
+    """Applies `fully_shard` to each decoder layer of a language model and to the root, as users do."""
     from torch.distributed.fsdp import fully_shard
 
     model = make()
@@ -108,7 +108,7 @@ def make():
 
 
 def everyones(ids):
-    """Makes all ranks take the same branches, since different ones would deadlock with any optimizer."""
+    """Makes all ranks take the same branch, because different branches would deadlock with any optimizer."""
     ids[:, 0] = ids[0, 0]
     return ids
 
@@ -152,7 +152,7 @@ def assert_alike(results, kind, alone):
     for rank in results:
         assert rank["placement"] == kind
         assert_same(rank["weights"], results[0]["weights"])
-        # sums over rows and elements have a different order
+        # the order of sums over rows and elements differs
         torch.testing.assert_close(rank["weights"], alone["weights"], rtol=1e-5, atol=1e-5)
         assert rank["report"][:2] == alone["report"][:2]
         assert rank["report"][2] == pytest.approx(alone["report"][2], rel=1e-4)
@@ -161,7 +161,7 @@ def assert_alike(results, kind, alone):
 
 
 class Wide(torch.nn.Module):
-    """Parameters whose shards have a MiB or more. DeepSpeed does not put smaller ones into files."""
+    """A model whose shards have at least 1 MiB, because DeepSpeed does not store smaller ones in files."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""A table of the trainers of transformers and TRL, each with a tiny model and suitable data."""
+"""Trainers of transformers and TRL with tiny models and data, and comparisons of their runs."""
 
 import os
 from collections.abc import Callable
@@ -25,12 +25,12 @@ SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "nu
 @cache
 def tokenizer():
     tokenizer = train_tokenizer(SENTENCES, 300)
-    tokenizer.mask_token = "<|user|>"  # any token that does not occur in the text
+    tokenizer.mask_token = "<|user|>"  # a token that does not occur in the text
     return tokenizer
 
 
 def fused(cls):
-    """Returns the class that a user would write."""
+    """Returns a trainer class with the mixin, as a user would define it."""
     return type(f"Fused{cls.__name__}", (FusedTrainerMixin, cls), {})
 
 
@@ -56,18 +56,18 @@ def t5():
 
 
 def tokens(labels: Callable[[list[int], int], object]):
-    """Returns tokenized sentences. A function of the tokens and the row number computes the labels."""
+    """Returns tokenized sentences. labels: a function of the token ids and the row number."""
     rows = [(tokenizer()(sentence)["input_ids"], n) for n, sentence in enumerate(SENTENCES)]
     return [{"input_ids": ids, "attention_mask": [1] * len(ids), "labels": labels(ids, n)} for ids, n in rows]
 
 
 def plain(cls, config, model, collator, rows, **options):
-    """Returns a row for a trainer of transformers."""
+    """Returns a row of `ROWS` for a trainer of transformers."""
     return cls, config, options, {"model": model, "data_collator": collator, "train_dataset": rows}
 
 
 def of_trl(name, rows, model, options, **keywords):
-    """Returns a TRL trainer class and its configuration class."""
+    """Returns a row of `ROWS` for a trainer of TRL."""
     data = {"train_dataset": Dataset.from_list(rows), "processing_class": tokenizer()}
     return getattr(trl, f"{name}Trainer"), getattr(trl, f"{name}Config"), options, {"model": model, **data, **keywords}
 
@@ -120,7 +120,7 @@ def reward():
 
 @cache
 def saved():
-    """A directory with the saved model, from which TRL loads the reference model of a policy."""
+    """Returns a directory with the saved model, from which TRL loads the reference model."""
     folder = TemporaryDirectory()
     llama().save_pretrained(folder.name)
     return folder
@@ -155,7 +155,7 @@ def distillation():
     return of_trl("Distillation", rows, llama(), options, teacher_model=llama())
 
 
-# training arguments of each placement
+# Training arguments of each placement
 SHARDED = {
     "fsdp2": {"fsdp": True, "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}},
     # with the default threshold, all parameters of a small model would stay gathered
@@ -179,7 +179,7 @@ def require_sharding(kind):
 
 
 def require(row):
-    """Skips the test if the installed TRL does not have the trainer or cannot import it."""
+    """Skips the test if the installed TRL does not provide the trainer."""
     if (name := row.partition(",")[0]) in ("SFT", "DPO", "KTO", "Reward", "GRPO", "RLOO", "Distillation"):
         try:
             getattr(trl, f"{name}Trainer")
@@ -225,19 +225,19 @@ def quiet(folder, **arguments):
 
 
 def build(row, folder, mixin, keywords=(), **arguments):
-    """Creates the trainer of a row, with or without the mixin. keywords: arguments of its constructor."""
+    """Creates the trainer of a row, with or without the mixin. keywords: additional arguments of the constructor."""
     require(row)
     cls, config, options, row_keywords = ROWS[row]()
     args = config(**quiet(folder, optim="adamw_torch", weight_decay=0.1) | options | arguments)
-    if mixin:  # with TRL's head, for comparison bit for bit
+    if mixin:  # uses TRL's head, because results must be bitwise equal
         keywords = {"layers": LayersConfig(computed_gradients=False), **dict(keywords)}
     return (fused(cls) if mixin else cls)(args=args, **{**row_keywords, **dict(keywords)})
 
 
 def both(make):
-    """Trains without the mixin and with it. Returns both trainers. make: a function of whether the mixin is used."""
+    """Trains with both trainers, without and with the mixin, and returns them. make: creates a trainer."""
     trainers = []
-    for mixin in (False, True):  # one after the other, since the constructor sets the seed
+    for mixin in (False, True):  # in turn, because the constructor sets the seed
         trainers.append(make(mixin))
         trainers[-1].train()
     return trainers
@@ -248,7 +248,7 @@ def losses(trainer):
 
 
 def assert_same_run(fused, ordinary, approximate=("grad_norm",), other=()):
-    """Compares weights bit for bit, and logs except for `other`. approximate: sums differ in order."""
+    """Compares weights and logs bitwise. approximate: metrics with a tolerance. other: metrics that are ignored."""
     pairs = zip(fused.model.parameters(), ordinary.model.parameters(), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
     for actual, expected in zip(fused.state.log_history, ordinary.state.log_history, strict=True):
@@ -263,10 +263,10 @@ def assert_same_run(fused, ordinary, approximate=("grad_norm",), other=()):
 
 @contextmanager
 def joined(rank):
-    """Makes trainers that are created in the context use the process group of this rank."""
+    """Makes trainers created in this context use the process group of this rank."""
     before = dict(os.environ)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
-    os.environ["MASTER_PORT"] = "29500"  # Accelerate reads it, but the group already exists
+    os.environ["MASTER_PORT"] = "29500"  # required by Accelerate, although the group already exists
     try:
         yield
     finally:

@@ -1,7 +1,7 @@
-"""Tests that provoke an entry of docs/how-to/troubleshooting.md are marked with its heading.
+"""Checks messages that headings of docs/how-to/troubleshooting.md quote.
 
-The mark has the first words: `@pytest.mark.troubleshooting("step ... is torn")`. If the heading quotes a message, the
-test must produce that message.
+A test of a heading is marked with its first words: `@pytest.mark.troubleshooting("step ... is torn")`. If the heading
+quotes a message, the test must produce the message.
 """
 
 import re
@@ -21,25 +21,25 @@ HEADINGS = re.findall(r"^### (.+)$", PAGE, re.MULTILINE)
 
 
 def explained(words: str, *values: Any) -> Any:
-    """Returns a row of a parametrized test that is marked with a heading, given by its first words."""
+    """Returns a parameter set with the mark of a heading. words: the first words of the heading."""
     return pytest.param(*values, marks=pytest.mark.troubleshooting(words))
 
 
 def heading(words: str) -> str:
-    """Returns the heading that begins with these words. There must be exactly one."""
-    (match,) = (each for each in HEADINGS if each.strip("`").startswith(words))
+    """Returns the only heading that begins with these words."""
+    (match,) = (heading for heading in HEADINGS if heading.strip("`").startswith(words))
     return match
 
 
 def quotes(words: str, message: str) -> bool:
-    """Returns whether this heading quotes the message. `...` stands for names and numbers."""
+    """Returns whether a heading quotes the message. In headings, `...` represents names and numbers."""
     parts = map(re.escape, heading(words).strip("`").split("..."))
     return re.search(".*".join(parts), message) is not None
 
 
 @contextmanager
 def heard() -> Iterator[list[str]]:
-    """Yields the list of messages of all package errors and all warnings that are created in the context."""
+    """Yields a list to which the messages of all created `LowmemError`s and warnings are appended."""
     messages: list[str] = []
     warn = warnings.warn
 

@@ -1,4 +1,4 @@
-"""Parameters that kernels update, and copies that the eager sweep updates as a reference."""
+"""Updates parameters by kernels, and copies of them by the eager sweep as a reference."""
 
 from dataclasses import dataclass, field, replace
 
@@ -18,7 +18,7 @@ MARGIN = 4096  # elements
 
 @dataclass
 class Parameter:
-    """A parameter, and a copy that the eager sweep updates. rounding: may also be int8, int10 or int12."""
+    """A parameter with its states, and copies that the eager sweep updates. rounding: or int8, int10 or int12."""
 
     rule: str
     shape: tuple[int, ...]
@@ -27,7 +27,7 @@ class Parameter:
     storage: str = "float32"
     grad: torch.dtype | None = None
     options: dict = field(default_factory=dict)
-    skewed: int = 0  # elements by which tensors are misaligned
+    skewed: int = 0  # number of elements by which tensors are misaligned
     name: str = "w"
 
     def __post_init__(self):
@@ -56,18 +56,19 @@ class Parameter:
         encoded = weight.encode(start.to(self.dtype).float(), Uniform.half(start))
         for n, part in enumerate(encoded):
             self.tensors["param", n].copy_(part)
-        self.expected = {key: each.clone() for key, each in self.tensors.items()}
-        self.expected_small = {key: each.clone() for key, each in self.small.items()}
+        self.expected = {key: tensor.clone() for key, tensor in self.tensors.items()}
+        self.expected_small = {key: tensor.clone() for key, tensor in self.small.items()}
 
     def memory(self, sizes, dtype):
-        """Returns a tensor of zeros between canaries."""
+        """Returns a tensor of zeros between two margins filled with 7."""
         count, before = torch.Size(sizes).numel(), MARGIN + self.skewed
         self.buffers.append(torch.full((before + count + MARGIN,), 7, dtype=dtype))
         return self.buffers[-1][before : before + count].zero_().view(sizes)
 
     def is_intact(self):
-        """Returns whether only the tensors themselves were written, and no canary."""
-        return all(bool((part == 7).all()) for each in self.buffers for part in (each[:MARGIN], each[-MARGIN:]))
+        """Returns whether no kernel has written to the margins."""
+        margins = (margin for buffer in self.buffers for margin in (buffer[:MARGIN], buffer[-MARGIN:]))
+        return all(bool((margin == 7).all()) for margin in margins)
 
     @property
     def draws(self):
@@ -107,65 +108,66 @@ class Parameter:
         return self.by_rule.scalars(self.hyper, step)
 
     def expect(self, grad, step, reading):
-        held = {
+        stored = {
             name: StoredTensor(s, tuple(self.expected[name, n] for n, _ in enumerate(s.parts)))
             for name, s in self.storages.items()
         }
-        weight, small = held.pop("param"), {name: state for (_, name), state in self.expected_small.items()}
+        weight, small = stored.pop("param"), {name: state for (_, name), state in self.expected_small.items()}
         tiles = StoredTiles(
             self.layout, weight, grad, reading, Scalars.of(self.numbers(step)),
             keys=torch.tensor(self.key(step), dtype=torch.int32),
         )  # fmt: skip
         sweep = Sweep(tiles)
-        sizes = self.by_rule.update(sweep, self.spec, held | small)
+        sizes = self.by_rule.update(sweep, self.spec, stored | small)
         return sweep.square_sums, sizes
 
     def differences(self):
-        """Returns by tensor the number of different elements and the largest relative difference."""
-        found = {}
-        for own, expected in ((self.tensors, self.expected), (self.small, self.expected_small)):
-            for key, tensor in own.items():
+        """Returns the number of different elements and the largest relative difference of each tensor."""
+        differences = {}
+        for actual, expected in ((self.tensors, self.expected), (self.small, self.expected_small)):
+            for key, tensor in actual.items():
                 a, b = tensor.double(), expected[key].double()
                 off = (a != b) & ~(a.isnan() & b.isnan())
                 size = max(float(b.abs().max()), 1e-300) if b.numel() else 1.0
-                found[key] = int(off.sum()), float((a - b).abs().max()) / size if b.numel() else 0.0
-        return found
+                differences[key] = int(off.sum()), float((a - b).abs().max()) / size if b.numel() else 0.0
+        return differences
 
     def equalize(self):
-        """Copies the reference, so that the next step starts from equal tensors."""
-        for own, expected in ((self.tensors, self.expected), (self.small, self.expected_small)):
-            for key, tensor in own.items():
+        """Copies the reference to the parameter, so that the next step starts from equal tensors."""
+        for actual, expected in ((self.tensors, self.expected), (self.small, self.expected_small)):
+            for key, tensor in actual.items():
                 tensor.copy_(expected[key])
 
 
-KERNELS = {}  # shared by all tests
+KERNELS = {}  # cache for all tests
 
 
 def batches_of(parameters, reading, aligned=False, ranks=None):
-    """Yields the parameters of each kind, with their batch."""
+    """Yields the parameters of each kind with their `Batch`."""
     from lowmem.kernels import Batch, Kernels
 
     kinds = {}
-    for each in parameters:
-        spec = each.rule, replace(each.spec, view=None), tuple(each.spec.states.items())
-        kinds.setdefault((each.kind(one(reading, 0)), each.layout.shape[1] == 1, spec), []).append(each)
-    for like, of in kinds.items():
-        if (like, aligned) not in KERNELS:
-            traced, one_row = of[0].traced(one(reading, 0)), of[0].layout.shape[1] == 1
-            KERNELS[like, aligned] = Kernels(traced, one_row=one_row, aligned=aligned)
-            KERNELS[like, aligned].compile()
-        members = [each.member(n * len(each.numbers(1)), n) for n, each in enumerate(of)]
-        yield of, Batch(KERNELS[like, aligned], members, ranks)
+    for param in parameters:
+        spec = param.rule, replace(param.spec, view=None), tuple(param.spec.states.items())
+        kinds.setdefault((param.kind(one(reading, 0)), param.layout.shape[1] == 1, spec), []).append(param)
+    for kind, params in kinds.items():
+        if (kind, aligned) not in KERNELS:
+            traced, one_row = params[0].traced(one(reading, 0)), params[0].layout.shape[1] == 1
+            KERNELS[kind, aligned] = Kernels(traced, one_row=one_row, aligned=aligned)
+            KERNELS[kind, aligned].compile()
+        members = [param.member(n * len(param.numbers(1)), n) for n, param in enumerate(params)]
+        yield params, Batch(KERNELS[kind, aligned], members, ranks)
 
 
 def one(reading, n):
-    """Returns the reading of parameter `n` alone."""
-    return replace(reading, **{name: each[n : n + 1] for (_, name), each in reading.tensors.items() if each.ndim})
+    """Returns the `Reading` of parameter `n`."""
+    tensors = {name: tensor[n : n + 1] for (_, name), tensor in reading.tensors.items() if tensor.ndim}
+    return replace(reading, **tensors)
 
 
-def run(batch, of, grads, step, reading):
-    numbers = [number for each in of for number in each.numbers(step).values()]
-    keys = torch.tensor([each.key(step) for each in of], dtype=torch.int32)
+def run(batch, params, grads, step, reading):
+    numbers = [number for param in params for number in param.numbers(step).values()]
+    keys = torch.tensor([param.key(step) for param in params], dtype=torch.int32)
     return batch.run(grads, torch.tensor(numbers, dtype=torch.float64), keys, reading)
 
 
@@ -174,28 +176,28 @@ def update(parameters, steps=2, reading=None, aligned=False, spoil=None):
     parameter with an infinite gradient.
 
     Returns:
-        By tensor, the number of elements that differ after some step, and the largest difference relative to the
-        largest element.
+        For each tensor, the number of elements that differ, summed over steps, and the largest difference relative to
+        the largest element.
     """
     reading, worst = reading or Reading(), {}
-    for of, batch in batches_of(parameters, reading, aligned):
+    for params, batch in batches_of(parameters, reading, aligned):
         for step in range(1, steps + 1):
-            grads = [each.gradient(step) for each in of]
-            for each, grad in zip(of, grads, strict=True):
-                if each.name == spoil:
+            grads = [param.gradient(step) for param in params]
+            for param, grad in zip(params, grads, strict=True):
+                if param.name == spoil:
                     grad.view(-1)[-1] = torch.inf
-            results = run(batch, of, grads, step, reading)
-            for n, (each, grad) in enumerate(zip(of, grads, strict=True)):
-                square_sums, sizes = each.expect(grad, step, one(reading, n))
+            results = run(batch, params, grads, step, reading)
+            for n, (param, grad) in enumerate(zip(params, grads, strict=True)):
+                square_sums, sizes = param.expect(grad, step, one(reading, n))
                 if "square_sums" in results:
                     close(results["square_sums"][n : n + 1], square_sums)
                 assert ("sizes" in results) == (sizes is not None)
                 if sizes is not None:
                     close(results["sizes"][n : n + 1].float(), sizes)
-                for key, (different, relative) in each.differences().items():
+                for key, (different, relative) in param.differences().items():
                     before = worst.get(key, (0, 0.0))
                     worst[key] = before[0] + different, max(before[1], relative)
-                each.equalize()
+                param.equalize()
     return worst
 
 

@@ -1,4 +1,4 @@
-"""Small models of images and text, their processors, and rows with images. None of them needs torchvision."""
+"""Small vision-language models, their processors, and rows with images. They do not require torchvision."""
 
 import random
 from pathlib import Path
@@ -24,7 +24,7 @@ TOWER = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "nu
 
 
 def save(folder: Path, kind: str = "llava", **text: Any) -> Path:
-    """Saves a model and its processor, which scales images to one size or splits them, in a directory."""
+    """Saves a model and its processor in a directory. The processor scales (llava) or splits images (idefics3)."""
     special = ["<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>"]
     tokenizer = train_tokenizer([*runs.SENTENCES, "where who 0123456789"], 300)
     tokenizer.add_special_tokens({"additional_special_tokens": special})
@@ -53,12 +53,12 @@ def save(folder: Path, kind: str = "llava", **text: Any) -> Path:
 
 
 def rows(folder: Path, count: int = 8, command: str = "sft") -> list[dict[str, Any]]:
-    """Returns rows of a command, each with an image of a different size in `folder`."""
-    source, found = random.Random(0), []
+    """Returns training rows of a command. Each has an image of a different size, which is saved in `folder`."""
+    source, examples = random.Random(0), []
     for number in range(count):
         size, path = (32 + 8 * number, 40), folder / f"{number}.png"
         Image.frombytes("RGB", size, source.randbytes(3 * size[0] * size[1])).save(path)
         question, answer = runs.user(f"where {number}"), runs.assistant(runs.SENTENCES[number])
         row = {"prompt": question, "chosen": answer, "rejected": runs.assistant("who")}
-        found.append({"images": [str(path)], **(row if command == "dpo" else {"messages": question + answer})})
-    return found
+        examples.append({"images": [str(path)], **(row if command == "dpo" else {"messages": question + answer})})
+    return examples

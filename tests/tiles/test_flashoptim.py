@@ -1,5 +1,5 @@
-"""The 8-bit formats, compared with FlashOptim's definitions in float64 (arXiv:2602.23349,
-github.com/databricks/flashoptim), and their behavior at the ends of their ranges.
+"""Compares the 8-bit formats with FlashOptim's definitions in float64 (arXiv:2602.23349,
+github.com/databricks/flashoptim), and tests the limits of their ranges.
 """
 
 import numpy as np

@@ -1,4 +1,4 @@
-"""The compiler may fail, and is loaded on the calling thread when the first update is compiled."""
+"""Tests errors of the compiler, and that the calling thread loads it when the first update is compiled."""
 
 import logging
 import threading

@@ -35,7 +35,7 @@ def test_shapes_of_states():
 def views(draw):
     shape = tuple(draw(st.lists(st.integers(1, 4), max_size=5)))
     roles = [draw(st.integers(0, 2)) for _ in shape]
-    return shape, View(*(tuple(d for d, role in enumerate(roles) if role == each) for each in range(3)))
+    return shape, View(*(tuple(d for d, role in enumerate(roles) if role == kind) for kind in range(3)))
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_a_layout_covers_its_elements_exactly_once(case, is_shard, data):
         stop = data.draw(st.integers(start, whole.numel()))
         local, layout = whole.flatten()[start:stop].clone(), Layout.of(shape, view, start, stop)
     seen = torch.full(layout.shape, -1.0)
-    for rect, block in zip((each.rect for each in layout.rectangles), layout.views(local), strict=True):
+    for rect, block in zip((entry.rect for entry in layout.rectangles), layout.views(local), strict=True):
         assert block.numel() == 0 or block.untyped_storage().data_ptr() == local.untyped_storage().data_ptr()
         assert (seen[rect.batch, rect.rows, rect.cols] == -1).all()
         seen[rect.batch, rect.rows, rect.cols] = block

@@ -136,8 +136,8 @@ def test_autograd_saves_quantized_weights(shape, bias, trained):
         out = F.linear(x, quantized, ones if bias else None)
     assert torch.equal(out, F.linear(x, matrix, ones if bias else None))
     if trained or not bias or shape[-1] == 128:  # otherwise torch expands and saves a frozen weight
-        assert any(isinstance(each, QuantizedWeight) for each in saved)
-        assert all(isinstance(each, QuantizedWeight) or each.numel() == x.numel() for each in saved)
+        assert any(isinstance(tensor, QuantizedWeight) for tensor in saved)
+        assert all(isinstance(tensor, QuantizedWeight) or tensor.numel() == x.numel() for tensor in saved)
 
 
 @pytest.mark.parametrize("autocast", [False, True])

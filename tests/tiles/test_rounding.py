@@ -1,4 +1,4 @@
-"""Roundings to 16 bits, and the random bits of an element."""
+"""Tests rounding to 16 bits, and the random bits of elements."""
 
 import itertools
 import math
@@ -30,7 +30,7 @@ def floats_of_all_kinds():
 
 @HALVES
 def test_rounding_to_nearest_equals_a_cast(dtype):
-    """For bfloat16 up to 2¹⁰⁰ only; beyond that, part of the rounding is left to a cast."""
+    """For bfloat16, this holds up to 2¹⁰⁰. Above, a cast does part of the rounding."""
     value = floats_of_all_kinds()
     value = torch.cat([value[value.abs() < 2.0**100] if dtype == torch.bfloat16 else value, NOT_FINITE])
     rounded = rounding.nearest(value, dtype)

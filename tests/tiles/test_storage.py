@@ -1,4 +1,4 @@
-"""Properties of every storage: one table of storages, and one test per property."""
+"""Tests the properties of all storages, with one table of storages and one test per property."""
 
 import math
 from functools import partial
@@ -168,7 +168,7 @@ def test_storage_is_monotonic(storage):
 
 @each(STAYING)
 def test_storing_twice_does_not_change_a_bit(storage):
-    """For any random numbers and group sizes, and for every significand of a bfloat16 scale."""
+    """This holds for all random numbers and group sizes, and for every significand of a bfloat16 scale."""
     significands = torch.arange(128, 256)[:, None] * 2.0**-7
     for exponent in (-10, 0, 10) if getattr(storage, "dtype", None) == torch.float16 else (-100, 0, 100):
         stored = store(storage, random_rows(storage, 128) * significands * 2.0**exponent)
@@ -180,7 +180,7 @@ def test_storing_twice_does_not_change_a_bit(storage):
 @each(STORAGES)
 @pytest.mark.parametrize("number", [0, LAST])
 def test_zeros_stay_zeros(storage, number):
-    """In groups of zeros, and for signed formats in all other groups."""
+    """This holds in groups of zeros, and for signed formats in all other groups, too."""
     value = random_rows(storage)
     value[1], value[2], value[3, 4] = 0.0, -0.0, 0.0
     nothing = tuple(torch.zeros(4, LENGTH // part.group, dtype=part.dtype) for part in storage.parts)

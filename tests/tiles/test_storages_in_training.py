@@ -1,4 +1,4 @@
-"""Storage formats of weights and states in optimizer updates, including one that a third party registered."""
+"""Tests storage formats of weights and states in optimizer updates, including a third-party format."""
 
 import itertools
 from dataclasses import dataclass

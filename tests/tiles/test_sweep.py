@@ -137,11 +137,11 @@ def test_temporaries_of_one_update(rule, rounding_name):
     weight = storage.of_weight(rounding_name, torch.bfloat16)
     extra = [torch.zeros(shape, dtype=part.dtype) for part in weight.parts[1:]]
     with Memory() as memory:
-        given = {"scalars": Scalars.of(rule.scalars(rule.defaults, 1)), "keys": key(1)}
-        one = StoredTiles(Layout.of(shape, spec.view), StoredTensor(weight, (param, *extra)), grad, **given)
-        rule.update(Sweep(one), spec, with_storages(spec, states))
-    kept = sum(tensor.untyped_storage().nbytes() for tensor in (param, grad, *extra, *states.values()))
-    assert kept <= memory.most <= kept + 8 * MIB
+        arguments = {"scalars": Scalars.of(rule.scalars(rule.defaults, 1)), "keys": key(1)}
+        tiles = StoredTiles(Layout.of(shape, spec.view), StoredTensor(weight, (param, *extra)), grad, **arguments)
+        rule.update(Sweep(tiles), spec, with_storages(spec, states))
+    persistent = sum(tensor.untyped_storage().nbytes() for tensor in (param, grad, *extra, *states.values()))
+    assert persistent <= memory.most <= persistent + 8 * MIB
 
 
 MANY = 1 << 34
@@ -190,7 +190,7 @@ def test_each_row_and_each_tensor_has_its_own_noise():
     keys = torch.tensor([[7], [7 << 20]], dtype=torch.int32)
     tiles = StoredTiles(Layout.of(shape, View.matrix(3)), weight, torch.zeros(shape), members=2, keys=keys)
     Sweep(tiles).apply(both_halfway, full={"state": state})
-    rows = [tuple(row) for held in (weight, state) for row in held.parts[0].view(-1, 64).tolist()]
+    rows = [tuple(row) for tensor in (weight, state) for row in tensor.parts[0].view(-1, 64).tolist()]
     assert len(set(rows)) == len(rows) == 24
 
 

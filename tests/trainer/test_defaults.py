@@ -78,12 +78,12 @@ def test_the_default_comes_from_the_arguments_class(tiny_llama, tmp_path):
     assert rate != DEFAULT
     fused = FusedConfig(rule="adalomo")
     common = {"output_dir": str(tmp_path), "report_to": "none", "max_grad_norm": 0.0}
-    for cls, value, asked in (
+    for cls, value, raises in (
         (TrainingArguments, DEFAULT, True), (TrainingArguments, rate, False),
         (trl.DPOConfig, rate, True), (trl.DPOConfig, DEFAULT, False),
     ):  # fmt: skip
         args = cls(learning_rate=value, **common, **({"bf16": False} if cls is trl.DPOConfig else {}))
-        if asked:
+        if raises:
             with pytest.raises(ConfigError, match=f"is the default of {cls.__name__}"):
                 FusedTrainer(tiny_llama(), args, fused=fused)
         else:

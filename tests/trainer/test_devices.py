@@ -33,7 +33,7 @@ def folder(tmp_path_factory):
 
 
 def offloaded(folder, way, tmp_path):
-    """A model that Accelerate moves to its device one part at a time."""
+    """Returns a model that Accelerate moves to its device one part at a time."""
     if way == "cpu_offload":
         return accelerate.cpu_offload(hf.AutoModelForCausalLM.from_pretrained(folder))
     places = {"model": "cpu", "lm_head": "disk"}
@@ -67,10 +67,10 @@ def test_weights_are_quantized_before_they_get_to_the_gpu(row, folder, tmp_path,
     """Weights are quantized one at a time, so neither the GPU nor the host stores all of them in two formats."""
     on_host = []
 
-    def quantized(weight, of=QuantizedWeight.of, **options):
-        new = of(weight, **options)
+    def quantized(weight, quantize=QuantizedWeight.of, **options):
+        new = quantize(weight, **options)
         on_host.append(ref(new.parts[0]))
-        assert sum(each() is not None and each().device.type == "cpu" for each in on_host) == 1
+        assert sum(reference() is not None and reference().device.type == "cpu" for reference in on_host) == 1
         return new
 
     monkeypatch.setattr(QuantizedWeight, "of", quantized)
@@ -84,8 +84,8 @@ def test_weights_are_quantized_before_they_get_to_the_gpu(row, folder, tmp_path,
     parts = [part for param in trainer.model.parameters() for part in tensors_of(param)]
     assert {part.device.type for part in parts} == {"cuda"}
     others = [trainer.ref_model] if row == "DPO" else []
-    held = sum(part.nbytes for part in [*parts, *(param for other in others for param in other.parameters())])
-    assert torch.cuda.max_memory_allocated() - before <= 1.05 * held
+    expected = sum(part.nbytes for part in [*parts, *(param for other in others for param in other.parameters())])
+    assert torch.cuda.max_memory_allocated() - before <= 1.05 * expected
 
 
 @NEEDS_A_GPU

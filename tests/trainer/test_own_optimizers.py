@@ -1,4 +1,4 @@
-"""Trainers that choose the optimizer, override the training loop or load checkpoints, with and without the mixin."""
+"""Trainers that choose the optimizer, override the training loop or load checkpoints train alike with the mixin."""
 
 import logging
 
@@ -187,9 +187,9 @@ def test_a_custom_loop_is_clipped_only_on_request(make):
     with pytest.raises(ConfigError, match=r"FusedOwnLoop has a custom training loop.* set max_grad_norm=0"):
         trainer.train()
     assert all(map(torch.equal, start, weights(trainer)))
-    asked = make(fused(OwnLoop), optim="adamw_torch", max_grad_norm=0.1, fused=lowmem.FusedConfig(clip_norm=0.1))
-    asked.train()
-    assert asked.optimizer.last_step.clip_coef < 1
+    clipped = make(fused(OwnLoop), optim="adamw_torch", max_grad_norm=0.1, fused=lowmem.FusedConfig(clip_norm=0.1))
+    clipped.train()
+    assert clipped.optimizer.last_step.clip_coef < 1
 
 
 def test_a_class_with_custom_checkpoint_loading(make):

@@ -1,4 +1,4 @@
-"""Packed samples train as if each were alone, or the trainer raises."""
+"""Packed samples train like separate samples, or the trainer raises an error."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Trainers of models with quantized weights."""
+"""Tests trainers of models with quantized weights."""
 
 import pytest
 import torch
@@ -15,11 +15,11 @@ SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_key_value_heads": 4}
 
 @pytest.fixture
 def trainer(make, tiny_llama):
-    def of(weight_format="int10", model=None, rule="adalomo", **arguments):
+    def make_trainer(weight_format="int10", model=None, rule="adalomo", **arguments):
         fused = FusedConfig(rule=rule, weight_format=weight_format)
         return make(model=model or tiny_llama(torch.bfloat16, attention_dropout=0.1, **SIZES), fused=fused, **arguments)
 
-    return of
+    return make_trainer
 
 
 @pytest.mark.cpu_only("auto takes two passes on a CPU only")

@@ -1,19 +1,19 @@
-"""A GPU made of host memory: after `install`, "cuda" is a device of this process whose kernels are the CPU's.
+"""Simulates a GPU in host memory: after `install`, "cuda" tensors have separate storages, and CPU kernels compute them.
 
-Its tensors are real. There are storages on `cuda:0`, streams, events, pinned memory, generators, autocast, and the
-memory figures of torch.cuda, and autograd runs backward in a thread of the device. On purpose it is as unhelpful as a
-GPU may be:
+The simulation includes streams, events, pinned memory, random generators, autocast and the memory statistics of
+torch.cuda. Autograd runs the backward of "cuda" tensors in a separate thread. The device makes typical errors visible:
 
-- Fresh and freed memory is full of NaN, and a kernel that reads it is reported ("unwritten").
-- Copies on a side stream happen as late as possible: when something that comes after them runs, or the host waits for
-  them. Copies into pinned memory arrive when the host has waited for them.
-- Every stream has a vector clock. Uses of the same memory without an order between them are reported ("race").
-- Everything that the host waits for is reported with the line that does ("sync", "wait"), and
+- Uninitialized and freed memory contains NaN. A kernel that reads it is reported ("unwritten").
+- A copy on a side stream is delayed until an operation that is ordered after it runs, or until the host waits for it.
+  The result of a copy into pinned memory is visible to the host only after the host has waited for the copy.
+- Every stream has a vector clock. Unordered uses of the same memory are reported ("race").
+- If the host waits for the device, the line of code that waits is reported ("sync", "wait"), and
   `torch.cuda.set_sync_debug_mode` works.
-- Tensors of different devices do not mix.
+- Operations that mix tensors of different devices raise an error.
 
-It cannot compile (Triton and Inductor), communicate (NCCL), tell time, or round as a GPU does. A CPU build of PyTorch
-and a C++ compiler are required. device.cpp is the device; cuda.py adds to torch.cuda what such a build lacks.
+Compilation (Triton and Inductor), communication (NCCL), durations, and the rounding of a real GPU are not simulated. A
+CPU build of PyTorch and a C++ compiler are required. device.cpp implements the device, and cuda.py provides the
+functions of torch.cuda that a CPU build lacks.
 """
 
 import atexit
@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 SOURCE = Path(__file__).with_name("device.cpp")
-# Compiled libraries, which all processes and later runs of the suite share.
+# Directory of compiled libraries, shared by all processes and by later runs of the tests.
 CACHE = Path(tempfile.gettempdir()) / f"lowmem-tests-simgpu-{os.getuid()}"
 FLAGS = ["-std=c++20", "-O2", "-fPIC", "-shared", "-w"]
 
@@ -47,12 +47,12 @@ library: ctypes.CDLL
 
 
 def compiler() -> str | None:
-    """Returns the C++ compiler of this machine, or None."""
+    """Returns the path of a C++ compiler, or None if there is none."""
     return next(filter(None, map(shutil.which, (os.environ.get("CXX", "c++"), "g++", "clang++"))), None)
 
 
 def build() -> Path:
-    """Returns the path of the library. Compiles it unless it exists for this version of PyTorch and this source."""
+    """Returns the path of the library, and compiles it unless this source is cached for this version of PyTorch."""
     torch = Path(importlib.util.find_spec("torch").origin).parent  # not imported: the library must be loaded first
     includes = [f"-I{torch}/include", f"-I{torch}/include/torch/csrc/api/include"]
     links = [f"-L{torch}/lib", "-ltorch_cpu", "-ltorch", "-lc10", f"-Wl,-rpath,{torch}/lib"]
@@ -61,7 +61,7 @@ def build() -> Path:
     target = CACHE / f"{key}.so"
     CACHE.mkdir(exist_ok=True)
     with (CACHE / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # only one of the processes that start together builds it
+        fcntl.flock(lock, fcntl.LOCK_EX)  # processes that start together must not compile it twice
         if not target.exists():
             unfinished = target.with_suffix(".unfinished")
             subprocess.run([compiler(), *FLAGS, *includes, SOURCE, "-o", unfinished, *links], check=True)
@@ -70,13 +70,13 @@ def build() -> Path:
 
 
 def install(devices: int = 1) -> None:
-    """Makes "cuda" a device of this process.
+    """Registers the simulated device "cuda" in this process.
 
     Args:
         devices: number of devices.
 
     Raises:
-        RuntimeError: torch has been imported already, which asks for the hooks of CUDA as it is imported.
+        RuntimeError: torch has already been imported. It looks for the CUDA hooks only during its import.
     """
     global library
     if "torch" in sys.modules:
@@ -87,25 +87,25 @@ def install(devices: int = 1) -> None:
     library.sim_generator_seed.restype = ctypes.c_uint64
     library.sim_set_devices(devices)
     library.sim_callback(_report)
-    atexit.register(library.sim_callback, None)  # Python cannot be called once it shuts down
+    atexit.register(library.sim_callback, None)  # Python must not be called while it shuts down
 
-    import support.simgpu.cuda  # noqa: F401 (which replaces the functions of torch.cuda)
+    import support.simgpu.cuda  # noqa: F401 (the import replaces functions of torch.cuda)
 
 
 # -- reports -----------------------------------------------------------------------------------------------------------
 
 
 class Event(NamedTuple):
-    """Something that the device reported.
+    """A report of the device.
 
     Attributes:
-        kind: "race"; "unwritten" (memory was read before it was written); "sync" (the host waits for an operation);
-            "wait" (the host waits for an event, a stream or a device); "pageable" (a copy that is staged on the host);
-            "async" (a copy that goes on while the host does).
-        what: the operation.
-        size: bytes.
-        where: the innermost line of Python, and the innermost line of lowmem.
-        thread: the thread that did it.
+        kind: "race"; "unwritten" (a read of uninitialized memory); "sync" (the host waits for an operation); "wait"
+            (the host waits for an event, a stream or a device); "pageable" (a copy from pageable memory, which is
+            staged on the host); "async" (a copy that runs asynchronously to the host).
+        what: the operation or a description of the error.
+        size: number of bytes.
+        where: the innermost Python line, followed by the innermost line in lowmem if it is a different one.
+        thread: identifier of the Python thread.
     """
 
     kind: str
@@ -120,7 +120,7 @@ events: list[Event] = []
 
 @contextmanager
 def watch(*kinds: str) -> Iterator[list[Event]]:
-    """Yields a list to which the events of these kinds (default: all) are added at the end of the context."""
+    """Yields a list. At the end of the context, events of these kinds (by default all) are appended to it."""
     first, inside = len(events), []
     try:
         yield inside
@@ -130,16 +130,16 @@ def watch(*kinds: str) -> Iterator[list[Event]]:
 
 @contextmanager
 def provoke(*kinds: str) -> Iterator[list[Event]]:
-    """Like `watch`, for deliberate faults: these events are not reported anywhere else."""
+    """Like `watch`, for errors that a test causes deliberately: the events are removed from `events`."""
     first = len(events)
     with watch(*kinds) as inside:
         yield inside
     events[first:] = [event for event in events[first:] if event.kind not in kinds]
 
 
-def summary(listed: list[Event]) -> str:
-    """Returns a table of events with one row per line of code and kind, the most frequent first."""
-    counts = Counter((event.kind, event.what, event.where) for event in listed)
+def summary(reported: list[Event]) -> str:
+    """Returns a table with the number of events per kind, operation and line of code, most frequent first."""
+    counts = Counter((event.kind, event.what, event.where) for event in reported)
     return "\n".join(f"{count:6d} {kind:9s} {what} @ {where}" for (kind, what, where), count in counts.most_common())
 
 
@@ -147,14 +147,14 @@ def summary(listed: list[Event]) -> str:
 def _report(kind, what, size):
     try:
         events.append(Event(kind.decode(), what.decode(), size, _where(), threading.get_ident()))
-    except Exception:  # ctypes would print it without the line
+    except Exception:  # ctypes would print the error without a traceback
         traceback.print_exc()
 
 
 def _where() -> str:
     try:
         frame = sys._getframe(2)
-    except ValueError:  # a thread of autograd outside of hooks
+    except ValueError:  # an autograd thread that is not running a Python hook
         return "autograd"
     lines = []
     while frame is not None:

@@ -1,7 +1,7 @@
-"""The functions and classes of torch.cuda for the simulated GPU, each under its own name there.
+"""Implements functions and classes of torch.cuda for the simulated GPU, under the names that they have there.
 
-Importing this module puts them into torch.cuda. With kernels and hooks for the device, a CPU build of PyTorch has its
-tensors, and torch.accelerator works, but torch.cuda raises "Torch not compiled with CUDA enabled".
+Importing this module replaces them in torch.cuda. The kernels and hooks in device.cpp are sufficient for "cuda" tensors
+and torch.accelerator in a CPU build of PyTorch, but torch.cuda would raise "Torch not compiled with CUDA enabled".
 """
 
 import ctypes
@@ -14,7 +14,7 @@ import torch
 from support import simgpu
 from torch import accelerator
 
-assert accelerator.current_accelerator() is not None, "torch asked for the hooks of CUDA before they were there"
+assert accelerator.current_accelerator() is not None, "torch looked for the CUDA hooks before they were registered"
 TOTAL_MEMORY = simgpu.library.sim_memory()
 DEVICES = simgpu.library.sim_devices()
 
@@ -22,13 +22,13 @@ DEVICES = simgpu.library.sim_devices()
 
 
 def index_of(device=None):
-    """Returns the index of a device, which is the current one if none is named."""
+    """Returns the index of a device, or the current device's index if the argument does not have one."""
     index = device if device is None or isinstance(device, int) else torch.device(device).index
     return accelerator.current_device_index() if index is None or index < 0 else index
 
 
 def always(value, count):
-    """Returns functions that return a value: separate objects, because torch._dynamo puts them into a table."""
+    """Returns `count` functions that return `value`: separate objects, since torch._dynamo uses them as keys."""
     return [lambda *_, value=value, **__: value for _ in range(count)]
 
 
@@ -64,7 +64,7 @@ _maybe_exchange_device = _exchange_device
 
 
 class device:
-    """Context manager that changes the current device. None and -1 change nothing."""
+    """Context manager that changes the current device, except for None and -1."""
 
     def __init__(self, device):
         self._index = index_of(device)
@@ -143,13 +143,13 @@ def stream(stream):
     if stream is None:
         yield
         return
-    here, there = current_stream(), current_stream(stream.device)
+    current, on_device = current_stream(), current_stream(stream.device)
     set_stream(stream)
     try:
         yield
     finally:
-        set_stream(there)
-        set_stream(here)
+        set_stream(on_device)
+        set_stream(current)
 
 
 def synchronize(device=None):
@@ -182,7 +182,7 @@ def memory_reserved(device=None):
     return simgpu.library.sim_reserved(index_of(device))
 
 
-max_memory_reserved = memory_reserved  # no memory is returned to the system
+max_memory_reserved = memory_reserved  # memory is never returned to the system
 
 
 def memory_stats(device=None):
@@ -215,7 +215,7 @@ def mem_get_info(device=None):
 
 
 def _record_memory_history(**options):
-    """Does nothing, since there is no history."""
+    """Does nothing, because the simulation does not record a history."""
 
 
 def _dump_snapshot(filename):
@@ -230,7 +230,7 @@ def cudart():
 
 
 class DefaultGenerator:
-    """The default generator of a device. torch.random calls `get_state` and `set_state`."""
+    """The default random generator of a device, with the methods that torch.random and torch.cuda call."""
 
     def __init__(self, index):
         self.device, self._index = torch.device("cuda", index), index
@@ -293,7 +293,7 @@ def set_rng_state_all(states):
         generator.set_state(state)
 
 
-# -- into torch --------------------------------------------------------------------------------------------------------
+# -- registration in torch ---------------------------------------------------------------------------------------------
 
 for name, value in dict(globals()).items():
     for module in (torch.cuda, torch.cuda.streams, torch.cuda.memory, torch.cuda.random):
@@ -302,12 +302,12 @@ for name, value in dict(globals()).items():
 torch.cuda.default_generators = default_generators
 
 torch.version.cuda = "13.0"
-torch.cuda._initialized = True  # otherwise torch.utils.checkpoint does not restore random numbers
+torch.cuda._initialized = True  # otherwise torch.utils.checkpoint does not restore the random state
 torch.backends.cuda.is_built = lambda: True
 torch.accelerator.empty_cache = empty_cache
 torch.random._seed_custom_device = lambda seed: None
 
-# C functions that a CPU build lacks. They are separate objects, because torch._dynamo puts them into a table.
+# C functions that a CPU build lacks. They are separate objects, since torch._dynamo uses functions as dictionary keys.
 torch._C._cuda_getCurrentRawStream = lambda device: 0
 torch._C._cuda_isCurrentStreamCapturing = lambda: False
 torch._C._cuda_sleep = lambda cycles: None
@@ -319,7 +319,7 @@ torch._C._cuda_getArchFlags = lambda: "sm_90"
 torch._C._cuda_synchronize = lambda: synchronize()
 torch._C._cuda_emptyCache = lambda: None
 
-# A CPU build creates storages only on the CPU, so they are copied as tensors.
+# A CPU build can create storages only on the CPU, so storages are copied as uint8 tensors.
 storage_to, storage_clone = torch.storage._to, torch.storage._StorageBase.clone
 storage_resize = torch.UntypedStorage.resize_
 

@@ -1,9 +1,9 @@
-// A GPU made of host memory: tensors of device "cuda" have storages of their own, and their kernels are the CPU's.
+// Simulates a GPU in host memory: "cuda" tensors have separate storages, and CPU kernels compute them.
 //
-// An operation on such tensors arrives at `run_on_cpu`, which calls the same operation with CPU tensors on the same
-// memory. Everything else is what a GPU has around its kernels: streams and events, memory that is reused, pinned
-// memory, random generators, and the hooks by which PyTorch asks for them. __init__.py says how it behaves, and on
-// purpose.
+// PyTorch's dispatcher calls `run_on_cpu` for an operation on such tensors. It runs the same operation on CPU tensors
+// that share their memory. The rest of this file implements the environment of kernels: streams and events, a caching
+// allocator, pinned memory, random generators, and the hooks through which PyTorch uses them. The docstring of
+// __init__.py describes the behavior and its reasons.
 
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
@@ -34,25 +34,25 @@ using c10::Storage;
 using c10::Stream;
 
 constexpr auto GPU = c10::DeviceType::CUDA;
-constexpr int MOST_DEVICES = 8;
+constexpr int MAX_DEVICES = 8;
 constexpr int64_t MEMORY = int64_t(80) << 30;  // bytes per device
 
-// Fresh and freed memory is full of this: as floating-point numbers of 16 bits and more it is NaN, and not one that
-// kernels make.
+// The pattern of uninitialized and freed memory. As a floating-point number of at least 16 bits, it is a NaN that
+// kernels do not produce.
 constexpr uint16_t UNWRITTEN = 0xFFFB;
 void make_unwritten(char* start, size_t bytes) { std::fill_n((uint16_t*)start, bytes / sizeof(UNWRITTEN), UNWRITTEN); }
 
 int devices = 1;
 thread_local int current_device = 0;
 
-// Everything below that is shared by threads is used under this lock. Under it nothing may wait for Python's lock, which a
-// thread may have that waits for this one: Python is not called, and tensors and storages are moved but never copied or
-// released, because Python counts the references to them. Globals that PyTorch may use while the process
-// ends are never destroyed.
+// Protects all state below that threads share. While a thread holds this lock, it must not wait for Python's global
+// interpreter lock (GIL), because a thread that holds the GIL may be waiting for this lock. It therefore does not call
+// Python, and it moves tensors and storages instead of copying or releasing them, because Python counts references to
+// them. Globals that PyTorch may use while the process exits are never destroyed.
 auto& lock = *new std::recursive_mutex;
 using Locked = std::lock_guard<std::recursive_mutex>;
 
-// ---- Reports: what Python is told -----------------------------------------------------------------------------------
+// ---- Reports, which are passed to Python ----------------------------------------------------------------------------
 
 using Callback = void (*)(const char* kind, const char* what, int64_t bytes);
 Callback callback = nullptr;
@@ -63,18 +63,18 @@ struct Report {
 };
 using Reports = std::vector<Report>;
 
-// Calls Python, and so must not be called under the lock: another thread may have Python's and wait for ours.
-void tell(const Reports& reports) {
+// Passes reports to Python. The caller must not hold the lock (see above).
+void deliver(const Reports& reports) {
   for (auto& report : reports)
     if (callback) callback(report.kind.c_str(), report.what.c_str(), report.bytes);
 }
 
-// ---- Streams: copies happen as late as they may ---------------------------------------------------------------------
+// ---- Streams, which delay copies as long as possible ----------------------------------------------------------------
 //
-// Operations of a stream are numbered. A vector clock says how many operations of each stream come before something:
-// before the next operation of a stream, or before an event. Kernels run at once, after the queued copies that come
-// before them. Copies on a side stream are queued until something that comes after them runs, or until the host waits
-// for it.
+// The operations of a stream are numbered. The vector clock of an event, or of the next operation of a stream, contains
+// how many operations of each stream are ordered before it. A kernel runs immediately, after the queued copies that are
+// ordered before it. A copy on a side stream is queued until an operation that is ordered after it runs, or until the
+// host waits for it.
 
 using StreamKey = std::pair<int, int64_t>;  // device, id
 using Clock = std::map<StreamKey, int64_t>;
@@ -85,17 +85,17 @@ struct QueuedCopy {
   char *to, *from;
   size_t bytes;
   bool to_host;
-  Storage host;  // pinned memory is not given back before
+  Storage host;  // keeps pinned memory allocated until the copy is complete
 };
 
-struct Arrival {  // a copy to pinned memory that has been made, and that the host sees once it has waited for it
+struct Arrival {  // a completed copy to pinned memory, which the host sees only after it has waited for the copy
   int64_t number;
   char* to;
   std::vector<char> bytes;
   Storage host;
 };
 
-struct Departure {  // a copy from pinned memory that the host has not waited for: it may not write there until it has
+struct Departure {  // a copy from pinned memory, which the host must not write to before it has waited for the copy
   int64_t number;
   char* from;
   std::vector<char> bytes;
@@ -110,9 +110,9 @@ struct StreamState {
 };
 
 auto& streams = *new std::map<StreamKey, StreamState>;
-auto& waited_for = *new Clock;  // by the host
+auto& waited_for = *new Clock;  // operations for which the host has waited
 auto& finished =
-    *new std::vector<Storage>;  // pinned memory that copies no longer need, to be released without the lock
+    *new std::vector<Storage>;  // pinned memory of completed copies, released after the lock is released
 
 StreamKey key_of(const Stream& stream) { return {stream.device_index(), stream.id()}; }
 
@@ -125,7 +125,7 @@ bool comes_before(StreamKey stream, int64_t number, const Clock& clock) {
   return found != clock.end() && found->second >= number;
 }
 
-// What comes before the next operation of a stream: also everything that the host has waited for.
+// Returns the clock of the next operation of a stream, which includes all operations for which the host has waited.
 Clock& clock_of(StreamKey stream) {
   auto& clock = streams[stream].clock;
   merge(clock, waited_for);
@@ -138,54 +138,55 @@ bool overlap(const char* one, size_t bytes, const char* other, size_t other_byte
   return one < other + other_bytes && other < one + bytes;
 }
 
-// Lets the host see arrivals of all streams for which `due` is true.
+// Makes the arrivals for which `due` is true visible to the host.
 template <class Due>
-void arrive(const Due& due) {
+void complete_arrivals(const Due& due) {
   for (auto& [stream, state] : streams) {
-    auto& all = state.arrivals;
-    for (auto each = all.begin(); each != all.end();) {
-      if (!due(stream, *each)) {
-        ++each;
+    auto& arrivals = state.arrivals;
+    for (auto arrival = arrivals.begin(); arrival != arrivals.end();) {
+      if (!due(stream, *arrival)) {
+        ++arrival;
         continue;
       }
-      std::memcpy(each->to, each->bytes.data(), each->bytes.size());
-      finished.push_back(std::move(each->host));
-      each = all.erase(each);
+      std::memcpy(arrival->to, arrival->bytes.data(), arrival->bytes.size());
+      finished.push_back(std::move(arrival->host));
+      arrival = arrivals.erase(arrival);
     }
   }
 }
 
-// Ends departures of all streams for which `due` is true, after a look at what the host has written there.
+// Removes the departures for which `due` is true, and reports a race if the host has written to their memory.
 template <class Due>
-void depart(Reports& reports, const Due& due) {
+void complete_departures(Reports& reports, const Due& due) {
   for (auto& [stream, state] : streams) {
-    auto& all = state.departures;
-    for (auto each = all.begin(); each != all.end();) {
-      if (!due(stream, *each)) {
-        ++each;
+    auto& departures = state.departures;
+    for (auto departure = departures.begin(); departure != departures.end();) {
+      if (!due(stream, *departure)) {
+        ++departure;
         continue;
       }
-      if (std::memcmp(each->from, each->bytes.data(), each->bytes.size()))
-        reports.push_back({"race", "pinned memory was written by the host before its copy to the device had ended",
-                           (int64_t)each->bytes.size()});
-      finished.push_back(std::move(each->host));
-      each = all.erase(each);
+      if (std::memcmp(departure->from, departure->bytes.data(), departure->bytes.size()))
+        reports.push_back({"race", "pinned memory was written by the host before its copy to the device was complete",
+                           (int64_t)departure->bytes.size()});
+      finished.push_back(std::move(departure->host));
+      departure = departures.erase(departure);
     }
   }
 }
 
 void copy_to_host(Reports& reports, StreamKey stream, int64_t number, char* to, char* from, size_t bytes,
                   Storage host) {
-  depart(reports, [&](auto, auto& each) { return overlap(each.from, each.bytes.size(), to, bytes); });
+  auto due = [&](auto, auto& departure) { return overlap(departure.from, departure.bytes.size(), to, bytes); };
+  complete_departures(reports, due);
   streams[stream].arrivals.push_back({number, to, std::vector<char>(from, from + bytes), std::move(host)});
 }
 
 void copy_to_device(char* to, char* from, size_t bytes) {
-  arrive([&](auto, auto& each) { return overlap(each.to, each.bytes.size(), from, bytes); });  // what the device wrote
+  complete_arrivals([&](auto, auto& arrival) { return overlap(arrival.to, arrival.bytes.size(), from, bytes); });
   std::memcpy(to, from, bytes);
 }
 
-// Makes the queued copies that come before something.
+// Makes the queued copies that are ordered before an operation or event with this clock.
 void make_copies(Reports& reports, const Clock& before) {
   for (auto& [stream, count] : before) {
     auto& queue = streams[stream].queue;
@@ -206,9 +207,9 @@ void make_copies(Reports& reports, const Clock& before) {
 void host_waits(Reports& reports, const Clock& before) {
   make_copies(reports, before);
   merge(waited_for, before);
-  auto due = [&](auto stream, auto& each) { return comes_before(stream, each.number, before); };
-  depart(reports, due);
-  arrive(due);
+  auto due = [&](auto stream, auto& copy) { return comes_before(stream, copy.number, before); };
+  complete_departures(reports, due);
+  complete_arrivals(due);
 }
 
 void release_finished() {
@@ -217,7 +218,7 @@ void release_finished() {
   released.swap(finished);
 }
 
-Clock all_of_device(int device) {
+Clock clock_of_device(int device) {
   Clock clock;
   for (auto& [stream, state] : streams)
     if (stream.first == device) merge(clock, state.clock);
@@ -231,26 +232,26 @@ Stream current_stream(int device) {
   return Stream(Stream::UNSAFE, Device(GPU, device), found == current_streams.end() ? 0 : found->second);
 }
 
-// ---- Memory: freed blocks are reused at once by the stream that they were allocated on ------------------------------
+// ---- Memory, whose freed blocks are reused immediately by the stream on which they were allocated -------------------
 
 struct Block {
   char* start;
   size_t bytes;
   int device;
   StreamKey owner;
-  StreamKey writer;                      // the stream that wrote last,
-  int64_t written = 0;                   // and the number of the operation that did; 0 if none has
-  std::map<StreamKey, int64_t> readers;  // since then
-  bool recorded = false;                 // by record_stream
+  StreamKey writer;                      // the stream that wrote last
+  int64_t written = 0;                   // number of the last operation that wrote, or 0
+  std::map<StreamKey, int64_t> readers;  // the last read of each stream since then
+  bool recorded = false;                 // whether record_stream was called
 };
 
-auto& blocks = *new std::map<char*, Block>;                                          // in use, by their start
-auto& pool = *new std::map<std::tuple<int, StreamKey, size_t>, std::vector<char*>>;  // free
+auto& blocks = *new std::map<char*, Block>;                                          // allocated blocks by address
+auto& pool = *new std::map<std::tuple<int, StreamKey, size_t>, std::vector<char*>>;  // addresses of free blocks
 
-struct Figures {
+struct Statistics {
   int64_t allocated = 0, peak = 0, reserved = 0, allocations = 0;
 };
-Figures figures[MOST_DEVICES];
+Statistics statistics[MAX_DEVICES];
 
 Block* block_of(const void* address) {
   auto found = blocks.upper_bound((char*)address);
@@ -267,35 +268,35 @@ void release(void* start) {
     auto found = blocks.find((char*)start);
     if (found == blocks.end()) return;
     Block block = found->second;
-    // Whatever its stream does next may get the memory: other uses have to come before that.
+    // The next operation of its stream may reuse the memory, so uses on other streams must be ordered before it.
     auto& next = clock_of(block.owner);
-    make_copies(reports, block.recorded ? all_of_device(block.device) : next);
+    make_copies(reports, block.recorded ? clock_of_device(block.device) : next);
     if (!block.recorded) {
-      auto in_time = [&](StreamKey stream, int64_t number) {
+      auto ordered = [&](StreamKey stream, int64_t number) {
         return stream == block.owner || comes_before(stream, number, next);
       };
       for (auto& [stream, number] : block.readers)
-        if (!in_time(stream, number))
-          reports.push_back({"race", "memory was given back that another stream still reads", (int64_t)block.bytes});
-      if (block.written && !in_time(block.writer, block.written))
-        reports.push_back({"race", "memory was given back that another stream still writes", (int64_t)block.bytes});
+        if (!ordered(stream, number))
+          reports.push_back({"race", "memory was freed while another stream may read it", (int64_t)block.bytes});
+      if (block.written && !ordered(block.writer, block.written))
+        reports.push_back({"race", "memory was freed while another stream may write to it", (int64_t)block.bytes});
     }
     make_unwritten(block.start, block.bytes);
     pool[{block.device, block.owner, block.bytes}].push_back(block.start);
-    figures[block.device].allocated -= block.bytes;
+    statistics[block.device].allocated -= block.bytes;
     blocks.erase(found);
   }
-  tell(reports);
+  deliver(reports);
 }
 
 struct DeviceAllocator final : c10::DeviceAllocator {
   c10::DataPtr allocate(size_t bytes) override {
     int device = current_device;
     if (!bytes) return {nullptr, nullptr, &release, Device(GPU, device)};
-    bytes = (bytes + 511) / 512 * 512;  // as CUDA's
+    bytes = (bytes + 511) / 512 * 512;  // as in CUDA's allocator
     Locked guard(lock);
-    auto& figure = figures[device];
-    TORCH_CHECK_WITH(OutOfMemoryError, figure.allocated + (int64_t)bytes <= MEMORY,
+    auto& used = statistics[device];
+    TORCH_CHECK_WITH(OutOfMemoryError, used.allocated + (int64_t)bytes <= MEMORY,
                      "CUDA out of memory (simulated). Tried to allocate ", bytes, " bytes");
     auto owner = key_of(current_stream(device));
     auto& free = pool[{device, owner, bytes}];
@@ -303,15 +304,15 @@ struct DeviceAllocator final : c10::DeviceAllocator {
     if (free.empty()) {
       start = (char*)std::aligned_alloc(512, bytes);
       make_unwritten(start, bytes);
-      figure.reserved += bytes;
+      used.reserved += bytes;
     } else {
       start = free.back();
       free.pop_back();
     }
     blocks[start] = Block{start, bytes, device, owner, owner};
-    figure.allocated += bytes;
-    figure.peak = std::max(figure.peak, figure.allocated);
-    ++figure.allocations;
+    used.allocated += bytes;
+    used.peak = std::max(used.peak, used.allocated);
+    ++used.allocations;
     return {start, start, &release, Device(GPU, device)};
   }
 
@@ -322,8 +323,8 @@ struct DeviceAllocator final : c10::DeviceAllocator {
 
   c10::CachingDeviceAllocator::DeviceStats getDeviceStats(DeviceIndex device) override {
     c10::CachingDeviceAllocator::DeviceStats stats;
-    stats.allocated_bytes[0].current = figures[device].allocated;
-    stats.allocated_bytes[0].peak = figures[device].peak;
+    stats.allocated_bytes[0].current = statistics[device].allocated;
+    stats.allocated_bytes[0].peak = statistics[device].peak;
     return stats;
   }
 
@@ -332,10 +333,10 @@ struct DeviceAllocator final : c10::DeviceAllocator {
   bool initialized() override { return true; }
   void emptyCache(c10::MempoolId_t) override {}
   void resetAccumulatedStats(DeviceIndex) override {}
-  void resetPeakStats(DeviceIndex device) override { figures[device].peak = figures[device].allocated; }
+  void resetPeakStats(DeviceIndex device) override { statistics[device].peak = statistics[device].allocated; }
 } allocator;
 
-auto& pinned = *new std::map<char*, size_t>;  // bytes by start
+auto& pinned = *new std::map<char*, size_t>;  // size of each block by address
 
 bool is_pinned(const void* address) {
   Locked guard(lock);
@@ -345,7 +346,7 @@ bool is_pinned(const void* address) {
   return (char*)address < found->first + found->second;
 }
 
-int64_t pinned_bytes() {  // in blocks of powers of two, as a GPU's allocator has them
+int64_t pinned_bytes() {  // CUDA's pinned allocator rounds blocks up to powers of two
   Locked guard(lock);
   int64_t bytes = 0;
   for (auto& block : pinned) bytes += std::bit_ceil(block.second);
@@ -377,7 +378,7 @@ struct PinnedAllocator final : at::HostAllocator {
   void reset_peak_stats() override {}
 } pinned_allocator;
 
-// ---- Random generators: the CPU's -----------------------------------------------------------------------------------
+// ---- Random generators, which draw on the CPU -----------------------------------------------------------------------
 
 struct GpuGenerator final : c10::GeneratorImpl {
   at::Generator cpu;
@@ -411,7 +412,7 @@ at::Generator& cpu_generator(const at::Generator& generator) {
   return static_cast<GpuGenerator*>(generator.unsafeGetGeneratorImpl())->cpu;
 }
 
-// ---- Device guard and hooks: what PyTorch asks a device for ---------------------------------------------------------
+// ---- PyTorch's interfaces of a device: guard and hooks --------------------------------------------------------------
 
 struct Event {
   Clock clock;
@@ -424,14 +425,14 @@ void host_waits_for(const char* what, const Clock& before) {
     host_waits(reports, before);
   }
   release_finished();
-  tell(reports);
+  deliver(reports);
 }
 
 void host_waits_for_device(DeviceIndex device) {
   Clock before;
   {
     Locked guard(lock);
-    before = all_of_device(device);
+    before = clock_of_device(device);
   }
   host_waits_for("device.synchronize", before);
 }
@@ -456,9 +457,9 @@ struct DeviceGuard final : c10::impl::DeviceGuardImplInterface {
     return Stream(Stream::DEFAULT, Device(GPU, or_current(device.index())));
   }
   Stream getNewStream(Device device, int) const override {
-    static int64_t made = 0;
+    static int64_t last_id = 0;
     Locked guard(lock);
-    return Stream(Stream::UNSAFE, Device(GPU, or_current(device.index())), ++made);
+    return Stream(Stream::UNSAFE, Device(GPU, or_current(device.index())), ++last_id);
   }
   Stream getStreamFromGlobalPool(Device device, bool) const override { return getNewStream(device, 0); }
   Stream exchangeStream(Stream stream) const override {
@@ -497,7 +498,7 @@ struct DeviceGuard final : c10::impl::DeviceGuardImplInterface {
     Locked guard(lock);
     if (event)
       for (auto& [stream, count] : ((Event*)event)->clock) {
-        auto waits = [count = count](auto& each) { return each.number <= count; };
+        auto waits = [count = count](auto& copy) { return copy.number <= count; };
         auto& state = streams[stream];
         if (std::any_of(state.queue.begin(), state.queue.end(), waits)) return false;
         if (std::any_of(state.arrivals.begin(), state.arrivals.end(), waits)) return false;
@@ -508,14 +509,14 @@ struct DeviceGuard final : c10::impl::DeviceGuardImplInterface {
     if (event) host_waits_for("event.synchronize", ((Event*)event)->clock);
   }
   void destroyEvent(void* event, const DeviceIndex) const noexcept override { delete (Event*)event; }
-  double elapsedTime(void*, void*, const DeviceIndex) const override { return 1.0; }  // ms; there is no time
+  double elapsedTime(void*, void*, const DeviceIndex) const override { return 1.0; }  // ms; durations are not simulated
 
   void recordDataPtrOnStream(const c10::DataPtr& data, const Stream& stream) const override {
     allocator.recordStream(data, stream);
   }
 };
 
-struct CUDAHooks final : at::CUDAHooksInterface {  // by this name PyTorch looks for them
+struct CUDAHooks final : at::CUDAHooksInterface {  // PyTorch looks for this name
   explicit CUDAHooks(at::CUDAHooksArgs) {}
   void init() const override {}
   bool isBuilt() const override { return true; }
@@ -566,7 +567,7 @@ Tensor gpu_tensor(const Storage& storage, const Tensor& like) {
   return tensor_on(storage, c10::DispatchKey::CUDA, like);
 }
 
-// Another tensor on the memory of one of the device. In inference mode it is an inference tensor if that one is.
+// Returns a GPU tensor that shares the storage of `base`. It is an inference tensor if `base` is one.
 Tensor gpu_view(const Tensor& base, c10::IntArrayRef sizes, c10::IntArrayRef strides, int64_t offset,
                 caffe2::TypeMeta dtype) {
   auto view =
@@ -584,13 +585,13 @@ Storage new_storage(size_t bytes, int device) {
                                                /*resizable=*/true);
 }
 
-// CPU tensors on the memory of tensors of the device. Those of one storage share a storage, so that views stay views.
+// CPU tensors that share memory with GPU tensors. Aliases share a storage if the tensors do, so views remain views.
 struct CpuAliases {
-  std::map<c10::StorageImpl*, Storage> cpu;       // by the storage of the device
-  std::map<c10::StorageImpl*, Tensor> originals;  // by the storage of the CPU
-  std::vector<std::pair<Tensor, Tensor>> pairs;   // tensor of the device, alias
+  std::map<c10::StorageImpl*, Storage> cpu;       // by GPU storage
+  std::map<c10::StorageImpl*, Tensor> originals;  // by CPU storage
+  std::vector<std::pair<Tensor, Tensor>> pairs;   // GPU tensor, alias
 
-  Tensor of(const Tensor& tensor) {
+  Tensor alias_of(const Tensor& tensor) {
     if (!on_gpu(tensor)) return tensor;
     auto* storage = tensor.storage().unsafeGetStorageImpl();
     if (!cpu.count(storage)) {
@@ -606,8 +607,8 @@ struct CpuAliases {
     return alias;
   }
 
-  // The tensor of the device for a result of the CPU: on the memory that it is on, or a copy.
-  Tensor back(const Tensor& result, int device) {
+  // Returns the GPU tensor for a CPU result: a view if the result shares memory with an argument, otherwise a copy.
+  Tensor to_gpu(const Tensor& result, int device) {
     if (!result.defined() || !result.has_storage()) return result;
     auto original = originals.find(result.storage().unsafeGetStorageImpl());
     if (original != originals.end())
@@ -618,7 +619,7 @@ struct CpuAliases {
     return gpu_tensor(storage, result);
   }
 
-  // What a kernel has resized (out=) is resized on the device too.
+  // Resizes the GPU tensors whose aliases a kernel has resized (out=).
   void resize_originals(int device) {
     for (auto& [tensor, alias] : pairs) {
       auto *from = alias.storage().unsafeGetStorageImpl(), *to = tensor.storage().unsafeGetStorageImpl();
@@ -644,23 +645,23 @@ bool has_unwritten(const Word* start, c10::IntArrayRef sizes, c10::IntArrayRef s
   return false;
 }
 
-// Whether a tensor has elements that nobody has written since their memory was allocated. Integers may have any value,
-// and of 8 bits floating-point numbers too.
+// Returns whether a tensor has elements that were never written after allocation. Only floating-point numbers of at
+// least 16 bits are checked, because integers and 8-bit floats may have any value.
 bool has_unwritten(const Tensor& tensor) {
   if (!tensor.numel() || !at::isFloatingType(tensor.scalar_type())) return false;
   const auto* start = tensor.const_data_ptr();
-  auto look = [&](auto word) {
+  auto search = [&](auto word) {
     auto* words = (const decltype(word)*)start;
     return tensor.is_non_overlapping_and_dense() ? has_unwritten(words, {tensor.numel()}, {1})
                                                  : has_unwritten(words, tensor.sizes(), tensor.strides());
   };
   switch (tensor.element_size()) {
     case 2:
-      return look(uint16_t());
+      return search(uint16_t());
     case 4:
-      return look(uint32_t());
+      return search(uint32_t());
     case 8:
-      return look(uint64_t());
+      return search(uint64_t());
     default:
       return false;
   }
@@ -669,15 +670,15 @@ bool has_unwritten(const Tensor& tensor) {
 // ---- Kernels --------------------------------------------------------------------------------------------------------
 
 int64_t launches = 0;
-int sync_mode = 0;  // of torch.cuda.set_sync_debug_mode: 1 warns, 2 raises
+int sync_mode = 0;  // the mode of torch.cuda.set_sync_debug_mode: 1 warns, 2 raises
 
 struct Use {
   Tensor tensor;
   bool writes;
 };
 
-// Reports uses of memory that are not ordered, and notes this one.
-void use(Reports& reports, const Tensor& tensor, bool writes, StreamKey stream, int64_t number,
+// Reports previous uses of a tensor's memory that are not ordered before this one, and records this one.
+void record_use(Reports& reports, const Tensor& tensor, bool writes, StreamKey stream, int64_t number,
          const std::string& name) {
   auto* block = tensor.has_storage() ? block_of(tensor.storage().data()) : nullptr;
   if (!block) return;
@@ -686,10 +687,10 @@ void use(Reports& reports, const Tensor& tensor, bool writes, StreamKey stream, 
   };
   auto race = [&](const char* what) { reports.push_back({"race", name + what, (int64_t)block->bytes}); };
   if (block->written && unordered(block->writer, block->written))
-    race(" uses memory that another stream may not have written yet");
+    race(" uses memory to which another stream may not have written yet");
   if (writes) {
     for (auto& [reader, its_number] : block->readers)
-      if (unordered(reader, its_number)) race(" writes over memory that another stream still reads");
+      if (unordered(reader, its_number)) race(" overwrites memory that another stream may still read");
     block->readers.clear();
     block->writer = stream;
     block->written = number;
@@ -698,7 +699,7 @@ void use(Reports& reports, const Tensor& tensor, bool writes, StreamKey stream, 
   }
 }
 
-// waits: what the host waits for, empty if it does not.
+// Orders, checks and records an operation on the current stream. waits: describes the wait of the host, or is empty.
 void launch(int device, const std::vector<Use>& used, const std::string& name, const std::string& waits) {
   if (!waits.empty()) {
     TORCH_CHECK(sync_mode < 2, "called a synchronizing CUDA operation");
@@ -711,10 +712,10 @@ void launch(int device, const std::vector<Use>& used, const std::string& name, c
     auto stream = key_of(current_stream(device));
     auto number = next_number(stream);
     make_copies(reports, streams[stream].clock);
-    for (auto& each : used) {
-      use(reports, each.tensor, each.writes, stream, number, name);
-      if (!each.writes && has_unwritten(each.tensor))
-        reports.push_back({"unwritten", name + " reads memory that nobody has written", (int64_t)each.tensor.nbytes()});
+    for (auto& use : used) {
+      record_use(reports, use.tensor, use.writes, stream, number, name);
+      if (!use.writes && has_unwritten(use.tensor))
+        reports.push_back({"unwritten", name + " reads uninitialized memory", (int64_t)use.tensor.nbytes()});
     }
     if (!waits.empty()) {
       host_waits(reports, streams[stream].clock);
@@ -722,10 +723,10 @@ void launch(int device, const std::vector<Use>& used, const std::string& name, c
     }
   }
   release_finished();
-  tell(reports);
+  deliver(reports);
 }
 
-// Operations whose result, or the shape of it, the host waits for.
+// Operations for which the host waits, because it needs the result or its shape.
 const std::set<std::string> READ_BACK{"aten::_local_scalar_dense",
                                       "aten::is_nonzero",
                                       "aten::equal",
@@ -744,11 +745,11 @@ const std::set<std::string> READ_BACK{"aten::_local_scalar_dense",
                                       "aten::_linalg_svd",
                                       "aten::linalg_lstsq"};
 
-// Operations that take indices of the CPU, for which the host waits, as it does for a mask.
+// Operations for which the host waits if their indices are on the CPU or are a mask.
 const std::set<std::string> INDEXED{"aten::index",      "aten::_unsafe_index",    "aten::index_put",
                                     "aten::index_put_", "aten::_index_put_impl_", "aten::_unsafe_index_put"};
 
-// Whether an operation makes a tensor like another one without a look at its elements.
+// Returns whether an operation creates a tensor like another one without reading its elements.
 bool only_allocates(const std::string& name) {
   return name.rfind("aten::new_", 0) == 0 || (name.size() > 5 && name.compare(name.size() - 5, 5, "_like") == 0);
 }
@@ -777,7 +778,7 @@ IValue with_tensors(const IValue& value, const Change& change) {
   return list;
 }
 
-// An operation as it was called: the device that it runs on, the memory that it uses, what the host waits for.
+// An operation with its arguments, its device, the memory that it uses, and a description of the host's wait.
 struct Call {
   const c10::FunctionSchema& schema;
   std::vector<IValue> arguments;
@@ -787,7 +788,7 @@ struct Call {
 
   Call(const c10::FunctionSchema& schema, c10::ArrayRef<IValue> values) : schema(schema), arguments(values.vec()) {
     const auto& name = schema.name();
-    bool foreach = name.rfind("aten::_foreach", 0) == 0;  // which have a slow path for tensors of several devices
+    bool foreach = name.rfind("aten::_foreach", 0) == 0;  // has a slow path for tensors on several devices
     bool cpu_tensors = false, masks = false, cpu_indices = false;
     for (size_t i = 0; i < arguments.size(); ++i) {
       const auto& argument = schema.arguments()[i];
@@ -798,7 +799,7 @@ struct Call {
         if (!on_gpu(tensor)) {
           if (indices)
             cpu_indices = true;
-          else if (tensor.device().is_cpu() && (tensor.dim() || writes))  // a CPU's number is taken as a number
+          else if (tensor.device().is_cpu() && (tensor.dim() || writes))  // 0-D CPU tensors are allowed as numbers
             cpu_tensors = true;
           return;
         }
@@ -818,10 +819,10 @@ struct Call {
                 " and cpu! (", name, ")");
     if (device < 0) device = or_current(requested);
     if (cpu_indices)
-      waits = name + " by an index of the CPU";
+      waits = name + " with an index on the CPU";
     else if (masks)
-      waits = name + " by a mask";
-    else if (READ_BACK.count(name) && !knows_its_size(name))
+      waits = name + " with a mask";
+    else if (READ_BACK.count(name) && !has_known_size(name))
       waits = name;
   }
 
@@ -833,7 +834,7 @@ struct Call {
     return index && arguments[*index].isScalar() && arguments[*index].toScalar().toDouble() == 0;
   }
 
-  bool knows_its_size(const std::string& name) const {
+  bool has_known_size(const std::string& name) const {
     return name == "aten::repeat_interleave" && arguments.back().isInt();
   }
 };
@@ -847,19 +848,19 @@ void run_on_cpu(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::
   CpuAliases aliases;
   const size_t first = stack->size() - call.arguments.size();
   for (size_t i = 0; i < call.arguments.size(); ++i) {
-    const auto& given = call.arguments[i];
+    const auto& argument = call.arguments[i];
     auto& value = (*stack)[first + i];
-    if (given.isDevice())
+    if (argument.isDevice())
       value = Device(c10::kCPU);
     else if (is_generator(schema.arguments()[i]))
-      value = cpu_generator(given.isNone() ? default_generator(call.device) : given.toGenerator());
+      value = cpu_generator(argument.isNone() ? default_generator(call.device) : argument.toGenerator());
     else
-      value = with_tensors(given, [&](const Tensor& tensor) { return aliases.of(tensor); });
+      value = with_tensors(argument, [&](const Tensor& tensor) { return aliases.alias_of(tensor); });
   }
   op.callBoxed(stack);
   aliases.resize_originals(call.device);
 
-  // An argument that was written and is returned is the argument itself. Other results are tensors of the device.
+  // A result that aliases a written argument is replaced by the argument. Other results are converted to GPU tensors.
   auto returned = [&](const c10::Argument& result) -> const IValue* {
     const auto* alias = result.alias_info();
     if (alias && alias->isWrite())
@@ -874,11 +875,11 @@ void run_on_cpu(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::
     auto& value = (*stack)[results + i];
     const auto* argument = returned(schema.returns()[i]);
     value = argument ? *argument
-                     : with_tensors(value, [&](const Tensor& tensor) { return aliases.back(tensor, call.device); });
+                     : with_tensors(value, [&](const Tensor& tensor) { return aliases.to_gpu(tensor, call.device); });
   }
 }
 
-// ---- Operations on storages: no kernel of the CPU does them for another device --------------------------------------
+// ---- Operations on storages, which CPU kernels cannot do for another device -----------------------------------------
 
 Tensor allocate(const Tensor& meta, std::optional<Device> device, std::optional<bool> pin) {
   TORCH_CHECK(!pin.value_or(false), "Only dense CPU tensors can be pinned");
@@ -955,7 +956,7 @@ Tensor& set_tensor(Tensor& self, const Tensor& source) {
   return set_to(self, source.storage(), source.sizes(), source.strides(), source.storage_offset());
 }
 
-Tensor& set_nothing(Tensor& self) { return set_to(self, new_storage(0, self.device().index()), {0}, {1}, 0); }
+Tensor& set_empty(Tensor& self) { return set_to(self, new_storage(0, self.device().index()), {0}, {1}, 0); }
 
 void record_stream(Tensor& self, Stream stream) { allocator.recordStream(self.storage().data_ptr(), stream); }
 
@@ -970,10 +971,10 @@ Tensor pin_memory(const Tensor& self, std::optional<Device>) {
 
 void copy_elements(const Tensor& to, const Tensor& from) {
   CpuAliases aliases;
-  aliases.of(to).copy_(aliases.of(from));
+  aliases.alias_of(to).copy_(aliases.alias_of(from));
 }
 
-// As CUDA does it: the streams of both devices wait for each other before the copy and after it.
+// As in CUDA, the current streams of both devices wait for each other before and after the copy.
 void copy_between_devices(const Tensor& to, const Tensor& from) {
   Reports reports;
   {
@@ -984,16 +985,16 @@ void copy_between_devices(const Tensor& to, const Tensor& from) {
     auto number = next_number(source);
     merge(streams[target].clock, streams[source].clock);
     make_copies(reports, streams[target].clock);
-    use(reports, from, false, source, number, "aten::copy_");
-    use(reports, to, true, target, next_number(target), "aten::copy_");
+    record_use(reports, from, false, source, number, "aten::copy_");
+    record_use(reports, to, true, target, next_number(target), "aten::copy_");
   }
   release_finished();
   copy_elements(to, from);
-  tell(reports);
+  deliver(reports);
 }
 
-// A copy that goes on while the host does. On the default stream it has happened when this returns, as kernels have,
-// but the host may neither read the result nor write to the source until it has waited.
+// Copies asynchronously to the host. On the default stream, the copy is complete when this function returns, as kernels
+// are, but the host must not read the result or write to the source before it has waited.
 void copy_async(const Tensor& to, const Tensor& from, bool to_host, const char* way) {
   auto& gpu = to_host ? from : to;
   auto& host = to_host ? to : from;
@@ -1008,7 +1009,7 @@ void copy_async(const Tensor& to, const Tensor& from, bool to_host, const char* 
     ++launches;
     auto& state = streams[key];
     auto number = next_number(key);
-    use(reports, gpu, !to_host, key, number, std::string("a copy ") + way);
+    record_use(reports, gpu, !to_host, key, number, std::string("a copy ") + way);
     if (stream.id() != 0) {
       Clock after = state.clock;
       after[key] = number - 1;
@@ -1024,10 +1025,10 @@ void copy_async(const Tensor& to, const Tensor& from, bool to_host, const char* 
     }
   }
   release_finished();
-  tell(reports);
+  deliver(reports);
 }
 
-// Between the host and the device. Only plain copies of pinned memory go on beside the host.
+// Copies between host and device. A non-blocking copy of pinned memory is asynchronous if it keeps dtype and layout.
 void copy_host(const Tensor& to, const Tensor& from, bool non_blocking) {
   bool to_host = on_gpu(from);
   auto& gpu = to_host ? from : to;
@@ -1040,9 +1041,9 @@ void copy_host(const Tensor& to, const Tensor& from, bool non_blocking) {
   way += !non_blocking ? (pins ? ", blocking, of pinned memory" : ", blocking")
          : pins        ? ", non_blocking, with another layout or dtype"
                        : ", non_blocking, of pageable memory";
-  bool staged = non_blocking && !to_host;  // the host's memory is copied before the call returns, and that is all
+  bool staged = non_blocking && !to_host;  // the source is copied to a buffer before this returns
   launch(gpu.device().index(), {{gpu, !to_host}}, "aten::copy_", staged ? "" : way);
-  if (staged) tell({{"pageable", way, (int64_t)to.nbytes()}});
+  if (staged) deliver({{"pageable", way, (int64_t)to.nbytes()}});
   copy_elements(to, from);
 }
 
@@ -1061,7 +1062,7 @@ Tensor& copy_(Tensor& self, const Tensor& other, bool non_blocking) {
   return self;
 }
 
-// ---- Operations that the CPU has no kernel for, or another than a GPU has -------------------------------------------
+// ---- Operations without a CPU kernel, or whose CPU kernel differs from the GPU kernel -------------------------------
 
 std::tuple<Tensor, Tensor> native_dropout(const Tensor& input, double p, std::optional<bool> train) {
   if (!train.value_or(true) || p == 0) return {input.clone(), at::ones_like(input, at::kBool)};
@@ -1069,14 +1070,14 @@ std::tuple<Tensor, Tensor> native_dropout(const Tensor& input, double p, std::op
   return {input * mask * (p == 1 ? 0 : 1 / (1 - p)), mask};
 }
 
-Tensor histc(const Tensor& self, int64_t bins, const at::Scalar& least, const at::Scalar& most) {  // of integers too
+Tensor histc(const Tensor& self, int64_t bins, const at::Scalar& least, const at::Scalar& most) {  // or of integers
   auto values = at::isFloatingType(self.scalar_type()) ? self : self.to(at::kFloat);
   return values.to(at::kCPU).histc(bins, least, most).to(self.device()).to(self.scalar_type());
 }
 
 int64_t math_attention(const Tensor&, const Tensor&, const Tensor&, const std::optional<Tensor>&, double, bool,
                        std::optional<double>, bool) {
-  return 0;  // the operations that it consists of: there are no fused kernels
+  return 0;  // selects the implementation that consists of separate operations
 }
 
 // mm(a, b, out_dtype=...)
@@ -1110,7 +1111,7 @@ TORCH_LIBRARY_IMPL(aten, CUDA, library) {
   library.impl("set_.source_Storage_storage_offset", set_storage_offset);
   library.impl("set_.source_Storage", set_storage);
   library.impl("set_.source_Tensor", set_tensor);
-  library.impl("set_", set_nothing);
+  library.impl("set_", set_empty);
   library.impl("record_stream", record_stream);
   library.impl("copy_", copy_);
   library.impl("native_dropout", native_dropout);
@@ -1134,7 +1135,7 @@ struct Registration {
 }  // namespace
 }  // namespace at
 
-// ---- What Python calls ----------------------------------------------------------------------------------------------
+// ---- Functions that Python calls ------------------------------------------------------------------------------------
 
 extern "C" {
 
@@ -1146,12 +1147,12 @@ int sim_sync_mode() { return at::sync_mode; }
 int64_t sim_launches() { return at::launches; }
 
 int64_t sim_memory() { return at::MEMORY; }
-int64_t sim_allocated(int device) { return at::figures[device].allocated; }
-int64_t sim_peak(int device) { return at::figures[device].peak; }
-int64_t sim_reserved(int device) { return at::figures[device].reserved; }
-int64_t sim_allocations(int device) { return at::figures[device].allocations; }
+int64_t sim_allocated(int device) { return at::statistics[device].allocated; }
+int64_t sim_peak(int device) { return at::statistics[device].peak; }
+int64_t sim_reserved(int device) { return at::statistics[device].reserved; }
+int64_t sim_allocations(int device) { return at::statistics[device].allocations; }
 int64_t sim_pinned() { return at::pinned_bytes(); }
-void sim_reset_peak(int device) { at::figures[device].peak = at::figures[device].allocated; }
+void sim_reset_peak(int device) { at::statistics[device].peak = at::statistics[device].allocated; }
 
 int64_t sim_generator_bytes(int device) { return at::cpu_generator(at::default_generator(device)).get_state().numel(); }
 void sim_get_generator(int device, void* state) {
@@ -1168,12 +1169,12 @@ void sim_seed_generator(int device, uint64_t seed) {
 }
 uint64_t sim_generator_seed(int device) { return at::default_generator(device).current_seed(); }
 
-// storage.resize_, on the current stream of the storage's device. Its tensors see the new memory.
-void sim_resize_storage(void* of, int64_t bytes) {
-  auto* storage = (c10::StorageImpl*)of;
+// Implements storage.resize_ on the current stream of the storage's device. All its tensors use the new memory.
+void sim_resize_storage(void* pointer, int64_t bytes) {
+  auto* storage = (c10::StorageImpl*)pointer;
   auto fresh = at::new_storage(bytes, storage->device().index());
-  auto kept = std::min<int64_t>(bytes, storage->nbytes());
-  if (kept) std::memcpy(fresh.mutable_data(), storage->data(), kept);
+  auto copied = std::min<int64_t>(bytes, storage->nbytes());
+  if (copied) std::memcpy(fresh.mutable_data(), storage->data(), copied);
   storage->set_data_ptr_noswap(std::move(fresh.unsafeGetStorageImpl()->_mutable_data_ptr_no_checks()));
   storage->set_nbytes(bytes);
 }
