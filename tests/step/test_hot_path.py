@@ -190,13 +190,11 @@ def test_gradients_for_which_memory_is_free_are_updated_together(policy, room, f
 
 @pytest.mark.cpu_only("code is replaced on a CPU")
 def test_a_peak_counts_after_the_loop_has_reset_it(monkeypatch):
-    """The largest peak at the end of a step decides whether memory is free in later steps."""
     peaks, received = iter((5, 3, 4)), []
     monkeypatch.setattr(updates, "peak_memory", lambda device: next(peaks))
     monkeypatch.setattr(updates, "unused_memory", lambda device, peak: received.append(peak) or 0)
-    param = torch.nn.Parameter(torch.zeros(1024, 1024))
+    opt = lowmem.FusedOptimizer([param := torch.nn.Parameter(torch.zeros(1024, 1024))], "adamw", compile=True)
     with without_computing(kernels=True):
-        opt = lowmem.FusedOptimizer([param], "adamw", compile=True)
         for _ in range(3):
             opt.backward(param.sum())
     assert received == [0, 5, 5]
