@@ -187,36 +187,43 @@ def _phases(trainer: Any, step: StepMemory, ranks: int, *, converts: bool) -> di
 
 def _load(trainer: Any, step: StepMemory, ranks: int, *, converts: bool) -> Phase:
     """Returns the memory of loading. On the host, weights that are not converted are pages of the mapped files."""
-    placement, quantizes = trainer.optimizer.placement, has_quantized_weights(trainer.model)
+    placement = trainer.optimizer.placement
     on_cpu = trainer.args.device.type == "cpu"
-    weights, unit = _weights(trainer.model), _largest_unit(trainer.model, placement)
-    by_rows = placement == "fsdp2"
-    more = on_host = 0  # bytes beyond the weights of the rank
-    if by_rows and trainer.args.fsdp_plugin_args["cpu_ram_efficient_loading"]:
-        more = max(weights)  # rank 0 broadcasts one weight after another
-        on_host = (sum(weights) if converts else 0) + (more if on_cpu else 0)
-    elif by_rows:
-        more = 0 if on_cpu else unit  # it is moved to the GPU
-        if converts:
-            on_host = sum(weights)
-        if quantizes:
-            on_host = sum(map(nbytes, trainer.model.parameters()))
+    # extra, on_host: bytes in addition to the weights of the rank, on its device and on the host
+    if placement == "fsdp2":
+        extra, on_host = _load_by_rows(trainer, on_cpu, converts)
     elif placement == "zero3":
-        more = 2 * unit if on_cpu else unit  # it is gathered, by gloo into a copy
+        unit = _largest_unit(trainer.model, placement)
+        extra, on_host = (2 * unit if on_cpu else unit), 0  # it is gathered, by gloo into a copy
     else:
-        if placement == "replicated":
-            more = max(weights)
-        one_by_one = ranks == 1 and placement != "streamed" and not (on_cpu or quantizes)  # to the GPU
-        if converts and not one_by_one:
-            on_host = sum(weights)
-            if trainer.fused.home == "host":  # streamed weights get their home layer by layer
-                on_host -= step.on_host[WEIGHTS]
-        elif converts or quantizes:
-            on_host = max(weights)
+        extra = max(_weights(trainer.model)) if placement == "replicated" else 0
+        on_host = _load_complete(trainer, step, ranks, on_cpu, converts)
     resident = step.items[WEIGHTS] + step.items[BUFFERS]
     if on_cpu:
-        return Phase(max(resident + more, on_host + (resident if by_rows else 0)))
-    return Phase(resident + more, step.on_host[WEIGHTS] + on_host)
+        return Phase(max(resident + extra, on_host + (resident if placement == "fsdp2" else 0)))
+    return Phase(resident + extra, step.on_host[WEIGHTS] + on_host)
+
+
+def _load_by_rows(trainer: Any, on_cpu: bool, converts: bool) -> tuple[int, int]:
+    """Returns the bytes in addition to a rank's shards under FSDP2: on its device, and on the host."""
+    weights = _weights(trainer.model)
+    complete = sum(weights) if converts else 0
+    if trainer.args.fsdp_plugin_args["cpu_ram_efficient_loading"]:
+        largest = max(weights)  # rank 0 broadcasts one weight after another
+        return largest, complete + (largest if on_cpu else 0)
+    if has_quantized_weights(trainer.model):
+        complete = sum(map(nbytes, trainer.model.parameters()))
+    return 0 if on_cpu else _largest_unit(trainer.model, "fsdp2"), complete  # a unit is moved to the GPU
+
+
+def _load_complete(trainer: Any, step: StepMemory, ranks: int, on_cpu: bool, converts: bool) -> int:
+    """Returns the bytes on the host of weights that are not sharded, in addition to weights that stay there."""
+    weights, quantizes = _weights(trainer.model), has_quantized_weights(trainer.model)
+    one_by_one = ranks == 1 and trainer.optimizer.placement != "streamed" and not (on_cpu or quantizes)  # to the GPU
+    if converts and not one_by_one:
+        # streamed weights get their home layer by layer
+        return sum(weights) - (step.on_host[WEIGHTS] if trainer.fused.home == "host" else 0)
+    return max(weights) if converts or quantizes else 0
 
 
 def _weights(model: Any) -> list[int]:
