@@ -207,19 +207,10 @@ def _counts(trainer: Any, loaded: Any, name: str) -> str:
         )
     if has_labels and name == "train":
         _warn_of_answers_without_end(trainer.model, tokenizer, first(tokenized), limit)
-    parts = [f"{rows} packed into {len(tokenized):,}" if packed else rows]
-    if not packed and len(tokenized) < len(loaded):
-        parts.append(f"{len(loaded) - len(tokenized):,} dropped by max_length={limit}")
-    if counts.cut:
-        advice = "; packing_strategy: wrapped does not truncate" if packed else ""
-        parts.append(f"{counts.cut:,} have max_length={limit} tokens or more (longer ones are truncated{advice})")
-    if not has_labels:
-        return f"{', '.join(parts)}; columns {', '.join(tokenized.column_names)}"
-    if counts.empty:
-        parts.append(f"{counts.empty:,} without a token to train on")
-    parts.append(f"{counts.tokens:,} tokens")
-    parts.append(f"loss on {counts.trained:,} ({counts.trained / counts.tokens:.0%})")
-    return ", ".join(parts)
+    rows += f" packed into {len(tokenized):,}" if packed else ""
+    dropped = 0 if packed else len(loaded) - len(tokenized)
+    text = ", ".join([rows, *counts.described(dropped, limit, packed)])
+    return text if has_labels else f"{text}; columns {', '.join(tokenized.column_names)}"
 
 
 @dataclass
@@ -249,6 +240,19 @@ class _Counts:
             trained = int(contributes.sum())
             self.trained += trained
             self.empty += trained == 0
+
+    def described(self, dropped: int, limit: int | None, packed: bool) -> Iterator[str]:
+        """Describes the counts. dropped: the number of rows that tokenization removed."""
+        if dropped > 0:
+            yield f"{dropped:,} dropped by max_length={limit}"
+        if self.cut:
+            advice = "; packing_strategy: wrapped does not truncate" if packed else ""
+            yield f"{self.cut:,} have max_length={limit} tokens or more (longer ones are truncated{advice})"
+        if self.empty:
+            yield f"{self.empty:,} without a token to train on"
+        if self.trained:  # there are labels
+            yield f"{self.tokens:,} tokens"
+            yield f"loss on {self.trained:,} ({self.trained / self.tokens:.0%})"
 
 
 def _measured(tokenized: datasets.Dataset, limit: int | None = None) -> _Counts:
