@@ -22,9 +22,10 @@ BLOCK = 4096  # elements per iteration of a loop
 
 # Sides along which a value may extend. If it extends along the last dimension of a state, its side is this size.
 ONE, SLICE, ROW, COL = "one", "slice", "row", "col"
-LIMITS = {ROW: "R", COL: "C", SLICE: "B"}
-
 Side = str | int
+
+# Code for the number of elements of a side that is not a size.
+LIMITS: dict[Side, str] = {ROW: "R", COL: "C", SLICE: "B"}
 
 
 class BetweenPasses:
@@ -104,23 +105,8 @@ class BetweenPasses:
         if not (roots := [*self.stages[number], *ends]):
             return ""
         main = Scope(self, Lines(), ONE)
-        level = dict[fx.Node, int]()  # number of loops that must have ended before the node is computed
-        nodes = closure(roots, self.sums.__contains__)
-        for node in nodes:
-            level[node] = max((level[source] for source in node.all_input_nodes if source in level), default=0)
-            level[node] += self.is_sum(node)
-        highest = max(level.values())
-        level |= dict.fromkeys(self.copies.values(), highest)  # so that a state is read before it is written
-        for now in range(highest + 1):
-            loops: dict[tuple[Side, str], list[fx.Node]] = {}
-            for node in nodes:
-                if self.is_sum(node) and level[node] == now + 1:
-                    loops.setdefault(self._loop_of(node), []).append(node)
-            for node in roots:
-                if self.sides[node] not in (ONE, SLICE) and level[node] == now:
-                    loops.setdefault((self.sides[node], self._limit(self.sides[node])), []).append(node)
-            for (side, limit), of_loop in loops.items():
-                self._print_loop(main, side, limit, of_loop)
+        for (_, side, limit), nodes in self._loops(roots):
+            self._print_loop(main, side, limit, nodes)
         for node in roots:
             if self.sides[node] in (ONE, SLICE):
                 main.store(node)
@@ -129,8 +115,21 @@ class BetweenPasses:
         start += [f"{name} = {self.columns.load(key)}" for name, key in names.items()]
         return main.text.function(f"between_{number}", self.scalars.args, start, main.lines)
 
-    def _limit(self, side: Side) -> str:
-        return LIMITS[side] if isinstance(side, str) else str(side)
+    def _loops(self, roots: list[fx.Node]) -> list[tuple[tuple[int, Side, str], list[fx.Node]]]:
+        """Returns the loops in order: (level, side, code for the number of elements) and the nodes to sum or store."""
+        level = dict[fx.Node, int]()  # number of loops that must have ended before the node is computed
+        nodes = closure(roots, self.sums.__contains__)
+        for node in nodes:
+            level[node] = max((level[source] for source in node.all_input_nodes if source in level), default=0)
+            level[node] += self.is_sum(node)
+        level |= dict.fromkeys(self.copies.values(), max(level.values()))  # states are read before they are written
+        loops: dict[tuple[int, Side, str], list[fx.Node]] = {}
+        for node in filter(self.is_sum, nodes):
+            loops.setdefault((level[node] - 1, *self._loop_of(node)), []).append(node)
+        for node in roots:
+            if (side := self.sides[node]) not in (ONE, SLICE):
+                loops.setdefault((level[node], side, LIMITS.get(side, str(side))), []).append(node)
+        return sorted(loops.items(), key=lambda loop: loop[0][0])
 
     def _loop_of(self, node: fx.Node) -> tuple[Side, str]:
         """Returns the side of a sum, and the code for its number of elements."""
@@ -140,7 +139,7 @@ class BetweenPasses:
             raise UnsupportedError(f"{node.format_node()} is not supported in Triton")
         if side == SLICE and isinstance(shape[-1], int):
             return side, str(shape[-1])
-        return side, self._limit(side)
+        return side, LIMITS.get(side, str(side))
 
     def _print_loop(self, main: "Scope", side: Side, limit: str, nodes: list[fx.Node]) -> None:
         """Prints a loop over a side that sums or stores nodes."""
