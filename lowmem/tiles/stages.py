@@ -111,17 +111,7 @@ def copied(
             inputs[key] = graph.placeholder(f"given_{n}")
             inputs[key].meta["val"] = value
     if (GRAD, 0) in args:  # sizes are symbols of tensors: Inductor's cache on disk has no guards for other arguments
-        dims = args[GRAD, 0].shape
-        size_of = torch.ops.aten.sym_size.int
-        sizes: Any = [graph.call_function(size_of, (inputs[GRAD, 0], d)) for d, _ in enumerate(dims)]
-
-        def times(one: fx.Node, other: fx.Node) -> Any:
-            return graph.call_function(operator.mul, (one, other))
-
-        batch, count, height, *cols = sizes
-        width = functools.reduce(times, cols)
-        matrix = (1, times(count, width)) if dims[2] == 1 else (times(count, height), width)
-        inputs |= sized((batch, *matrix))
+        inputs |= _sizes_of(inputs[GRAD, 0], args[GRAD, 0].shape)
     copies: dict[fx.Node, Any] = {node: inputs.get(key) for key, node in update.graph.inputs.items()}
     for node in update.graph.module.graph.nodes:
         if node is end:
@@ -136,6 +126,17 @@ def copied(
     graph.eliminate_dead_code()
     placeholders = {key: node for key, node in inputs.items() if isinstance(node, fx.Node) and node.op == "placeholder"}
     return Graph(module(graph), placeholders, {key: copies[node] for key, node in results.items()})
+
+
+def _sizes_of(grad: fx.Node, shape: Sequence[Any]) -> Arguments:
+    """Adds nodes to a graph for the sizes of a parameter, given its gradient in blocks of this shape."""
+    size_of = torch.ops.aten.sym_size.int
+    dims: list[Any] = [fx.Proxy(grad.graph.call_function(size_of, (grad, d))) for d in range(len(shape))]
+    batch, count, height, *cols = dims
+    width = functools.reduce(operator.mul, cols)
+    matrix = (1, count * width) if shape[2] == 1 else (count * height, width)
+    sizes = sized((batch, *matrix))
+    return {key: size.node if isinstance(size, fx.Proxy) else size for key, size in sizes.items()}
 
 
 def at_once(update: TracedUpdate, args: Arguments, sizes: Sizes) -> Graph:
