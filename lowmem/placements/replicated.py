@@ -144,10 +144,7 @@ class AllReduce(Reducer):
         """Launches the collectives of a backward. Yields averages, or None while the next gradient may still arrive."""
         for record in self._order:
             reached = record.reached
-            state = _EXPECTED if reached else _ABSENT
-            if not self._backwards or (record in self._without_gradient if reached else self._graph_incomplete):
-                state = _POSSIBLE
-            self._pending[record] = _PendingGradient(record, reached, state)
+            self._pending[record] = _PendingGradient(record, reached, self._initial_state(record, reached))
         earlier = self._micro_batch.earlier
         expected = _maxima(
             {r: _EXPECTED if r.name in earlier else pending.state for r, pending in self._pending.items()}
@@ -170,6 +167,14 @@ class AllReduce(Reducer):
             yield from before
         yield from in_flight
         yield from self._end()
+
+    def _initial_state(self, record: ParamEntry, reached: bool) -> int:
+        """Returns the state of a gradient at the beginning of a backward, from the graph and earlier backwards."""
+        if not self._backwards or (reached and record in self._without_gradient):
+            return _POSSIBLE
+        if reached:
+            return _EXPECTED
+        return _POSSIBLE if self._graph_incomplete else _ABSENT
 
     def _stand_in(self, pending: _PendingGradient) -> Tensor:
         """Returns the tensor to reduce if no gradient arrives: the sum of the earlier micro-batches, or zeros."""
