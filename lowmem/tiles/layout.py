@@ -306,19 +306,19 @@ def _looped(side: tuple[int, ...], box: Box, shape: tuple[int, ...]) -> list[int
     12 and 17 are not contiguous;  box [1:2, 2:5] → (), the range 7 to 10
     """
     looped: list[int] = []
-    after: int | None = None  # the first dimension of the run
-    closed = False
+    run_start: int | None = None  # the first dimension of the contiguous range, which grows from the last dimension
+    complete = False  # whether no dimension can be added to the range
     for d in reversed(side):
         size = box[d].stop - box[d].start
-        follows = after is None or d + 1 == after
+        adjacent = run_start is None or d + 1 == run_start
         if size == 1:
-            closed |= shape[d] > 1
-            after = d if after is not None and follows else after
-        elif closed or not follows:
+            complete |= shape[d] > 1
+            run_start = d if run_start is not None and adjacent else run_start
+        elif complete or not adjacent:
             looped.append(d)
-            closed = True
+            complete = True
         else:
-            after, closed = d, size < shape[d]
+            run_start, complete = d, size < shape[d]
     return looped[::-1]
 
 
