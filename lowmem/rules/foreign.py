@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
 from lowmem.errors import ConfigError, UnsupportedError, did_you_mean
-from lowmem.rules.foreign_instance import COUNTS, Instance, number_of, pack_state, refuse_combination, snapshot
+from lowmem.rules.foreign_instance import COUNTS, Instance, number_of, pack_state, raise_for_combination, snapshot
 from lowmem.rules.foreign_trial import Grads, RecordedGroup, isolated, random_states, trial_inputs, trial_shapes
 from lowmem.rules.rule import GROUP_KEYS, Hyper, ParamSpec, State, UpdateRule
 from lowmem.tiles.layout import View
@@ -155,7 +155,7 @@ class ForeignRule(UpdateRule):
         if any(number_of(self.name, key, now.get(key)) != number for key, number in numbers.items()) or not all(
             torch.allclose(*pair, rtol=0, atol=0, equal_nan=True) for pair in zip(params, alone, strict=True)
         ):
-            refuse_combination(self.name, "steps on one parameter differ from steps on all of them")
+            raise_for_combination(self.name, "steps on one parameter differ from steps on all of them")
         if sharded:
             self._try_shards(hyper, starts[-1], [step[-1] for step in grads if step[-1] is not None])
 

@@ -26,7 +26,7 @@ _NOT_IN_GROUP = frozenset(("params", "param_names", COUNTS, *ENGINE_KEYS))
 _PLAIN = (Tensor, int, float, str, bool, type(None))
 
 
-def refuse_combination(name: str, detail: str) -> NoReturn:
+def raise_for_combination(name: str, detail: str) -> NoReturn:
     """Raises `UnsupportedError` for the class `name`."""
     raise UnsupportedError(
         f"{name} combines parameters inside step() ({detail}), but a fused update sees one parameter at a time. If it "
@@ -112,7 +112,7 @@ class Instance:
             group[COUNTS] = counts
         elif changes != self.changes:
             keys = [key for key in {**changes, **self.changes} if changes.get(key) != self.changes.get(key)]
-            refuse_combination(self._name, f"{', '.join(keys)} would differ from parameter to parameter")
+            raise_for_combination(self._name, f"{', '.join(keys)} would differ from parameter to parameter")
         return pack_state(self._name, values)
 
     def _release(self) -> None:

@@ -56,13 +56,13 @@ def _watch_scaling(scale: Callable[..., Any]) -> Callable[..., Any]:
         scaled = scale(self, list(outputs) if several else outputs)
         for loss in tree_leaves(scaled):
             if loss.requires_grad:
-                loss.register_hook(_refuse_scaled)
+                loss.register_hook(_raise_for_scaled)
         return scaled
 
     return watched
 
 
-def _refuse_scaled(grad: Tensor) -> None:
+def _raise_for_scaled(grad: Tensor) -> None:
     """Raises `StepError` before the first update of a backward whose loss a `GradScaler` has scaled."""
     for _, record in hooks.reached():
         raise StepError(

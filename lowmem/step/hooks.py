@@ -163,9 +163,9 @@ class Hooks:
         """Returns a context in which the backward of `loss` raises `StepError` before the first update if it reaches
         parameters of another optimizer that is not paused.
         """
-        return nullcontext() if len(_LIVE) == 1 else loss.register_hook(self._refuse_others)
+        return nullcontext() if len(_LIVE) == 1 else loss.register_hook(self._raise_for_others)
 
-    def _refuse_others(self, _: Tensor) -> None:
+    def _raise_for_others(self, _: Tensor) -> None:
         self._backward = torch._C._current_graph_task_id()
         for other, record in reached():
             if other is not self:

@@ -203,7 +203,7 @@ def load(loop: StepLoop, saved: Mapping[str, Any], *, numbered: bool) -> None:
 
 def _check(loop: StepLoop, saved: Mapping[str, Any]) -> dict[str, Owner]:
     """Checks the saved values. Returns the parameters that have a saved state or are trained, by name."""
-    _refuse_other_groups(loop.parameters.param_groups, saved["param_groups"])
+    _require_same_groups(loop.parameters.param_groups, saved["param_groups"])
     step, seed, counts = saved["step"], saved["seed"], saved.get("nonfinite") or {}
     if {*map(type, (step, seed, *counts.values()))} != {int} or step < 0:
         raise CheckpointError(f"the saved optimizer has {step=}, {seed=} and nonfinite={counts}: not all are counts")
@@ -225,7 +225,7 @@ def _check(loop: StepLoop, saved: Mapping[str, Any]) -> dict[str, Owner]:
         if name not in want:
             raise CheckpointError(f"the saved optimizer has a state of {name!r}, which is not a parameter of this one")
         if name in owners:
-            _refuse_other_weight(owners[name], have, (saved.get("weights") or {}).get(name))
+            _require_same_weight(owners[name], have, (saved.get("weights") or {}).get(name))
             have = {key: form for key, form in have.items() if not owners[name].unspecified(key)}
         if have != want[name]:
             where = repr(name) if name in owners else name.replace(GROUP, "group ")
@@ -235,7 +235,7 @@ def _check(loop: StepLoop, saved: Mapping[str, Any]) -> dict[str, Owner]:
     return owners
 
 
-def _refuse_other_groups(groups: Sequence[Group], saved_groups: Sequence[Mapping[str, Any]]) -> None:
+def _require_same_groups(groups: Sequence[Group], saved_groups: Sequence[Mapping[str, Any]]) -> None:
     """Raises `CheckpointError` if the saved groups have different rules, storages or parameters."""
     names = [group["param_names"] for group in groups]
     if [group["params"] for group in saved_groups] != names:
@@ -269,7 +269,7 @@ def _copy(parameters: Parameters, owner: Owner | None, name: str, value: Any) ->
     return value.detach().to(device, copy=True)
 
 
-def _refuse_other_weight(owner: Owner, have: Mapping[str, Form], was: str | None) -> None:
+def _require_same_weight(owner: Owner, have: Mapping[str, Form], was: str | None) -> None:
     """Raises `CheckpointError` if the weight had a different dtype and some of its states depend on the dtype.
 
     These are a residual, a master copy, and states without a `StateSpec` that have the weight's dtype and dimensions.
