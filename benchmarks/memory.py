@@ -103,7 +103,9 @@ GROUPS = {
     "AdamW, bfloat16 states": ("adamw", "AdamW, all in bfloat16"),
     "AdamW, float32 states": ("adamw, float32 states", "AdamW, mixed precision"),
 }
-BACKGROUND = {"facecolor": "white", "edgecolor": "none", "pad": 1}  # of text that overlaps the line of a card
+# Backgrounds of text: a title that overlaps the line of a card, and a total inside its bar
+BACKGROUND = {"facecolor": "white", "edgecolor": "none", "pad": 1}
+TOTAL = {"facecolor": COLORS["weights"], "edgecolor": "none", "pad": 1}
 
 Plans = dict[str, dict[str, int]]  # arguments → kind of memory → bytes
 
@@ -237,18 +239,20 @@ def draw_bars(report: Any) -> Any:
             for kind, color in COLORS.items():
                 axes.barh(height, sizes[name][kind] / GIB, left=left, color=color, height=0.62, **style)
                 left += sizes[name][kind] / GIB
-            axes.text(left + 1, height, f"{left:.0f} GiB", fontsize=9.5, va="center", bbox=BACKGROUND)
+            axes.text(1, height, f"{left:.0f} GiB", color="white", va="center", bbox=TOTAL)
             rows.append((height, title(name)))
             height -= 0.85
         height -= 0.75
     for size in (24, 80):
-        axes.axvline(size, color="#777777", linewidth=1, linestyle="--", zorder=0)
-        axes.text(size, 1.05, f"{size} GB card", fontsize=8.5, color="#555555", ha="center")
+        free, _ = CARDS[size]
+        axes.axvline(free, color="#777777", linewidth=1, linestyle="--", zorder=0)
+        axes.text(free, 1.05, f"{size} GB card ({free:g} GiB free)", fontsize=8.5, color="#555555", ha="center")
     axes.set_yticks(*zip(*rows, strict=True))
     limits = {"xlim": (0, max(map(gib, sizes.values())) * 1.15), "ylim": (rows[-1][0] - 0.5, 1.0)}
     axes.set(**limits, xlabel="GiB on the GPU")
     for kind, color in COLORS.items():
         axes.bar(0, 0, color=color, label="reserve for CUDA" if kind == "reserve" else kind)
+    axes.bar(0, 0, color="#bbbbbb", hatch="///", edgecolor="white", label="hatched: computed")
     axes.legend(loc="upper right", bbox_to_anchor=(1.0, 0.93), fontsize=9, frameon=False)
     return figure
 
@@ -263,7 +267,8 @@ def draw_fits(report: Any) -> Any:
                 sizes = report["plans"][arguments_of(model, method, ranks)]
                 color = CARDS[size][1] if (size := card(sizes)) else TOO_LARGE
                 axes.barh(row, 1, left=column, height=1, color=color, edgecolor="white", linewidth=2)
-                axes.text(column + 0.5, row, f"{gib(sizes):.1f}", ha="center", va="center", fontsize=10)
+                text = f"{gib(sizes):.1f}" + (f"\n{size} GB" if size else "")
+                axes.text(column + 0.5, row, text, ha="center", va="center", fontsize=9)
         axes.set_yticks(range(len(SHARDED)), [MODELS[model] for model in SHARDED])
         axes.set_xticks([column + 0.5 for column in range(len(RANKS))], RANKS)
         axes.set(xlim=(0, len(RANKS)), ylim=(len(SHARDED) - 0.5, -0.5))
@@ -278,13 +283,14 @@ def draw_fits(report: Any) -> Any:
 
 def draw_lengths(report: Any) -> Any:
     """Draws GiB by number of tokens, with a curve for each of the `OPTIONS`."""
-    figure, axes = panels("GPU memory of Llama-3.1-8B by sequence length (planned)", (7, 3.6), 1)
+    figure, axes = panels("GPU memory of Llama-3.1-8B with AdaLomo, one sequence per step (planned)", (7, 3.6), 1)
     for option, arguments in OPTIONS.items():
         sizes = [gib(report["plans"][arguments_of(EIGHT_BILLION, tokens=n, options=arguments)]) for n in TOKENS]
         axes.plot(TOKENS, sizes, marker="o", markersize=4, label=option)
     for size in (24, 80):
-        axes.axhline(size, color="#777777", linewidth=1, linestyle="--", zorder=0)
-        axes.text(65_536, size - 1, f"{size} GB card", fontsize=8.5, color="#555555", va="top")
+        free, _ = CARDS[size]
+        axes.axhline(free, color="#777777", linewidth=1, linestyle="--", zorder=0)
+        axes.text(65_536, free - 1, f"{size} GB card ({free:g} GiB free)", fontsize=8.5, color="#555555", va="top")
     axes.set_xticks(TOKENS, [f"{n // 1024}k" for n in TOKENS])
     axes.set(xlabel="tokens in the sequence", ylabel="GiB on the GPU", ylim=(0, 100))
     axes.legend(loc="center left", bbox_to_anchor=(1.02, 0.5), fontsize=9, frameon=False)

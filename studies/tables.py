@@ -89,13 +89,15 @@ MARKERS = {
 
 
 def draw(report: Any) -> Any:
-    """Draws two panels per task for the first seed: the loss by learning rate, and the best loss minus the loss of
-    AdamW with float32 weights, by the bytes of a weight and its states.
+    """Draws two panels per task: the loss of the first seed by learning rate, and the best loss minus the loss of AdamW
+    with float32 weights (mean and standard deviation over seeds), by the bytes of a weight and its states.
     """
     results = Results(report["runs"])
     tasks = [task for task in ONE_TASK if task in set(results.rows.task)]
-    title = "Held-out loss after fine-tuning, in nats, first seed"
+    title = "Held-out loss after fine-tuning, in nats"
     figure, rows = panels(title, (4 * len(tasks) + 2, 7), len(tasks), 2, squeeze=False)
+    for below in rows[1, 1:]:
+        below.sharey(rows[1, 0])
     for task, (above, below) in zip(tasks, rows.T, strict=True):
         for name, color in COLORS.items():
             losses, best = results.losses(run_of(task, name)), results.best(run_of(task, name))
@@ -103,16 +105,17 @@ def draw(report: Any) -> Any:
             for form, marker in MARKERS.items() if best else ():
                 size = format_of(form).bytes_per_element(METHODS[name].states)
                 seeds = results.along("seed", {**best, "format": form}).loss
-                difference = (seeds - _seeds(results, run_of(task, "adamw")).loss).dropna()[:1]
-                below.scatter([size] * len(difference), difference, color=color, marker=marker)
+                difference = (seeds - _seeds(results, run_of(task, "adamw")).loss).dropna()
+                below.errorbar(size, difference.mean(), difference.std(), color=color, marker=marker, ms=5)
         above.set(xscale="log", xlabel="learning rate", title=task)
         below.axhline(0, color="#777777", linewidth=1, linestyle="--", zorder=0)
         below.set(xlabel="bytes of a weight and its states", xlim=(0, 13))
     for form, marker in MARKERS.items():
         rows[1, -1].scatter([], [], color="#444444", marker=marker, label=form)
-    for axes, text in zip(rows, ("loss with float32 weights", "best loss above AdamW's in float32"), strict=True):
-        axes[0].set_ylabel(text)
-        axes[-1].legend(fontsize=9, frameon=False, loc="center left", bbox_to_anchor=(1.02, 0.5))
+    rows[0, 0].set_ylabel("loss with float32 weights, first seed")
+    rows[1, 0].set_ylabel("best loss minus AdamW's in float32")
+    for axes in rows[:, -1]:
+        axes.legend(fontsize=9, frameon=False, loc="center left", bbox_to_anchor=(1.02, 0.5))
     return figure
 
 
