@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "reference" / "tested.md"
 RESULTS = ROOT / "benchmarks" / "results" / "stacks.json"
 MARKS = "<!-- stacks -->\n", "<!-- /stacks -->"
+KINDS = tuple(f"{part}: passed / failed / skipped" for part in ("trainers", "engine"))
 PACKAGES = ("torch", "transformers", "trl", "accelerate", "datasets", "deepspeed")
 TITLES = ("torch", "transformers", "TRL", "Accelerate", "datasets", "DeepSpeed")
 # paths or modules of the engine's tests; all others are tests of trainers
@@ -58,7 +59,7 @@ def row(*cells: object) -> str:
 def tables(runs: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Yields the tables of the page: the runs, and the tests that failed."""
     names = [f"{run['stack']}, Python {run['python']}" for run in runs]
-    yield row("stack", "Python", *TITLES, "trainers", "engine", "share of the engine's tests")
+    yield row("stack", "Python", *TITLES, *KINDS, "share of the engine's tests")
     yield row(*["---"] * (5 + len(TITLES)))
     for run in runs:
         parts = (run["trainers"], run["engine"])
