@@ -23,12 +23,12 @@ from benchmarks import reports
 from benchmarks.engine import update_one
 from benchmarks.measurement import peak_of_temporaries
 from benchmarks.methods import Method, import_lomo_optim
-from benchmarks.pages import markdown
+from benchmarks.pages import Row, markdown
 from benchmarks.processes import Figures, alone
 from benchmarks.reports import command, ratio
 
 BASE = "AdamW(fused=True)"
-WIDE = ", float32 weights"
+WIDE, EAGER = ", float32 weights", ", eager"
 RULES = [row.name for row in lowmem.rules.table()]
 
 # (function that updates the parameter, function that returns its optimizer-state tensors)
@@ -110,7 +110,7 @@ METHODS = {
     **{name: lowmem_method(rule, peer, "bfloat16", **options) for name, (rule, peer, options) in IN_BFLOAT16.items()},
     f"adamw{WIDE}": lowmem_method("adamw", f"{BASE}{WIDE}", "float32"),
     f"adalomo{WIDE}": lowmem_method("adalomo", f"{BASE}{WIDE}", "float32"),
-    **{f"{rule}, eager": lowmem_method(rule, compile=False) for rule in RULES},
+    **{f"{rule}{EAGER}": lowmem_method(rule, compile=False) for rule in RULES},
     BASE: torch_method(torch.optim.AdamW, fused=True),
     f"{BASE}{WIDE}": torch_method(torch.optim.AdamW, "float32", fused=True),
     "AdamW": torch_method(torch.optim.AdamW),
@@ -145,18 +145,19 @@ def measure(name: str, size: int, dtype: str) -> Figures:
 
 
 def tables(report: Any) -> dict[str, str]:
+    """Returns a table of rules and peers, and tables of other formats and of updates that are not compiled."""
     results = report["results"]
-    rows = [
-        {
-            "method": name, "ms": f"{row['seconds'] * 1e3:.3g}",
-            "× nearest peer": ratio(results, name, METHODS[name].nearest),
-            "nearest peer": METHODS[name].nearest if METHODS[name].nearest in results else "",
-            "× fused AdamW": ratio(results, name, BASE), "temporary, MiB": f"{row['temporary'] / 2**20:.2f}",
-            "state, bytes per weight": f"{row['state']:.3g}",
-        }
-        for name, row in results.items()
-    ]  # fmt: skip
-    return {"": markdown(rows)}
+    rows: dict[str, list[Row]] = {"": [], "formats": [], "eager": []}
+    for name, figures in results.items():
+        other = name in IN_BFLOAT16 or name.endswith(WIDE)
+        nearest = METHODS[name].nearest
+        row = {"method": name, "ms": f"{figures['seconds'] * 1e3:.3g}", "× fused AdamW": ratio(results, name, BASE)}
+        if not name.endswith(EAGER):
+            row |= {"× nearest peer": ratio(results, name, nearest), "nearest peer": nearest or ""}
+        row |= {"temporary, MiB": f"{figures['temporary'] / 2**20:.2f}"}
+        row |= {"state, bytes per weight": f"{figures['state']:.3g}"}
+        rows["eager" if name.endswith(EAGER) else "formats" if other else ""].append(row)
+    return {name: markdown(table) for name, table in rows.items() if table}
 
 
 @command
