@@ -141,6 +141,8 @@ def loss_picture(records: list[Record], name: str) -> Figure:
             rows = [(row["step"], math.nan if row[key] is None else row[key]) for row in records if key in row]
             panel.plot(*zip(*rows, strict=True), label=key, lw=1.3, marker="o" if len(rows) < 20 else "")
         panel.set_ylabel(metric.replace("_", " "))
+        if metric == "changed_share":
+            panel.set_ylim(0, 1.05)
         panel.grid(alpha=0.3)
     axes[0].set_title(name)
     if axes[0].lines:
