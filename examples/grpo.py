@@ -19,9 +19,9 @@ class FusedGRPOTrainer(FusedTrainerMixin, trl.GRPOTrainer): ...
 
 
 def has_answer(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
-    """Returns 1 for a completion that contains the `answer` of its row, minus a small penalty for its length."""
+    """Returns 1 for a completion that contains the `answer` of its row, minus up to 0.1 for its length."""
     texts = [completion[0]["content"] for completion in completions]
-    return [float(right in text) - len(text) / 1000 for text, right in zip(texts, answer, strict=True)]
+    return [float(right in text) - min(len(text) / 10_000, 0.1) for text, right in zip(texts, answer, strict=True)]
 
 
 def main() -> None:
