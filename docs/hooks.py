@@ -14,7 +14,8 @@ ROOT = Path(__file__).parents[1]
 FILES = {  # file of the repository -> its place in the site
     "README.md": "index.md",
     **{name: name for name in ("CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "benchmarks/README.md",
-                               "configs/README.md", "studies/ablations.md", "tests/judges/classes.md")},
+                               "configs/README.md", "studies/ablations.md", "tests/golden/README.md",
+                               "tests/judges/classes.md")},
     **{f"benchmarks/results/{path.name}": f"benchmarks/results/{path.name}"
        for path in (ROOT / "benchmarks" / "results").glob("*.png")},
 }  # fmt: skip

@@ -229,7 +229,8 @@ def test_rules():
         if type(resolve(info.name)).__module__.startswith("lowmem.")  # not registered by a test
     }
     assert rates == {name: (resolve(name).usual_lr[0], of_rule.pop("lr")) for name, of_rule in defaults.items()}
-    assert hyper == defaults
+    assert hyper.keys() == defaults.keys()  # each with some of its hyperparameters
+    assert hyper == {rule: {name: defaults[rule][name] for name in of_rule} for rule, of_rule in hyper.items()}
 
 
 def test_versions():
