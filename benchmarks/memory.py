@@ -33,7 +33,7 @@ MODELS = {
     "qwen3-32b": "Qwen3-32B", "llama-3.1-70b": "Llama-3.1-70B",
 }  # fmt: skip
 EIGHT_BILLION = "llama-3.1-8b"
-EIGHT_BITS = "--fused.rule adamw --fused.state_storage 8bit --max_grad_norm 1"
+EIGHT_BITS = "--fused.rule adamw --fused.state_storage 8bit"
 MOMENTUM = "--fused.rule adafactor --fused.beta1 0.9 --fused.state_storage 8bit"
 # Name of a method → command-line arguments
 METHODS = {
@@ -43,8 +43,8 @@ METHODS = {
     "adalomo, int8": "--fused.rule adalomo --fused.weight_format int8",
     "adamw": "--fused.rule adamw",
     "adamw, float32 states": "--fused.rule adamw --fused.state_storage float32",
-    "adamw, 8-bit states, clipped": EIGHT_BITS,
-    "adamw, 8-bit states, compensated8, clipped": f"{EIGHT_BITS} --fused.rounding compensated8",
+    "adamw, 8-bit states": EIGHT_BITS,
+    "adamw, 8-bit states, compensated8": f"{EIGHT_BITS} --fused.rounding compensated8",
     "adafactor, 8-bit momentum": MOMENTUM,
     "adafactor, 8-bit momentum, int12": f"{MOMENTUM} --fused.weight_format int12",
     "lion": "--fused.rule lion",
@@ -59,9 +59,9 @@ FORMATS = {
 }
 OF_FORMATS = dict(zip(("bfloat16", "`int12`", "`int10`", "`int8`"), FORMATS["llama-3.1-8b"], strict=True))
 OF_STATES = {
-    "`adamw`, 5.13 bytes": "adamw, 8-bit states, compensated8, clipped",
-    "`adamw`, 4.13 bytes": "adamw, 8-bit states, clipped",
-    "`adafactor` with momentum, 3.07 bytes": "adafactor, 8-bit momentum",
+    "`adamw`, `8bit`, `compensated8`": "adamw, 8-bit states, compensated8",
+    "`adamw`, `8bit`": "adamw, 8-bit states",
+    "`adafactor` with momentum, `8bit`": "adafactor, 8-bit momentum",
     "with `int12`": "adafactor, 8-bit momentum, int12",
 }
 STATES = dict.fromkeys(("llama-3.1-8b", "qwen3-4b", "llama-3.2-1b"), tuple(OF_STATES.values()))

@@ -137,11 +137,11 @@ def publish(
     out: Path, name: str, settings: Mapping[str, Any], tables: Callable[[Any], Mapping[str, str]],
     pictures: Mapping[str, pages.Picture] = MappingProxyType({}), **parts: Any,
 ) -> None:  # fmt: skip
-    """Saves results, prints the first table, draws pictures, and updates pages if `out` is benchmarks/results."""
+    """Saves results, prints tables, draws pictures, and updates pages if `out` is benchmarks/results."""
     file = out / f"{name}.json"
     save(file, settings, **parts)
     report = json.loads(file.read_text())
-    print(f"{pages.about(report)}\n\n{next(iter(tables(report).values()), '')}")
+    print(pages.about(report), *tables(report).values(), sep="\n\n")
     for method, error in report.get("failed", {}).items():
         print(f"{method} failed: {error}")
     for method, requirement in report.get("left_out", {}).items():

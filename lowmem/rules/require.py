@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from lowmem.errors import ConfigError, require_known
-from lowmem.tiles.storage import STATE_DTYPES, STORED_DTYPES
+from lowmem.tiles.storage import STATE_DTYPES
 
 Check = Callable[[str, Any], object]
 _COMPARISONS = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le}
@@ -89,7 +89,7 @@ betas = pair("two numbers >= 0 and < 1", rate, rate)
 
 def dtype_of(value: Any) -> torch.dtype | None:
     """Returns the dtype of a state, given a name or a dtype. Returns None for any other value."""
-    return value if value in STORED_DTYPES else STATE_DTYPES.get(value)
+    return next((dtype for name, dtype in STATE_DTYPES.items() if value in (name, dtype)), None)
 
 
 def dtype(*, none: str) -> Check:

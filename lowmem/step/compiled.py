@@ -100,7 +100,7 @@ class Compilation:
         failure = self._parameters.placement.agree(missing)
         if failure is not None and requested is True:
             raise ConfigError(f"compile=True, but {failure}. Use 'auto'")
-        if failure != missing:
+        if failure is not None and missing is None:  # the cause is on another rank
             logger.warning("updates are not compiled, because %s", failure)
         self._decided = wanted and failure is None
         self._allow_decoding()

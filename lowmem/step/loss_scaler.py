@@ -1,6 +1,5 @@
 """Loss scaling: the loss is multiplied by the scale before backward, and gradients are divided by it when read."""
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,6 +8,8 @@ from torch import Tensor
 
 from lowmem.errors import CheckpointError
 from lowmem.options import DynamicScale
+
+LARGEST = torch.finfo(torch.float32).max
 
 
 class LossScaler:
@@ -93,12 +94,13 @@ class LossScaler:
             return
         for name in ("scale", "good", "patience"):
             value = saved.get(name)
-            valid = isinstance(value, int | float) and 0 <= value < math.inf and (value > 0 or name != "scale")
+            valid = isinstance(value, int | float) and 0 <= value <= LARGEST and (value > 0 or name != "scale")
             if not valid:
                 raise CheckpointError(f"the saved loss scale has {name}={value!r}, which is not a valid number")
 
     def load_state_dict(self, saved: Mapping[str, Any] | None) -> None:
         """Continues from the result of `state_dict`. Without it, the scale starts from `init_scale`."""
-        if self._dynamic is None or self.value is None or saved is None:
+        if self._dynamic is None or self.value is None:
             return
+        saved = saved or {"scale": self._dynamic.init_scale, "good": 0, "patience": self._dynamic.hysteresis}
         self._set(*(torch.tensor(saved[name], dtype=torch.float64) for name in ("scale", "good", "patience")))

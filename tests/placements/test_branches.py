@@ -12,7 +12,6 @@ from lowmem.errors import StepError
 from lowmem.placements.replicated import _ARRIVED, _by_arrival
 
 MIB = 1 << 20
-
 BODY = tuple(range(1, 7))
 HEADS = [[(*BODY, 0)] * 2 if step % 2 else [(*BODY, 7)] * 2 for step in range(6)]
 EXPERT = [[(0, 1, 2, 7), (0, 1, 3, 7)], [(0, 1, 2, 7), (0, 1, 4, 7)], [(0, 1, 5, 7), (0, 1, 7)], [(0, 1, 7)] * 2]

@@ -189,7 +189,7 @@ ALLOWED = {
         "weight_decay_rate_lr_exponent": NOT_NEGATIVE + OR_NONE, "max_parameter_scale": POSITIVE + OR_NONE,
         "global_norm_clip_threshold": NOT_NEGATIVE + OR_NONE,
         "multiply_by_parameter_scale": ("a list of (regular expression, value)", [None, 1.0, "yes"]),
-        "dtype_momentum": ("or None for state_storage", ["int8", torch.float64]),
+        "dtype_momentum": ("or None for state_storage", ["int8", torch.float64, ["float32"]]),
         "variant": ("jit, op_by_op", ["eager", None]),
     },
     "adafactor_t2t": {

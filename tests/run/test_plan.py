@@ -56,7 +56,6 @@ def test_the_dtype_of_the_files_is_planned(write, dtype, tmp_path):
 
 
 EIGHT_BITS = {"rule": "adamw", "state_storage": "8bit", "rounding": "compensated8"}
-
 REAL = [
     ("sft", None, 1, None),
     ("sft", EIGHT_BITS, 2, 5.125),

@@ -156,9 +156,10 @@ def test_a_count_beyond_the_interval_grows_at_the_next_step():
 
 def test_a_fixed_scale_neither_saves_nor_loads():
     dynamic, fixed = make_scaler(init_scale=64.0), LossScaler(8, CPU)
-    dynamic.load_state_dict(fixed.state_dict())
     fixed.load_state_dict(dynamic.state_dict())
-    assert (float(dynamic.value), float(fixed.value)) == (64.0, 8.0)
+    assert (learn(dynamic, True), float(fixed.value)) == (32.0, 8.0)
+    dynamic.load_state_dict(fixed.state_dict())
+    assert float(dynamic.value) == 64.0
 
 
 def fused(loss_scale, **options):

@@ -301,7 +301,7 @@ DAMAGED = {
     "a parameter that is not there": (["state", "c"], {}, "a state of 'c'"),
     "a group that is not there": (["state", "_group0"], {"x": torch.ones(2)}, "state of group 0"),
     "counts of text": (["nonfinite", "steps"], "x", "nonfinite=.*'steps': 'x'"),
-    "a scale of text": (["loss_scale", "scale"], "x", "loss scale has scale='x'"),
+    "a scale beyond float32": (["loss_scale", "scale"], 1e300, r"loss scale has scale=1e\+300"),
     "no patience": (["loss_scale", "patience"], del_, "loss scale has patience=None"),
 }
 
