@@ -89,13 +89,14 @@ MARKERS = {
 
 
 def draw(report: Any) -> Any:
-    """Draws two panels per task: the loss of the first seed by learning rate, and the best loss minus the loss of AdamW
-    with float32 weights (mean and standard deviation over seeds), by the bytes of a weight and its states.
+    """Draws two panels per task for the first seed: the loss by learning rate, and the best loss minus AdamW's with
+    float32 weights (and its deviation over seeds), by the bytes of a weight and its states.
     """
     results = Results(report["runs"])
     tasks = [task for task in ONE_TASK if task in set(results.rows.task)]
-    title = "Held-out loss after fine-tuning, in nats"
-    figure, rows = panels(title, (4 * len(tasks) + 2, 7), len(tasks), 2, squeeze=False)
+    figure, rows = panels(
+        "Held-out loss after fine-tuning, in nats, first seed", (4 * len(tasks) + 2, 7), len(tasks), 2, squeeze=False
+    )
     for below in rows[1, 1:]:
         below.sharey(rows[1, 0])
     for task, (above, below) in zip(tasks, rows.T, strict=True):
@@ -106,13 +107,14 @@ def draw(report: Any) -> Any:
                 size = format_of(form).bytes_per_element(METHODS[name].states)
                 seeds = results.along("seed", {**best, "format": form}).loss
                 difference = (seeds - _seeds(results, run_of(task, "adamw")).loss).dropna()
-                below.errorbar(size, difference.mean(), difference.std(), color=color, marker=marker, ms=5)
+                first, bars = difference[:1], [difference.std()] * len(difference[:1])
+                below.errorbar([size] * len(first), first, bars, color=color, marker=marker, ms=5)
         above.set(xscale="log", xlabel="learning rate", title=task)
         below.axhline(0, color="#777777", linewidth=1, linestyle="--", zorder=0)
         below.set(xlabel="bytes of a weight and its states", xlim=(0, 13))
     for form, marker in MARKERS.items():
         rows[1, -1].scatter([], [], color="#444444", marker=marker, label=form)
-    rows[0, 0].set_ylabel("loss with float32 weights, first seed")
+    rows[0, 0].set_ylabel("loss with float32 weights")
     rows[1, 0].set_ylabel("best loss minus AdamW's in float32")
     for axes in rows[:, -1]:
         axes.legend(fontsize=9, frameon=False, loc="center left", bbox_to_anchor=(1.02, 0.5))
