@@ -323,12 +323,12 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     @property
     def nonfinite_gradients(self) -> int:
-        """The number of gradients with Inf or NaN since the optimizer was created."""
+        """The number of gradients with Inf or NaN so far, also before a loaded state was saved."""
         return int(self._report.nonfinite_gradients)
 
     @property
     def nonfinite_steps(self) -> int:
-        """The number of steps with a non-finite gradient since the optimizer was created."""
+        """The number of steps with a non-finite gradient so far, also before a loaded state was saved."""
         return int(self._report.nonfinite_steps)
 
     @property
@@ -343,8 +343,8 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     @property
     def compiled(self) -> bool:
-        """True if updates of large parameters are compiled, which takes a few seconds in the first step. False if they
-        are updated only by third-party optimizers or rules that cannot be traced, or if the compiler has failed.
+        """True if updates of large parameters are compiled, which takes 10 to 30 seconds in the first step. False if
+        they are updated only by third-party optimizers or rules that cannot be traced, or if the compiler has failed.
         """
         return self._updates.compiled
 

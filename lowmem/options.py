@@ -60,7 +60,7 @@ class FusedConfig:
             group whose expression is found in its name, or else to the default group. In a group with a "rule",
             hyperparameters that are not set, including `lr`, have the defaults of that rule.
         policy: "immediate": update in the hook. "two_pass": run backward twice, first to measure gradients. "deferred":
-            offload gradients until the step is known to be finite and its clip coefficient is computed. "auto": the
+            store gradients until the step is known to be finite and its clip coefficient is computed. "auto": the
             cheapest exact policy for these options. It may change at the first `accumulate` (see `policy_reason`).
         clip_norm: the maximum norm over all gradients, as in `torch.nn.utils.clip_grad_norm_`, bit for bit in float32
             on a CPU. Raises an error under "immediate".

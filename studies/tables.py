@@ -89,14 +89,11 @@ MARKERS = {
 
 
 def draw(report: Any) -> Any:
-    """Draws two panels per task for the first seed: the loss by learning rate, and the best loss minus AdamW's with
-    float32 weights (and its deviation over seeds), by the bytes of a weight and its states.
-    """
+    """Draws two panels per task: the loss by learning rate, and the best loss minus AdamW's by bytes, for one seed."""
     results = Results(report["runs"])
     tasks = [task for task in ONE_TASK if task in set(results.rows.task)]
-    figure, rows = panels(
-        "Held-out loss after fine-tuning, in nats, first seed", (4 * len(tasks) + 2, 7), len(tasks), 2, squeeze=False
-    )
+    title = "Held-out loss after fine-tuning, in nats, first seed"
+    figure, rows = panels(title, (4 * len(tasks) + 2, 7), len(tasks), 2, squeeze=False)
     for below in rows[1, 1:]:
         below.sharey(rows[1, 0])
     for task, (above, below) in zip(tasks, rows.T, strict=True):
@@ -107,7 +104,7 @@ def draw(report: Any) -> Any:
                 size = format_of(form).bytes_per_element(METHODS[name].states)
                 seeds = results.along("seed", {**best, "format": form}).loss
                 difference = (seeds - _seeds(results, run_of(task, "adamw")).loss).dropna()
-                first, bars = difference[:1], [difference.std()] * len(difference[:1])
+                first, bars = difference[:1], difference.std()  # over all seeds
                 below.errorbar([size] * len(first), first, bars, color=color, marker=marker, ms=5)
         above.set(xscale="log", xlabel="learning rate", title=task)
         below.axhline(0, color="#777777", linewidth=1, linestyle="--", zorder=0)

@@ -42,7 +42,16 @@ class TileSize(NamedTuple):
 
 
 class Columns:
-    """The columns of a table, in the order in which kernels request them. row: the variable that points to a row."""
+    """The columns of a table, in the order in which kernels request them. row: the variable that points to a row.
+
+    kind       value of the column in `tables.py`
+    pointer    address of a tensor's first element in the rectangle; name: (storage, part)
+    state      address of a small state's part for the slice
+    partial    offset in the workspace of partial sums; total: of the sums of a slice; vector: of a row or column vector
+    result     index in `results`
+    parts      number of partial sums of a slice
+    others     sizes and positions of the rectangle or slice, by their names in `Rectangle` and `tables.py`
+    """
 
     def __init__(self, row: str) -> None:
         self.row = row

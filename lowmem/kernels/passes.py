@@ -230,7 +230,12 @@ def pass_text(
 
 
 def _prologue(columns: Columns, tile: TileSize, aligned: bool) -> list[str]:
-    """Returns the lines at the start of a program, which load the size and position of its strip."""
+    """Returns the lines at the start of a program, which load the size and position of its strip.
+
+    They define `R` and `C`, the rows and columns of the rectangle, `stride`, the elements between two rows in memory,
+    `member`, `group` and `slice`, `down` and `across`, the position of the strip, and `rest`, its rows or columns up to
+    the end of the rectangle.
+    """
     down, across = tile.strip
     names = {"R": "rows", "C": "cols", "stride": "stride"}
     sizes = [f"{name} = {columns.load(key)}.to(tl.int32)" for name, key in names.items()]
@@ -250,7 +255,11 @@ def _prologue(columns: Columns, tile: TileSize, aligned: bool) -> list[str]:
 
 
 def _position(tile: TileSize, groups: Sequence[int]) -> list[str]:
-    """Returns the lines that compute the positions of a tile's elements, for tensors with each of these group sizes."""
+    """Returns the lines that compute the positions of a tile's elements, for tensors with each of these group sizes.
+
+    They define `row0` or `col0`, the first row or column of the tile, `rows` and `cols`, and for each group size:
+    `inside`, a mask of the elements inside the rectangle, `base`, the first element, and `offsets` from it.
+    """
     down, across = tile.strip
     lines = [f"row0 = down * {down} + step * {tile.rows}", f"rows = row0 + tl.arange(0, {tile.rows})[:, None]"]
     if tile.is_line:

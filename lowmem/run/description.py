@@ -60,7 +60,7 @@ def _optimizer(optimizer: Any) -> str:
     records = optimizer._records.values()
     weights, states = weights_in_words(records), states_in_words(records)
     states = "" if states in ("", "float32") else f", states in {states}"
-    compiled = ", compiled in the first step (10 to 20 seconds)" if optimizer.compiled else ""
+    compiled = ", compiled in the first step (10 to 30 seconds)" if optimizer.compiled else ""
     return f"{'; '.join(rules)}; weights in {weights}{states}, fused into backward{compiled}"
 
 

@@ -157,8 +157,17 @@ def _moved_to_disk(phases: dict[str, Phase], step: StepMemory, ranks: int, buffe
 
 
 def _phases(trainer: Any, step: StepMemory, ranks: int, *, converts: bool) -> dict[str, Phase]:
-    """Returns the phases of a run. Weights and states are loaded and saved one parameter at a time. converts: the files
-    have weights in another dtype.
+    """Returns the phases of a run. Weights and states are loaded and saved one parameter at a time.
+
+    phase         device                        host                      disk
+    load          see `_load`
+    step          its peak
+    evaluation    its peak                      streamed weights, states
+    save          between steps, and a weight   a weight, on its way      kept checkpoints and a new one
+    resume        the larger of load and save                             kept checkpoints
+    end           as save                                                 kept checkpoints and the model
+
+    converts: the files have weights in another dtype.
     """
     args, sharded = trainer.args, trainer.optimizer.placement in ("zero3", "fsdp2")
     on_cpu = args.device.type == "cpu"

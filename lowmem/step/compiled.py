@@ -237,9 +237,9 @@ class Compilation:
             for (program, code_key), update in self._unsettled.items():
                 program.compiled[code_key] = update
         else:
-            cost = ", but take tens of launches per pass and 4M elements" if torch.cuda.is_available() else ""
+            cost = " and take tens of launches per pass and 4M elements" if torch.cuda.is_available() else ""
             again = "" if self._requested is True else f" until step {10 ** len(str(self._step))}"
-            logger.warning("updates are not compiled%s%s, because compiling failed: %s", again, cost, self.failure)
+            logger.warning("compiling failed: %s. Updates are not compiled%s%s", self.failure, again, cost)
         self._error, self._unsettled = None, {}
 
 

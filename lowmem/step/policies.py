@@ -288,7 +288,7 @@ def choose(config: FusedConfig, needs: Needs, *, on_cpu: bool) -> tuple[str, str
         return "deferred", f"store={config.store!r} requires it"
     beforehand = needs.norm or needs.skip or needs.exact_skip
     if beforehand is None:
-        return "immediate", "updates during backward, one gradient in memory at a time"
+        return "immediate", "updates during backward, without storing all gradients"
     reason = f"{beforehand} needs all gradients before the first update"
     if needs.reentrant:
         reason += ", and reentrant activation checkpointing does not allow a backward that only measures them"

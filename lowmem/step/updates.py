@@ -77,6 +77,13 @@ class Observer:
 class Updates:
     """Updates parameters whose gradients are reduced.
 
+    parameters                                    when they are updated
+    updated by kernels, at most SMALL elements    together, once the queue has STACK elements
+    updated by kernels, larger                    at once, or together if memory is free (`_free_elements`)
+    large shards of elementwise rules             together, after they have been measured
+    other small ones with the same program        together as a stack
+    all others                                    at once
+
     Args:
         parameters, cycle, clipping: the parameters, life cycle and clipping of the optimizer.
 
