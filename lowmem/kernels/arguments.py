@@ -50,7 +50,8 @@ class Columns:
     partial    offset in the workspace of partial sums; total: of the sums of a slice; vector: of a row or column vector
     result     index in `results`
     parts      number of partial sums of a slice
-    others     sizes and positions of the rectangle or slice, by their names in `Rectangle` and `tables.py`
+    rectangles also have the fields of `TableRow`, and `first` (program), `group`, `line`, `high`, `low` and `key`
+    slices also have `rows`, `cols`, `slices`, `index`, `member` and `group`
     """
 
     def __init__(self, row: str) -> None:

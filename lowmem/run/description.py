@@ -7,14 +7,8 @@ from lowmem.hf import arguments
 from lowmem.placements import in_group, nbytes, shape_of, streaming_of
 from lowmem.placements.homes import FileHome
 from lowmem.placements.streaming import Streaming
+from lowmem.step.policies import POLICIES
 from lowmem.step.record import states_in_words, weights_in_words
-
-# The time of updates, by policy.
-_WHEN = {
-    "immediate": "during backward, each parameter as soon as its gradient is complete",
-    "two_pass": "during a second backward; the first one measures the gradients",
-    "deferred": "after backward, when the gradients of the whole step are known",
-}
 
 
 def describe(trainer: Any) -> dict[str, str]:
@@ -30,7 +24,7 @@ def describe(trainer: Any) -> dict[str, str]:
     if (streaming := streaming_of(model)) is not None:
         topics["placement"] = f"streamed: {_streamed_in_words(streaming, model)}"
     why = "" if optimizer.policy == "immediate" else f": {optimizer.policy_reason}"
-    topics["updates"] = f"{_WHEN[optimizer.policy]} (policy {optimizer.policy}{why})"
+    topics["updates"] = f"{POLICIES[optimizer.policy].when} (policy {optimizer.policy}{why})"
     topics["activations"] = _activations(args, trainer.layers.mlp_tile)
     return topics
 

@@ -45,10 +45,12 @@ class Policy:
     Attributes:
         reason: why the policy was chosen.
         accumulates: whether gradients are summed over micro-batches, or over several parts within a backward.
+        when: the time of updates, for users.
         unmet: the names of the `Needs` that the policy does not meet, with their error messages.
     """
 
     name: ClassVar[str] = "immediate"
+    when: ClassVar[str] = "during backward, each parameter as soon as its gradient is complete"
     accumulates: ClassVar[bool] = False
     unmet: ClassVar[Mapping[str, str]] = {
         "norm": "{need}: policy 'immediate' updates a parameter before the norm over all gradients is known, so it "
@@ -101,6 +103,7 @@ class TwoPass(Policy):
     """Runs backward twice. The first pass measures each gradient and frees it. The second pass updates parameters."""
 
     name = "two_pass"
+    when = "during a second backward; the first one measures the gradients"
     unmet: ClassVar[Mapping[str, str]] = {
         "reentrant": "policy 'two_pass' measures gradients in a separate backward, which reentrant activation "
         "checkpointing does not allow. Use checkpoint(..., use_reentrant=False), or policy='deferred' (or 'auto')",
@@ -177,6 +180,7 @@ class Deferred(Policy):
     """Sums gradients over micro-batches, and stores them until all gradients of the step are known."""
 
     name = "deferred"
+    when = "after backward, when the gradients of the whole step are known"
     accumulates = True
     unmet: ClassVar[Mapping[str, str]] = {}
 
