@@ -149,16 +149,9 @@ def _trainer(
             nvme["device"] = "cpu"  # fake tensors cannot be written
         sharding.prepare(recipe.dtype)
     names = ["ref_model"] if recipe.command in ("dpo", "kto") and not has_adapters else []
-    with ExitStack() as stack:
-        if fake is not None:
-            stack.enter_context(fake)
-            stack.enter_context(KnownValues())
-        stack.enter_context(device)
-        model, *others = (_untrained(recipe) for _ in range(1 + len(names)))
+    model, *others = _models(recipe, 1 + len(names), fake, device)
     if (places := data.positions(model)) is not None and places < length:
         raise ConfigError(f"max_length={length}: the model has {places:,} positions; set max_length: {places}")
-    for item in () if fake is None else (model, *others):
-        item.hf_device_map = dict.fromkeys(("", "model"), device.type)  # keeps Accelerate from moving the model
     if device.type == "meta":  # a trainer would raise for offloading here, so `_recomputed_and_offloaded` adds it
         kwargs = args.gradient_checkpointing_kwargs or {}
         inside = {name: value for name, value in kwargs.items() if name != "offload"} or None
@@ -170,13 +163,32 @@ def _trainer(
         if fake is not None:  # the model is streamed later, when new tensors are fake
             stack.enter_context(patch.object(StreamedSharding, "shard", lambda *_, **__: None))
         trainer = build.trainer(recipe.probe(folder, sharded=True, **changed), rows, None, model, **options)
-    for module in trainer.model.modules() if has_adapters else ():
-        for name, param in module.named_parameters(recurse=False):
-            if fake is not None and not is_fake(param):
-                setattr(module, name, nn.Parameter(fake.from_tensor(param.detach()), param.requires_grad))
+    if has_adapters and fake is not None:
+        _fake_parameters(trainer.model, fake)
     if getattr(args, "precompute_ref_log_probs", False):
         trainer.precompute_ref_logps, trainer.ref_model, others = True, None, []
     return trainer, others
+
+
+def _models(recipe: Recipe, count: int, fake: FakeTensorMode | None, device: torch.device) -> list[PreTrainedModel]:
+    """Creates `count` untrained models of a run on the device."""
+    with ExitStack() as stack:
+        if fake is not None:
+            stack.enter_context(fake)
+            stack.enter_context(KnownValues())
+        stack.enter_context(device)
+        created = [_untrained(recipe) for _ in range(count)]
+    for model in () if fake is None else created:
+        model.hf_device_map = dict.fromkeys(("", "model"), device.type)  # keeps Accelerate from moving the model
+    return created
+
+
+def _fake_parameters(model: nn.Module, fake: FakeTensorMode) -> None:
+    """Replaces real parameters by fake ones: the adapters that a trainer has added."""
+    for module in model.modules():
+        for name, param in module.named_parameters(recurse=False):
+            if not is_fake(param):
+                setattr(module, name, nn.Parameter(fake.from_tensor(param.detach()), param.requires_grad))
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """Predicts the memory of a run: the trainer of the run takes one step with fake tensors.
 
 The step uses the run's rule, policy, loss, checkpointing and placement, and the largest batch that the run can produce.
-No memory is allocated, and the prediction does not depend on the machine.
+No memory for weights, states or activations is allocated, and the prediction does not depend on the machine.
 """
 
 import math
