@@ -84,7 +84,7 @@ def plan(recipe: Recipe, ranks: int = 1, memory: int | None = None) -> RunPlan:
     on_gpu = device.type != "cpu"
     with fake_ranks(ranks, device, zero3=bool(recipe.training.deepspeed)) if ranks > 1 else nullcontext():
         recipe = recipe.with_values()  # parses its arguments again, for these ranks
-        buffers = _disk_buffers(recipe)
+        buffers = _disk_buffers(recipe)  # before `running`, which removes the disk from the options of DeepSpeed
         with running(recipe, device) as run:
             trainer = run.trainer
             step = run.step()
