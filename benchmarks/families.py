@@ -122,7 +122,7 @@ def ended(*arguments: str) -> str:
 
 
 def compared(arguments: list[str], run: Path) -> str:
-    """Trains a model, and compares the losses with those of TRL's trainer."""
+    """Trains a model, and compares the losses with the losses of TRL's trainer."""
     if (result := ended("sft", *arguments, f"--output_dir={run}")) != "yes":
         return result
     losses = [json.loads(line).get("loss") for line in (run / "metrics.jsonl").read_text().splitlines()]

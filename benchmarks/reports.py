@@ -168,7 +168,7 @@ def compare(
 
 
 def ratio(results: Mapping[str, Figures], name: str, base: str | None) -> str:
-    """Formats the seconds of a method divided by those of `base`, or returns a dash if `base` was not measured."""
+    """Formats the ratio of the seconds of a method and of `base`. Returns a dash if `base` was not measured."""
     return formatted(results[name]["seconds"] / results[base]["seconds"] if base in results else None, ".2f")
 
 

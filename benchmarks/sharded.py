@@ -3,7 +3,7 @@
     python -m benchmarks.sharded [--ranks 2 --layers 4 --hidden 384 --tokens 128 --batch 1]
 
 The ranks are processes of a gloo group on this machine's CPU, and train on different tokens. `floor` gathers ZeRO-3's
-parameters and drops gradients in hooks, which is the cost of DeepSpeed alone. Times are those of the slowest rank,
+parameters and drops gradients in hooks, which is the cost of DeepSpeed alone. Times are measured on the slowest rank,
 relative to the floor or to the peer in the same placement. The bytes that a rank sends are computed from the arguments
 of each collective for a ring algorithm, even if gloo uses a different one.
 """

@@ -149,15 +149,17 @@ def tables(report: Any) -> dict[str, str]:
     results = report["results"]
     rows: dict[str, list[Row]] = {"": [], "formats": [], "eager": []}
     for name, figures in results.items():
-        other = name in IN_BFLOAT16 or name.endswith(WIDE)
+        table = "formats" if name in IN_BFLOAT16 or name.endswith(WIDE) else ""
+        table = "eager" if name.endswith(EAGER) else table
         nearest = METHODS[name].nearest
         row = {"method": name, "ms": f"{figures['seconds'] * 1e3:.3g}", "× fused AdamW": ratio(results, name, BASE)}
-        if not name.endswith(EAGER):
-            row |= {"× nearest peer": ratio(results, name, nearest), "nearest peer": nearest or ""}
+        if table != "eager":
+            peer = nearest if nearest in results else ""
+            row |= {"× nearest peer": ratio(results, name, nearest), "nearest peer": peer}
         row |= {"temporary, MiB": f"{figures['temporary'] / 2**20:.2f}"}
         row |= {"state, bytes per weight": f"{figures['state']:.3g}"}
-        rows["eager" if name.endswith(EAGER) else "formats" if other else ""].append(row)
-    return {name: markdown(table) for name, table in rows.items() if table}
+        rows[table].append(row)
+    return {table: markdown(cells) for table, cells in rows.items() if cells}
 
 
 @command

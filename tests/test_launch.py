@@ -123,7 +123,7 @@ def test_a_rank_exits_before_gloo_threads_meet_the_interpreter_shutdown(tmp_path
 
 @pytest.mark.parametrize("shards", SHARDED.values(), ids=SHARDED)
 def test_a_model_sharded_over_processes(folder, tmp_path, shards):
-    """Losses, norms, scores and files must equal those of one process."""
+    """Losses, norms, scores and files must be the same as with one process."""
     settings = ("--test_split_size", "0.25", "--eval_strategy", "steps", "--eval_steps", "2", "--max_steps", "4",
                 "--gradient_accumulation_steps", "2", "--per_device_eval_batch_size", "8")  # fmt: skip
     run(folder, tmp_path / "one", *settings)

@@ -24,8 +24,10 @@ BLOCK = 4096  # elements per iteration of a loop
 ONE, SLICE, ROW, COL = "one", "slice", "row", "col"
 Side = str | int
 
-# Code for the number of elements of a side that is not a size.
-LIMITS: dict[Side, str] = {ROW: "R", COL: "C", SLICE: "B"}
+
+def _limit(side: Side) -> str:
+    """Returns code for the number of elements of a side."""
+    return {ROW: "R", COL: "C", SLICE: "B"}[side] if isinstance(side, str) else str(side)
 
 
 class BetweenPasses:
@@ -128,7 +130,7 @@ class BetweenPasses:
             loops.setdefault((level[node] - 1, *self._loop_of(node)), []).append(node)
         for node in roots:
             if (side := self.sides[node]) not in (ONE, SLICE):
-                loops.setdefault((level[node], side, LIMITS.get(side, str(side))), []).append(node)
+                loops.setdefault((level[node], side, _limit(side)), []).append(node)
         return sorted(loops.items(), key=lambda loop: loop[0][0])
 
     def _loop_of(self, node: fx.Node) -> tuple[Side, str]:
@@ -139,7 +141,7 @@ class BetweenPasses:
             raise UnsupportedError(f"{node.format_node()} is not supported in Triton")
         if side == SLICE and isinstance(shape[-1], int):
             return side, str(shape[-1])
-        return side, LIMITS.get(side, str(side))
+        return side, _limit(side)
 
     def _print_loop(self, main: "Scope", side: Side, limit: str, nodes: list[fx.Node]) -> None:
         """Prints a loop over a side that sums or stores nodes."""

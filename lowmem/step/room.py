@@ -14,7 +14,7 @@ def free_memory(device: torch.device) -> tuple[int, int]:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Returns the peak of the tensors on a GPU since the process, or the training loop, has last reset it."""
+    """Returns the peak of the tensors on a GPU since the process started, or since a training loop has reset it."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
 
 

@@ -1,4 +1,4 @@
-"""Trainers compute logits in tiles. Losses and weights equal those of the model's own logits."""
+"""Trainers compute logits in tiles. Losses and weights are the same as with the model's own logits."""
 
 from itertools import product
 

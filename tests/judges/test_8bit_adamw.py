@@ -181,7 +181,7 @@ def distance(value, other, seed=1):
 
 
 def follows(cls, kind, names, steps=50, **options):
-    """Returns whether every step equals that of `cls`, with at most 3 different codes in a thousand.
+    """Returns whether every step equals the step of `cls`, with at most 3 different codes in a thousand.
     Sums are rounded in another order, so a value between two codes may get the other one."""
     param, other = nn.Parameter(start()), nn.Parameter(start())
     ordinary = cls([other], **HYPER | options)

@@ -109,6 +109,6 @@ def above_what_stays(rank, kind, depth, rule):
 @pytest.mark.parametrize(("kind", "rule"), [("fsdp2", "adamw"), *([("zero3", "adalomo")] if FULL else [])])
 def test_memory_does_not_grow_with_depth(two, kind, rule):
     """Gradients of norms wait to be stacked and must not keep gradients of matrices alive (512 KiB per shard)."""
-    # FSDP2 gathers two layers at a time and frees those of the first few blocks late
+    # FSDP2 gathers two layers at a time and frees the first few blocks late
     shallow, deep = (max(two.run(above_what_stays, kind, depth, rule)) for depth in (8, 12))
     assert deep <= shallow + 4 * 3 * 512 * 4 + (256 << 10)

@@ -30,7 +30,7 @@ def batches():
 
 
 def test_a_third_party_optimizer_next_to_a_rule():
-    """Weights are bitwise equal to those of two torch optimizers with common clipping."""
+    """Weights are bitwise equal to weights of two torch optimizers with common clipping."""
     net, plain = Net(), Net()
     matrices, vectors = split(net)
     vectors = {**vectors, "rule": torch.optim.Adagrad, "foreach": False}

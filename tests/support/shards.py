@@ -69,7 +69,7 @@ def zero3(rank, make, *, built_whole=False, **options):
 
 
 def whole_first(rank, make, **options):
-    """Like `zero3`, but creates the whole model first, so its initial weights are those of one device."""
+    """Like `zero3`, but creates the whole model first, so its initial weights are the same as on one device."""
     return zero3(rank, make, built_whole=True, **options)
 
 
