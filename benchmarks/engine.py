@@ -9,12 +9,12 @@ from torch import Tensor, fx
 
 import lowmem
 from lowmem.kernels import Kernels
-from lowmem.placements import Ranks, release
+from lowmem.placements import Ranks, shard_of
 from lowmem.step import compiled, updates
 from lowmem.step.compiled import has_compiler
 from lowmem.tiles import stages
 
-__all__ = ["has_compiler", "reduce_scatter_as_nccl", "release", "update_one", "without_computing"]
+__all__ = ["has_compiler", "reduce_scatter_as_nccl", "shard_of", "update_one", "without_computing"]
 
 
 def update_one(opt: lowmem.FusedOptimizer, param: Tensor, grad: Tensor) -> None:

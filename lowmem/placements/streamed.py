@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Callable, Collection
-from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,11 +13,11 @@ from torch._subclasses.fake_tensor import is_fake
 from torch.utils._pytree import tree_leaves
 
 from lowmem.errors import ConfigError, UnsupportedError
-from lowmem.placements.base import ParamEntry, Placement, ReadyGradients, Reducer, Shard
+from lowmem.placements.base import Placement, ReadyGradients, Reducer
 from lowmem.placements.homes import RESIDENT, FileHome, Home, require_room
 from lowmem.placements.ranks import in_group
 from lowmem.placements.streaming import Streaming, Unit
-from lowmem.tiles.quantized import QuantizedWeight, plain, tensors_of
+from lowmem.tiles.quantized import QuantizedWeight, tensors_of
 
 
 def stream(
@@ -188,7 +187,7 @@ def _before_forward(streaming: Streaming, unit: Unit, module: nn.Module, args: A
     else:
         kind = "other"
     streaming.demand(unit, kind)
-    streaming.lend(unit)
+    streaming.activate(unit)
 
 
 def _after_forward(
@@ -203,12 +202,12 @@ def _after_forward(
         if isinstance(tensor, Tensor) and tensor.requires_grad and id(tensor) not in passed_on:
             tensor.register_hook(partial(_before_backward, streaming, unit))
     if torch._C._current_graph_task_id() == -1:
-        streaming.lend(None)
+        streaming.activate(None)
 
 
 def _before_backward(streaming: Streaming, unit: Unit, grad: Tensor) -> None:
     streaming.demand(unit, "backward")
-    streaming.lend(unit)
+    streaming.activate(unit)
 
 
 def _replace_saved(
@@ -217,7 +216,7 @@ def _replace_saved(
     for name, param in module.named_parameters(remove_duplicate=False):
         # with keep_vars, the saved tensor is the parameter
         if param in unit.homes and saved.get(prefix + name, param) is not param:
-            saved[prefix + name] = streaming.home(unit, param)
+            saved[prefix + name] = streaming.stored(param)
 
 
 def _before_load(
@@ -225,103 +224,42 @@ def _before_load(
 ) -> None:
     if metadata.get("assign_to_params_buffers"):
         raise UnsupportedError("load_state_dict(assign=True) would replace streamed parameters. Use assign=False")
-    streaming.read(unit, unit.homes)
-    streaming.lend(unit)
+    for param in unit.homes:
+        streaming.read(param)
+    streaming.activate(unit)
 
 
 def _after_load(streaming: Streaming, unit: Unit, module: nn.Module, keys: Any) -> None:
-    streaming.lend(None)
+    streaming.activate(None)
     for param in unit.homes:
-        streaming.write(unit, param)
+        streaming.write(param, param)
 
 
 # -- the placement -------------------------------------------------------------------------------------------------
 
 
-class _StreamedShard(Shard):
-    """Accesses a full parameter that has a home or stays on the device."""
-
-    moves = True
-
-    def read(self, param: Tensor) -> Tensor:
-        streaming, unit = _where(param)
-        if unit is not None:
-            streaming.read(unit, (param,))
-        return super().read(param)
-
-    def write(self, param: Tensor, shard: Tensor) -> None:
-        super().write(param, shard)
-        streaming, unit = _where(param)
-        if unit is not None:
-            streaming.write(unit, param)
-
-    def keep(self, param: Tensor, states: dict[Any, Any]) -> dict[Any, Any]:
-        streaming, unit = _where(param)
-        return states if unit is None else streaming.keep(unit, states)
-
-    def lend(self, param: Tensor, states: dict[Any, Any]) -> AbstractContextManager[dict[Any, Any]]:
-        streaming, unit = _where(param)
-        return super().lend(param, states) if unit is None else streaming.states(unit, param, states)
-
-    def stored(self, param: Tensor) -> Tensor:
-        streaming, unit = _where(param)
-        return param if unit is None else streaming.home(unit, param)
-
-    def version(self, param: Tensor) -> tuple[Any, ...]:
-        return (param._version,)  # not the address: each fetch allocates new memory
-
-    def quantized(self, param: Tensor) -> QuantizedWeight | None:
-        return super().quantized(self._changed(param)) if isinstance(param, QuantizedWeight) else None
-
-    def full_tensor(self, param: Tensor) -> Tensor:
-        return plain(self.stored(param).detach())
-
-    @torch.no_grad()
-    def fill(self, param: Tensor, full: Tensor) -> None:
-        self._changed(param).copy_(full)
-
-    def _changed(self, param: Tensor) -> Tensor:
-        """Returns the home of a parameter for modification. The next use fetches it again."""
-        streaming, unit = _where(param)
-        if unit is not None:
-            streaming.evict(unit)
-        return self.stored(param)
-
-
 class _Reducer(Reducer):
-    """A reducer that notifies the streaming objects at the end of each backward."""
+    """A reducer that notifies a `Streaming` at the end of each backward."""
 
-    streaming: Streaming
+    def __init__(self, streaming: Streaming) -> None:
+        self._streaming = streaming
 
     def flush(self) -> ReadyGradients:
         self.drop()
         yield from ()
 
     def drop(self) -> None:
-        self.streaming.end_backward()
+        self._streaming.end_backward()
 
 
 class Streamed(Placement):
     """Parameters of a model that is streamed by `stream`."""
 
     name = "streamed"
-    reducer: _Reducer
+    shard: Streaming
 
-    def __init__(self) -> None:
-        super().__init__(_StreamedShard(), _Reducer())
-
-    def adopt(self, records: Collection[ParamEntry], model: nn.Module | None) -> None:
-        super().adopt(records, model)
-        streamings = {_where(record.param)[0] for record in records}
-        if len(streamings) > 1:
-            raise UnsupportedError("the parameters belong to several streamed models. Create an optimizer for each one")
-        for streaming in streamings:
-            self.reducer.streaming = streaming
+    def __init__(self, streaming: Streaming) -> None:
+        super().__init__(streaming, _Reducer(streaming))
 
     def settle(self) -> None:
-        self.reducer.streaming.settle()
-
-
-def _where(param: Any) -> tuple[Streaming, Unit | None]:
-    """Returns the `Streaming` object of a parameter, and its unit (None if it stays on the device)."""
-    return param.streaming, param.streaming.owners.get(param)
+        self.shard.settle()

@@ -55,8 +55,8 @@ class _Partition(FlatShard):
         if not isinstance(param.all_gather_coalesced, _AfterWrites):
             param.all_gather_coalesced = _AfterWrites(param.all_gather_coalesced, param.device)
 
-    def group_of(self, param: Any) -> tuple[dist.ProcessGroup, torch.device]:
-        return param.ds_process_group, param.device
+    def groups_of(self, param: Any) -> tuple[list[dist.ProcessGroup], torch.device]:
+        return [param.ds_process_group], param.device
 
     def span(self, param: Any) -> Span:
         return span_of_rank(self.ranks_of(param).rank, tuple(param.ds_shape), param.ds_tensor.ds_numel)
