@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -70,7 +71,7 @@ def stream(
             _move_home(unit, weight, device)
     streaming = Streaming(units, device)
     for unit in units:
-        _hook(streaming, unit)
+        _Hooks(streaming, unit).register()
     for param in model.parameters():
         param.streaming = streaming  # type: ignore[attr-defined]
     return streaming
@@ -169,70 +170,64 @@ def find_units(model: nn.Module) -> list[Unit]:
 # -- hooks of modules ----------------------------------------------------------------------------------------------
 
 
-def _hook(streaming: Streaming, unit: Unit) -> None:
-    """Registers hooks that fetch a unit when its module runs."""
-    unit.module.register_forward_pre_hook(partial(_before_forward, streaming, unit), prepend=True)
-    unit.module.register_forward_hook(partial(_after_forward, streaming, unit), with_kwargs=True)
-    unit.module.register_state_dict_post_hook(partial(_replace_saved, streaming, unit))
-    unit.module.register_load_state_dict_pre_hook(partial(_before_load, streaming, unit))
-    unit.module.register_load_state_dict_post_hook(partial(_after_load, streaming, unit))
+@dataclass(frozen=True)
+class _Hooks:
+    """The hooks of a unit's module, which fetch the unit when the module runs."""
 
+    streaming: Streaming
+    unit: Unit
 
-def _before_forward(streaming: Streaming, unit: Unit, module: nn.Module, args: Any) -> None:
-    # reentrant checkpointing runs forwards inside backward
-    if torch._C._current_graph_task_id() != -1:
-        kind = "backward"
-    elif torch.is_grad_enabled():
-        kind = "train"
-    else:
-        kind = "other"
-    streaming.demand(unit, kind)
-    streaming.activate(unit)
+    def register(self) -> None:
+        module = self.unit.module
+        module.register_forward_pre_hook(self.before_forward, prepend=True)
+        module.register_forward_hook(self.after_forward, with_kwargs=True)
+        module.register_state_dict_post_hook(partial(self.replace_saved))  # torch sets an attribute of the hook
+        module.register_load_state_dict_pre_hook(self.before_load)
+        module.register_load_state_dict_post_hook(self.after_load)
 
+    def enter(self, kind: str) -> None:
+        self.streaming.demand(self.unit, kind)
+        self.streaming.activate(self.unit)
 
-def _after_forward(
-    streaming: Streaming, unit: Unit, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any
-) -> None:
-    """Makes the backward of each output fetch the unit first.
+    def before_forward(self, module: nn.Module, args: Any) -> None:
+        # reentrant checkpointing runs forwards inside backward
+        if torch._C._current_graph_task_id() != -1:
+            self.enter("backward")
+        else:
+            self.enter("train" if torch.is_grad_enabled() else "other")
 
-    transformers 5.23, modeling_layers.py: checkpointing wraps `forward`, so recomputation does not run module hooks.
-    """
-    passed_on = set(map(id, tree_leaves((args, kwargs))))  # T5's blocks return the position bias of the first block
-    for tensor in tree_leaves(output):
-        if isinstance(tensor, Tensor) and tensor.requires_grad and id(tensor) not in passed_on:
-            tensor.register_hook(partial(_before_backward, streaming, unit))
-    if torch._C._current_graph_task_id() == -1:
-        streaming.activate(None)
+    def after_forward(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        """Makes the backward of each output fetch the unit first.
 
+        transformers 5.23, modeling_layers.py: checkpointing wraps `forward`, so recomputation runs no module hooks.
+        """
+        passed_on = set(map(id, tree_leaves((args, kwargs))))  # T5's blocks return the position bias of the first block
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, Tensor) and tensor.requires_grad and id(tensor) not in passed_on:
+                tensor.register_hook(self.before_backward)
+        if torch._C._current_graph_task_id() == -1:
+            self.streaming.activate(None)
 
-def _before_backward(streaming: Streaming, unit: Unit, grad: Tensor) -> None:
-    streaming.demand(unit, "backward")
-    streaming.activate(unit)
+    def before_backward(self, grad: Tensor) -> None:
+        self.enter("backward")
 
+    def replace_saved(self, module: nn.Module, saved: dict[str, Any], prefix: str, metadata: Any) -> None:
+        for name, param in module.named_parameters(remove_duplicate=False):
+            # with keep_vars, the saved tensor is the parameter
+            if param in self.unit.homes and saved.get(prefix + name, param) is not param:
+                saved[prefix + name] = self.streaming.stored(param)
 
-def _replace_saved(
-    streaming: Streaming, unit: Unit, module: nn.Module, saved: dict[str, Any], prefix: str, metadata: Any
-) -> None:
-    for name, param in module.named_parameters(remove_duplicate=False):
-        # with keep_vars, the saved tensor is the parameter
-        if param in unit.homes and saved.get(prefix + name, param) is not param:
-            saved[prefix + name] = streaming.stored(param)
+    def before_load(self, module: nn.Module, saved: Any, prefix: str, metadata: dict[str, Any], *args: Any) -> None:
+        if metadata.get("assign_to_params_buffers"):
+            raise UnsupportedError("load_state_dict(assign=True) would replace streamed parameters. Use assign=False")
+        for param in self.unit.homes:
+            self.streaming.read(param)
+        self.streaming.activate(self.unit)
 
-
-def _before_load(
-    streaming: Streaming, unit: Unit, module: nn.Module, saved: Any, prefix: str, metadata: dict[str, Any], *args: Any
-) -> None:
-    if metadata.get("assign_to_params_buffers"):
-        raise UnsupportedError("load_state_dict(assign=True) would replace streamed parameters. Use assign=False")
-    for param in unit.homes:
-        streaming.read(param)
-    streaming.activate(unit)
-
-
-def _after_load(streaming: Streaming, unit: Unit, module: nn.Module, keys: Any) -> None:
-    streaming.activate(None)
-    for param in unit.homes:
-        streaming.write(param, param)
+    def after_load(self, module: nn.Module, keys: Any) -> None:
+        self.streaming.activate(None)
+        for param in self.unit.homes:
+            self.streaming.write(param, param)
 
 
 # -- the placement -------------------------------------------------------------------------------------------------

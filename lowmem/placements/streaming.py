@@ -149,8 +149,7 @@ class Streaming(Shard):
         self.owners = {param: unit for unit in self.units for param in unit.homes}
         self.fetched = self.written = self.peak = 0
         self._in_backward = False  # whether a backward is using a unit
-        self._current = -1  # the current unit
-        self._positions = list[_Position]()  # where it is in use
+        self._positions: list[_Position] = [(-1, -1, "")]  # where the current unit is in use
         self._following: dict[_Position, int] = {}  # the unit that came next in earlier passes
         self._in_place = device.type == "cpu"  # a CPU uses the homes without copies
         # the streams of torch.cpu do nothing, and their events are None
@@ -176,11 +175,10 @@ class Streaming(Shard):
             kind: the kind of pass: "backward", "train" (a forward that is followed by a backward), or "other".
         """
         self._in_backward = kind == "backward"
-        before = self._positions[0][0] if self._positions else -1
-        if unit.index != self._current:
+        before, current, _ = self._positions[0]
+        if unit.index != current:
             self._following |= dict.fromkeys(self._positions, unit.index)
-            before = self._current
-            self._current = unit.index
+            before = current
             self._positions = []
         position = (before, unit.index, kind)
         if position not in self._positions:

@@ -115,7 +115,7 @@ class _ReduceScatter(Reducer):
 
     def reduce(self, record: ParamEntry, grad: Tensor) -> ReadyGradients:
         ranks = self._shard.ranks_of(record.param)
-        launched = ranks.reduce_scatter_mean(grad.contiguous().view(-1), record.span.size)
+        launched = ranks.reduce_scatter_mean(grad.contiguous().view(-1), record.span)
         before = self._in_flight
         self._in_flight = self._wait(record, launched)
         del grad, launched
