@@ -139,6 +139,9 @@ class Shard:
     def release(self, param: Tensor) -> None:
         """Frees the gathered copy of a parameter, if there is one."""
 
+    def settle(self) -> None:
+        """Waits until weights and states are back where they are stored between uses."""
+
     def layout(self, record: ParamEntry, view: View) -> Layout:
         """Returns the rectangles of the shard. Raises `UnsupportedError` if the parameter cannot be viewed this way."""
         layout = Layout.of(record.span.shape, view)
@@ -278,9 +281,6 @@ class Placement:
     def drifted(self, records: Collection[ParamEntry], step: int) -> list[str]:
         """Returns names of parameters that should be equal on all ranks but differ in a sample. Every rank calls it."""
         return []
-
-    def settle(self) -> None:
-        """Waits until weights and states are back where they are stored between uses."""
 
     def free_copies(self, records: Collection[ParamEntry], *, updated: bool) -> None:
         """Called by every rank after each micro-batch, with `updated` after the updates of a step. Frees gathered

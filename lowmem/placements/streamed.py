@@ -251,10 +251,6 @@ class Streamed(Placement):
     """Parameters of a model that is streamed by `stream`."""
 
     name = "streamed"
-    shard: Streaming
 
     def __init__(self, streaming: Streaming) -> None:
         super().__init__(streaming, _Reducer(streaming))
-
-    def settle(self) -> None:
-        self.shard.settle()

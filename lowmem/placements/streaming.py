@@ -357,7 +357,6 @@ class Streaming(Shard):
     # -- waiting ---------------------------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """Waits until all tensors are in their homes."""
         if (left := self._outgoing.record_event()) is not None:
             left.synchronize()
 

@@ -65,7 +65,7 @@ def named(loop: StepLoop, *, lazy: bool) -> dict[str, Any]:
     parameters, shard = loop.parameters, loop.parameters.shard
     loop.drop_failed()
     loop.report.settle()
-    parameters.placement.settle()
+    parameters.shard.settle()
     loop.cycle.require_idle("save")
     loop.claim_changed()  # raises if states no longer fit their parameter
     states, records = parameters.states, list(loop.records.values())
