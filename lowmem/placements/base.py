@@ -66,8 +66,8 @@ class Shard:
     Attributes:
         sharded: whether ranks have different elements of a parameter.
         moves: whether weights and states leave the device between uses. If so, updates are not batched.
-        process_groups: the groups that together connect all ranks with shards of one model, in the same order on every
-            rank. They are known when `ranks_of` has been called for its parameters.
+        process_groups: the groups that together connect all ranks that train one model, in the same order on every
+            rank. If the model is sharded, they are known when `ranks_of` has been called for its parameters.
     """
 
     sharded: ClassVar[bool] = False
@@ -219,7 +219,6 @@ class Placement:
 
     Attributes:
         name: the value of the option `placement`.
-        process_groups: the groups that together connect all ranks that train one model.
     """
 
     name: ClassVar[str] = "local"
@@ -227,7 +226,6 @@ class Placement:
     def __init__(self, shard: Shard, reducer: Reducer) -> None:
         self.shard = shard
         self.reducer = reducer
-        self.process_groups = shard.process_groups
 
     def adopt(self, records: Collection[ParamEntry], model: nn.Module | None) -> None:
         """Called when an optimizer is created for these parameters, with the model if the user passed it.
@@ -258,11 +256,11 @@ class Placement:
         """
         if in_group() and not self.shard.sharded:
             require_unwrapped([record.param for record in records])
-        require_equal_settings(settings, self.process_groups)
+        require_equal_settings(settings, self.shard.process_groups)
 
     def agree(self, failure: str | None) -> str | None:
         """Returns the failure of this rank, or the first failure of all ranks that train one model, on every rank."""
-        return first_failure(failure, self.process_groups)
+        return first_failure(failure, self.shard.process_groups)
 
     @contextmanager
     def raise_together(self) -> Iterator[None]:

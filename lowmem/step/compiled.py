@@ -188,7 +188,7 @@ class Compilation:
             key: the key of the code in `Program.compiled`.
             small: the small states; None if code cannot update the tensors of this rank.
         """
-        several = bool(self._parameters.placement.process_groups)
+        several = bool(self._parameters.shard.process_groups)
         if small is None and not several:
             return None
         if key not in program.compiled and (program, key) not in self._unsettled:
