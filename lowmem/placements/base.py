@@ -4,7 +4,7 @@ The classes in this file implement the placement on one device, and are the base
 """
 
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -57,7 +57,7 @@ class ParamEntry:
             return False
 
 
-ReadyGradients = Iterator[tuple[ParamEntry, Tensor]]
+ReadyGradients = Iterable[tuple[ParamEntry, Tensor]]
 
 
 class Shard:
@@ -190,21 +190,19 @@ class Reducer:
         self._micro_batch = micro_batch
 
     def reduce(self, record: ParamEntry, grad: Tensor) -> ReadyGradients:
-        """Takes a gradient, and yields gradients that are ready (this one or others): summed over micro-batches,
+        """Takes a gradient, and returns gradients that are ready (this one or others): summed over micro-batches,
         averaged over ranks, and cut to this rank's shard.
         """
         total = self._micro_batch.add(record, grad)
-        del grad
-        if total is not None:
-            yield record, total
+        return () if total is None else ((record, total),)
 
     def skip(self, record: ParamEntry) -> ReadyGradients:
-        """Called if backward reaches a parameter without producing a gradient. Yields gradients that are ready."""
-        yield from ()
+        """Called if backward reaches a parameter without producing a gradient. Returns gradients that are ready."""
+        return ()
 
     def flush(self) -> ReadyGradients:
-        """Called after each backward. Yields the remaining gradients."""
-        yield from ()
+        """Called after each backward. Returns the remaining gradients."""
+        return ()
 
     def drop(self) -> None:
         """Discards the gradients in flight after a failed backward."""

@@ -2,6 +2,7 @@
 
 import importlib.util
 import logging
+import operator
 import os
 import shutil
 import time
@@ -19,8 +20,9 @@ from lowmem.kernels import try_compiler as try_triton
 from lowmem.placements.ranks import on_rank
 from lowmem.rules import ParamSpec, UpdateRule
 from lowmem.step.parameters import Parameters
-from lowmem.step.program import Program, Result
+from lowmem.step.program import Program
 from lowmem.step.record import Operands, ParamRecord
+from lowmem.step.results import Result
 from lowmem.tiles.blocks import Form, divisible_places, form_of
 from lowmem.tiles.graph import try_compiler
 from lowmem.tiles.layout import Place
@@ -139,9 +141,9 @@ class Compilation:
         """Returns whether kernels update a parameter, unless its tensors do not allow it."""
         return self.active and record.param.device.type in KERNELS and not record.program.rule.materializes
 
-    def is_current(self, operands: Operands, bound: BoundUpdate) -> bool:
-        """Returns whether `bind` would return the same update again, if its form has not changed."""
-        return self._bound.get(operands.records[0]) is bound and bound.key == operands.key
+    def are_bound(self, records: Sequence[ParamRecord], bounds: Sequence[BoundUpdate]) -> bool:
+        """Returns whether `bind` would return these updates again, if no key and no form has changed."""
+        return not is_observed() and all(map(operator.is_, map(self._bound.get, records), bounds))
 
     def bind(self, operands: Operands, tiles: StoredTiles) -> BoundUpdate | None:
         """Returns the compiled update of a parameter, or None if it has no compiled code. Every rank calls it for the

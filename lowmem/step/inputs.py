@@ -92,14 +92,14 @@ class StepInputs:
 
     def tiles(self, operands: Operands, decision: Decision | None, *, tile: int | None = None) -> StoredTiles:
         """Returns the tiles of a parameter, or of a stack of parameters. tile: see `StoredTiles`."""
-        records, _, weight, grad, _ = operands
+        records, grad = operands.records, operands.grad
         program, values, keys = operands.program, self.on(grad.device), None
         if program.draws:
             of_each = [values.key_of[record] for record in records]
             keys = of_each[0] if len(of_each) == 1 else torch.stack(of_each)[:, None]
         return StoredTiles(
             program.layout,
-            weight,
+            operands.weight,
             grad,
             self.reading(records, grad, decision),
             values.scalars[records[0].group],
