@@ -152,18 +152,23 @@ class Shard:
         return layout
 
 
+def _only(record: ParamEntry, grad: Tensor) -> Tensor:
+    return grad
+
+
 @dataclass(frozen=True)
 class MicroBatch:
     """One backward of a step. Its gradients are accumulated over the micro-batches of the step.
 
     Attributes:
-        add: accumulates the gradient of a parameter. Returns the sum in the last micro-batch, and None before.
+        add: accumulates the gradient of a parameter. Returns the sum in the last micro-batch, and None before. By
+            default, the step has one micro-batch.
         last: whether this is the last micro-batch of the step.
         earlier: parameter name → function that reads the sum of the earlier micro-batches; empty before the last one.
         wide: whether sums are float32 or wider.
     """
 
-    add: Callable[[ParamEntry, Tensor], Tensor | None]
+    add: Callable[[ParamEntry, Tensor], Tensor | None] = _only
     last: bool = True
     earlier: Mapping[str, Callable[[], Tensor]] = field(default_factory=dict)
     wide: bool = False

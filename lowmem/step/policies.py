@@ -79,7 +79,7 @@ class Policy:
 
     def begin(self) -> MicroBatch:
         """Called before each backward. Returns how its gradients are summed over micro-batches."""
-        return MicroBatch(add=lambda record, grad: grad)
+        return MicroBatch()
 
     def ready(self, record: ParamRecord, grad: Tensor) -> None:
         """Takes a gradient that is summed over micro-batches, averaged over ranks, and cut to this rank's shard."""

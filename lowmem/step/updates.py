@@ -276,7 +276,8 @@ class Updates:
         self.cycle.moved = True
         counts = [self.changes.watch(each) for each in members] if self.changes.is_due else []
         records, grads = [each.records[0] for each in members], [each.grad for each in members]
-        values, reading = self._inputs.on(batch.device), self._inputs.reading(records, grads[0], decision)
+        values = self._inputs.on(batch.device)
+        reading = values.reading if decision is None else self.clipping.reading(records, grads[0], decision)
         results = batch.run(grads, values.numbers, values.keys, reading)
         self.results.add(records, Result.of(results, reading))
         for count_changes in filter(None, counts):
