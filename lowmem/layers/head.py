@@ -264,7 +264,7 @@ def _parameter_gradients(
     """
     weight, bias = head.weight, head.bias
     grad_weight = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device) if needs_weight else None
-    bias_sums = torch.zeros(len(weight), dtype=torch.float32, device=weight.device)
+    bias_sums = torch.zeros(len(weight) if needs_bias else 0, dtype=torch.float32, device=weight.device)
     token_step, row_step = head.shape(len(hidden))
     for start in block_starts(len(weight), row_step, weight):
         rows = slice(start, start + row_step)

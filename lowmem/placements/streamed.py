@@ -241,7 +241,7 @@ class _Reducer(Reducer):
 
     def flush(self) -> ReadyGradients:
         self.drop()
-        yield from ()
+        return ()
 
     def drop(self) -> None:
         self._streaming.end_backward()
