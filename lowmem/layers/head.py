@@ -87,7 +87,8 @@ def token_losses(
 
     Args:
         hidden: [tokens, size].
-        weight, bias: [vocabulary, size] and [vocabulary]. DeepSpeed has gathered them. Backward gathers them again.
+        weight, bias: [vocabulary, size] and [vocabulary]. Under ZeRO-3 the caller has gathered them, and backward
+            gathers them again.
         targets: integers [tokens], the label of each token.
         metrics: names of `METRICS`.
         caches_probabilities: store the probabilities if they fit into half of the head's memory, so that backward does
