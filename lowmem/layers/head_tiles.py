@@ -79,9 +79,10 @@ class Head:
 
 @dataclass(frozen=True, eq=False)
 class HeadTile:
-    """Some rows of the vocabulary. Computes the logits of some tokens for these rows, and gradients.
+    """Some rows of the vocabulary, for which logits of some tokens and gradients are computed.
 
     Attributes:
+        options: defines the logits.
         weight, bias: [rows, size] and [rows].
         dtype: dtype of the operands of products.
         first: number of the first row.

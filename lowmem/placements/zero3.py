@@ -111,15 +111,13 @@ class _ReduceScatter(Reducer):
         self.drop()
 
     def drop(self) -> None:
-        self._in_flight: ReadyGradients = iter(())
+        self._in_flight: ReadyGradients = ()
 
     def reduce(self, record: ParamEntry, grad: Tensor) -> ReadyGradients:
         ranks = self._shard.ranks_of(record.param)
         launched = ranks.reduce_scatter_mean(grad.contiguous().view(-1), record.span)
-        before = self._in_flight
-        self._in_flight = self._wait(record, launched)
-        del grad, launched
-        yield from before
+        before, self._in_flight = self._in_flight, self._wait(record, launched)
+        return before
 
     def flush(self) -> ReadyGradients:
         return self._in_flight
