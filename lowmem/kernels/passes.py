@@ -18,8 +18,8 @@ from lowmem.kernels.arguments import Columns, KernelScalars, TileSize
 from lowmem.kernels.printing import TRITON_TYPES, Lines, Printer, Value, arg, op_name, source_of
 from lowmem.tiles.graph import Sizes
 from lowmem.tiles.rounding import mix
-from lowmem.tiles.tile import DIMS
-from lowmem.tiles.traced import GRAD, Arguments, Graph, Kind, Pass
+from lowmem.tiles.tile import DIMS, GRAD
+from lowmem.tiles.traced import Arguments, Graph, Kind, Pass
 
 LOWEST = 'float("-inf")'
 

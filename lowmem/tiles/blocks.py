@@ -18,8 +18,8 @@ from torch import Tensor
 
 from lowmem.tiles.graph import fuse_with, materialize
 from lowmem.tiles.layout import Layout, Place, Rect
-from lowmem.tiles.tile import DIMS, Vectors
-from lowmem.tiles.traced import GRAD, Arguments, Pass
+from lowmem.tiles.tile import DIMS, GRAD, Vectors
+from lowmem.tiles.traced import Arguments, Pass
 
 # Form of a tile: (it has several batch slices, each slice is one row). Part of the cache key.
 Form = tuple[bool, bool]
@@ -129,8 +129,7 @@ def run_in_blocks(tile_pass: Pass, args: Arguments) -> Vectors:
 
     args: includes the vectors of the pass: row [b, r], col [b, c], and scalar [b] or [].
     """
-    parts = [(name, n) for name, storage in tile_pass.storages.items() for n, _ in enumerate(storage.parts)]
-    args = args | {key: args[key].flatten(3) for key in parts}
+    args = args | {key: value.flatten(3) for key, value in args.items() if key[0] in tile_pass.storages}
     grad = args[GRAD, 0]
     batch, count, height, width = grad.shape
     is_line = height == 1

@@ -24,8 +24,8 @@ from lowmem.tiles.graph import Function, Sizes, compiled, module
 from lowmem.tiles.layout import Place
 from lowmem.tiles.storage import Storage, StoredTensor
 from lowmem.tiles.stored import StoredTiles
-from lowmem.tiles.tile import RawTile, Vectors, extent
-from lowmem.tiles.traced import GRAD, OVER_TILES, Arguments, Graph, Kind, Pass, Signature, TracedUpdate, fake, sized
+from lowmem.tiles.tile import GRAD, RawTile, Vectors, extent
+from lowmem.tiles.traced import OVER_TILES, Arguments, Graph, Kind, Pass, Signature, TracedUpdate, fake, sized
 
 TILE = 8, 1024, 16, 4096  # size hint for Inductor: [b, n, m, c] of a tile of a large parameter
 
@@ -81,16 +81,15 @@ class TileCode:
         example |= fake(self._args, shape_of(example[GRAD, 0]), sizes, self._kind.device)
         return Code(self._graph(example, sizes), sizes)
 
-    def in_blocks(self, tensors: Mapping[str, Sequence[Tensor]], size: tuple[int, int, int]) -> Arguments:
+    def in_blocks(self, tensors: Mapping[str, StoredTensor], size: tuple[int, int, int]) -> Arguments:
         """Returns the tensors of a tile with this size [b, r, c] as arguments."""
-        divided = blocks(*size[1:], self._kind.group)
-        assert divided is not None  # true for all `divisible_places`
-        tile = size[0], *divided[:2], divided[2] // self._kind.group
-        return {
-            (name, n): tensor.view(self._shape(tile, part.group))
-            for name, parts in tensors.items()
-            for n, (tensor, part) in enumerate(zip(parts, self._storages[name].parts, strict=True))
+        matrix = blocks(*size[1:], self._kind.group)
+        assert matrix is not None  # true for all `divisible_places`
+        tile = size[0], *matrix[:2], matrix[2] // self._kind.group
+        divided = {
+            name: each.map(lambda part, own: part.view(self._shape(tile, own))) for name, each in tensors.items()
         }
+        return {(name, n): part for name, each in divided.items() for n, part in enumerate(each.parts)}
 
     def _shape(self, tile: tuple[Any, ...], own: int) -> tuple[Any, ...]:
         """Returns the shape of a tensor with one value per `own` elements of a row: [b, n, m, c], or if elements are
@@ -164,7 +163,7 @@ class OneTile(TileCode):
     def run(self, tiles: StoredTiles, places: Sequence[Place], args: Arguments, _: Any) -> dict[Any, Tensor]:
         """Updates a parameter. args: numbers, small states, and full-size states `in_blocks`."""
         size = places[0].rect.size
-        args |= self.in_blocks({GRAD: (tiles.grad,), "param": tiles.weight.parts}, size)
+        args |= self.in_blocks(tiles.tensors, size)
         return self._codes[form_of(size)](args)
 
 
@@ -179,9 +178,9 @@ class Stage(TileCode):
         self.tile_pass, self.before = tile_pass, before
 
     def __call__(self, raw: RawTile) -> Vectors:
-        size = raw.grad.shape[0], raw.grad.shape[1], raw.grad.shape[2]
-        full = {name: each.parts for name, each in raw.full.items()}
-        args = self.in_blocks({GRAD: (raw.grad,), "param": raw.param.parts, **full}, size) | raw.reading.tensors
+        batch, rows, cols = raw.tensors[GRAD].parts[0].shape
+        size = batch, rows, cols
+        args = self.in_blocks(raw.tensors, size) | raw.reading.tensors
         for key, value in raw.vectors.items():
             args[key] = value.reshape(extent(key[0], size)).contiguous() if value.ndim else value
         return self._codes[form_of(size)](args)
@@ -224,7 +223,7 @@ class Stages:
         args |= sized(tiles.shape)
         for n, stage in enumerate(self._stages):
             results = {} if stage.before is None else stage.before(args)
-            full = {state: held[state] for state in stage.tile_pass.full.values()}
+            full = {name: held[name] for name in stage.tile_pass.storages if name in held}
             vectors = {key: results[key] for key in stage.tile_pass.vectors}
             if stage.tile_pass.writes:
                 tiles.each(stage, full, vectors)

@@ -85,7 +85,7 @@ class Tiles(ABC):
         shape: shape of the parameter, [B, R, C].
         members: number of parameters stacked in the batch.
         device: the device of all tensors.
-        weight: the parameter with its storage.
+        tensors: the gradient and the weight ("param") by name.
         reading: how the gradient is processed when it is read.
         scalars: the numbers of the rule.
         keys: seed of each member's random bits, int32 [members, 1], a scalar for one member, or None if not needed.
@@ -94,7 +94,7 @@ class Tiles(ABC):
     shape: tuple[int, int, int]
     members: int
     device: torch.device
-    weight: StoredTensor
+    tensors: Mapping[str, StoredTensor]
     keys: Tensor | None
     reading: Reading
     scalars: Scalars
@@ -116,17 +116,6 @@ class Tiles(ABC):
     def complete_grad(self) -> Tensor:
         """Returns the gradient as one tensor with the weight's shape."""
 
-    def finite_and_noise(self, finite: Tensor | None, *, draws: bool) -> Vectors:
-        """Returns the vectors "finite" and "noise" of a pass that writes, see `RawTile`. finite: boolean [members]."""
-        vectors, (batch, rows, _) = Vectors(), self.shape
-        if finite is not None:  # one value per batch slice
-            vectors["finite", ""] = finite.view(-1, 1).expand(self.members, batch // self.members).reshape(batch)
-        if draws:  # int32 arithmetic may wrap
-            line = torch.arange(batch * rows // self.members, dtype=torch.int32, device=self.device)
-            assert self.keys is not None
-            vectors["noise", ""] = mix(line + self.keys)
-        return vectors
-
 
 def _split(given: TileInputs) -> tuple[States, Vectors]:
     """Splits arguments into full-size states and vectors (rows, columns and scalars)."""
@@ -145,7 +134,7 @@ class Sweep:
     """
 
     def __init__(self, tiles: Tiles) -> None:
-        self._tiles = tiles
+        self._tiles, self._weight = tiles, tiles.tensors["param"]
         self.shape, self.device = tiles.shape, tiles.device
         self.scalar = Fields(tiles.scalars.singles, "scalar")
         self.rule_clip_coef = tiles.reading.rule_clip_coef
@@ -160,7 +149,7 @@ class Sweep:
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the stored weight."""
-        return self._tiles.weight.dtype
+        return self._weight.dtype
 
     @property
     def count(self) -> int:
@@ -213,10 +202,15 @@ class Sweep:
     def apply(self, fn: ApplyFn, **given: Unpack[TileInputs]) -> None:
         """Writes the values that `fn` returns for each tile: `param`, and states by their names in `full`."""
         full, vectors = _split(given)
-        draws = any(each.storage.draws for each in (self._tiles.weight, *full.values()))
+        tiles, (batch, rows, _) = self._tiles, self.shape
         self._measure()  # before the writing pass, which must be the last in a trace
-        vectors |= self._tiles.finite_and_noise(self.finite, draws=draws)
-        self._tiles.each(functools.partial(apply_tile, fn), full, vectors)
+        if (finite := self.finite) is not None:  # one value per batch slice
+            vectors["finite", ""] = finite.view(-1, 1).expand(tiles.members, batch // tiles.members).reshape(batch)
+        if any(each.storage.draws for each in (self._weight, *full.values())):  # int32 arithmetic may wrap
+            line = torch.arange(batch * rows // tiles.members, dtype=torch.int32, device=self.device)
+            assert tiles.keys is not None
+            vectors["noise", ""] = mix(line + tiles.keys)
+        tiles.each(functools.partial(apply_tile, fn), full, vectors)
 
     def store(self, state: Tensor, value: Tensor) -> Tensor:
         """Writes a small state (row, column or slice), and returns the new value in the state's dtype and shape."""
@@ -241,7 +235,7 @@ class Sweep:
         The tensor is the parameter itself if its storage is a plain cast (float32, or nearest rounding). Otherwise it
         is a float32 copy, which is written back tile by tile. The gradient is unscaled and clipped in place.
         """
-        weight, grad = self._tiles.weight, self._tiles.complete_grad()
+        weight, grad = self._weight, self._tiles.complete_grad()
         self._measure()  # before the gradient is modified
         self.allow_nonfinite()
         reading = self._tiles.reading
