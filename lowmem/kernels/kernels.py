@@ -16,6 +16,7 @@ from lowmem.kernels.tables import FOLD, Member, Tables
 from lowmem.tiles.stored import RankGroup
 from lowmem.tiles.tile import Reading
 from lowmem.tiles.traced import TracedUpdate
+from lowmem.tiles.transfers import to_device
 
 # Options of Triton's compiler: no software pipelining, no fused multiply-adds.
 COMPILER_OPTIONS: dict[str, Any] = {"num_stages": 1, "enable_fp_fusion": False}
@@ -134,9 +135,9 @@ class Batch:
         self._scalars = torch.zeros(
             len(tables.slices), len(source.scalars.slots), dtype=torch.float64, device=self.device
         )
-        rectangles = self._to_device(tables.rectangles)
-        slices = self._to_device(tables.slices)
-        programs = self._to_device(tables.programs, torch.int32)
+        table = functools.partial(to_device, dtype=torch.int64, device=self.device)
+        rectangles, slices = table(tables.rectangles), table(tables.slices)
+        programs = table(tables.programs, dtype=torch.int32)
         self.steps = list[Launch | Reduction]()
         for name, n in source.steps:
             if name.startswith("between"):
@@ -147,20 +148,14 @@ class Batch:
             for largest in (False, True):
                 of_fold, jobs, pieces = tables.folds(n, largest)
                 if jobs:
-                    args = (self._to_device(of_fold, torch.int32), self._to_device(jobs), self._to_device(pieces))
+                    args = (table(of_fold, dtype=torch.int32), table(jobs), table(pieces))
                     self.steps.append(Launch("fold", len(args[0]), args, (largest, *FOLD)))
                     if ranks is not None:
                         self.steps.append(Reduction(tables.totals[n, largest], largest))
-        on_gpu = self.device.type == "cuda"
         self._pointers = list[int]()  # addresses of the gradients in the last run
-        self._on_host = self._on_device = torch.empty(len(members), dtype=torch.int64, pin_memory=on_gpu)
-        self._as_array = self._on_host.numpy()
-        self._copied = torch.cuda.Event() if on_gpu else None
+        self._grads = torch.empty(0, dtype=torch.int64)  # the same on the device
         self._results = torch.zeros(len(source.results), len(members), dtype=torch.float64, device=self.device)
         self._by_name = dict(zip(source.results, self._results, strict=True))
-
-    def _to_device(self, numbers: Sequence[Any], dtype: torch.dtype = torch.int64) -> Tensor:
-        return torch.tensor(numbers, dtype=dtype).to(self.device)
 
     def run(self, grads: Sequence[Tensor], numbers: Tensor, keys: Tensor, reading: Reading) -> Mapping[str, Tensor]:
         """Updates the members.
@@ -175,9 +170,10 @@ class Batch:
         """
         pointers = [grad.data_ptr() for grad in grads]
         work = torch.empty(self._size, dtype=torch.float32, device=self.device)
-        with torch.cuda.device(self.device) if self._copied is not None else nullcontext():
-            step = (self._send(pointers), numbers, keys)
-            args = (*step, self._scalars, work, self._results, *reading.tensors.values())
+        if pointers != self._pointers:
+            self._pointers, self._grads = pointers, to_device(pointers, torch.int64, self.device)
+        with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
+            args = (self._grads, numbers, keys, self._scalars, work, self._results, *reading.tensors.values())
             for each in self.steps:
                 if isinstance(each, Reduction):
                     assert self._ranks is not None
@@ -185,17 +181,3 @@ class Batch:
                 else:
                     self._kernels.launch(each, (work,) if each.name == "fold" else args)
         return self._by_name
-
-    def _send(self, pointers: list[int]) -> Tensor:
-        """Copies pointers to the device unless they equal the last run's. Waits for the previous copy, which has
-        normally finished, because each step waits for the outcome of the previous step.
-        """
-        if pointers != self._pointers:
-            if self._copied is not None:
-                self._copied.synchronize()
-            self._pointers = pointers
-            self._as_array[:] = pointers
-            self._on_device = self._on_host.to(self.device, non_blocking=True)
-            if self._copied is not None:
-                self._copied.record()
-        return self._on_device

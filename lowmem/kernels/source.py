@@ -59,8 +59,8 @@ class KernelSource:
         self.update = update
         kinds = {kind for each in update.passes for kind, _ in (*each.vectors, *each.sums)}
         self.tile = LINE_TILE if one_row and not kinds & {"row", "col", "row_max"} else MATRIX_TILE
-        self.rectangles = Columns("row")
-        self.slices = Columns("row")
+        self.rectangles = Columns()
+        self.slices = Columns()
         self.scalars = KernelScalars(update)
         between = BetweenPasses(self.scalars, self.slices)
         self.steps = list[tuple[str, int]]()

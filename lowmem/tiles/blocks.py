@@ -9,8 +9,8 @@ a tile [b, r, c] of several rows          a single line [b, 1, c]
 """
 
 import functools
-import math
-from collections.abc import Callable, Iterator
+import operator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -117,11 +117,11 @@ def form_of(size: tuple[int, int, int]) -> Form:
     return size[0] > 1, size[1] == 1
 
 
-def shape_of(grad: Tensor) -> tuple[Any, Any, Any]:
-    """Returns the shape [b, r, c] of a tile, given its gradient in blocks."""
-    batch, count, height, *cols = grad.shape
-    width = math.prod(cols)
-    return (batch, 1, count * width) if height == 1 else (batch, count * height, width)
+def shape_of(sizes: Sequence[Any], *, is_line: bool) -> tuple[Any, Any, Any]:
+    """Returns the shape [b, r, c] of a tile, given the sizes of its gradient in blocks."""
+    batch, count, height, *cols = sizes
+    width = functools.reduce(operator.mul, cols)
+    return (batch, 1, count * width) if is_line else (batch, count * height, width)
 
 
 def run_in_blocks(tile_pass: Pass, args: Arguments) -> Vectors:

@@ -11,9 +11,7 @@ recomputes the vectors and scalars of earlier stages, which costs little.
 """
 
 import functools
-import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -78,7 +76,7 @@ class TileCode:
         for name, storage in self._storages.items():
             for n, part in enumerate(storage.parts):
                 example[name, n] = sizes.tensor(self._shape(tile, part.group), part.dtype, self._kind.device)
-        example |= fake(self._args, shape_of(example[GRAD, 0]), sizes, self._kind.device)
+        example |= fake(self._args, shape_of(example[GRAD, 0].shape, is_line=lines), sizes, self._kind.device)
         return Code(self._graph(example, sizes), sizes)
 
     def in_blocks(self, tensors: Mapping[str, StoredTensor], size: tuple[int, int, int]) -> Arguments:
@@ -110,7 +108,11 @@ def copied(
             inputs[key] = graph.placeholder(f"given_{n}")
             inputs[key].meta["val"] = value
     if (GRAD, 0) in args:  # sizes are symbols of tensors: Inductor's cache on disk has no guards for other arguments
-        inputs |= _sizes_of(inputs[GRAD, 0], args[GRAD, 0].shape)
+        grad, blocked = inputs[GRAD, 0], args[GRAD, 0].shape
+        size_of = torch.ops.aten.sym_size.int
+        dims = [fx.Proxy(graph.call_function(size_of, (grad, d))) for d in range(len(blocked))]
+        shape = shape_of(dims, is_line=blocked[2] == 1)
+        inputs |= sized([size.node if isinstance(size, fx.Proxy) else size for size in shape])
     copies: dict[fx.Node, Any] = {node: inputs.get(key) for key, node in update.graph.inputs.items()}
     for node in update.graph.module.graph.nodes:
         if node is end:
@@ -127,20 +129,10 @@ def copied(
     return Graph(module(graph), placeholders, {key: copies[node] for key, node in results.items()})
 
 
-def _sizes_of(grad: fx.Node, shape: Sequence[Any]) -> Arguments:
-    """Adds nodes to a graph for the sizes of a parameter, given its gradient in blocks of this shape."""
-    size_of = torch.ops.aten.sym_size.int
-    dims: list[Any] = [fx.Proxy(grad.graph.call_function(size_of, (grad, d))) for d in range(len(shape))]
-    batch, count, height, *cols = dims
-    width = functools.reduce(operator.mul, cols)
-    matrix = (1, count * width) if shape[2] == 1 else (count * height, width)
-    sizes = sized((batch, *matrix))
-    return {key: size.node if isinstance(size, fx.Proxy) else size for key, size in sizes.items()}
-
-
 def at_once(update: TracedUpdate, args: Arguments, sizes: Sizes) -> Graph:
     """Returns the graph of an update of one tile, with each pass replaced by its graph."""
-    kind, graph, shape = update.kind, update.graph, shape_of(args[GRAD, 0])
+    kind, graph, sizes_of_grad = update.kind, update.graph, args[GRAD, 0].shape
+    shape = shape_of(sizes_of_grad, is_line=sizes_of_grad[2] == 1)
 
     def sums_of(into: fx.Graph, n: int, given: Arguments) -> Any:
         tile_pass = update.passes[n]
@@ -219,7 +211,7 @@ class Stages:
         self, tiles: StoredTiles, places: Sequence[Place], args: Arguments, held: Mapping[str, StoredTensor]
     ) -> dict[Any, Tensor]:
         """Updates a parameter that is cut into tiles at these places. held: the full-size states, by name."""
-        tiles = replace(tiles, chosen_places=places)
+        tiles.places = places
         args |= sized(tiles.shape)
         for n, stage in enumerate(self._stages):
             results = {} if stage.before is None else stage.before(args)

@@ -43,7 +43,6 @@ class StoredTiles(Tiles):
         members: number of stacked parameters.
         ranks: the ranks that the parameter is sharded over; None if it is not sharded.
         tile: elements per tile; None for the default.
-        chosen_places: the positions of the tiles; None for tiles of `tile` elements.
     """
 
     layout: Layout
@@ -56,17 +55,14 @@ class StoredTiles(Tiles):
     keys: Tensor | None = None
     ranks: RankGroup | None = None
     tile: int | None = None
-    chosen_places: Sequence[Place] | None = None
 
     def __post_init__(self) -> None:
         self.shape, self.device = self.layout.shape, self.weight.parts[0].device
         self._passes = 0
 
     @functools.cached_property
-    def places(self) -> list[Place]:
-        """Positions of the tiles."""
-        if self.chosen_places is not None:
-            return list(self.chosen_places)
+    def places(self) -> Sequence[Place]:
+        """Positions of the tiles. Compiled code sets them."""
         places = self.layout.places(self.tile or (CPU_TILE if self.device.type == "cpu" else GPU_TILE))
         return _two_of_each_size(places) if is_fake(self.weight.parts[0]) else places
 

@@ -140,7 +140,7 @@ class Sweep:
         self.rule_clip_coef = tiles.reading.rule_clip_coef
         self._guarded = True  # whether writes depend on `finite`
         self._finite = None if tiles.reading.finite is None else tiles.reading.finite.expand(tiles.members)
-        self._measured: Tensor | None = None  # sum of squares [B], known after the first reduce
+        self._square_sums = tiles.reading.square_sums  # known after the first reduce
 
     @functools.cached_property
     def double(self) -> Fields:
@@ -156,20 +156,18 @@ class Sweep:
         """Number of elements in each batch slice."""
         return self.shape[1] * self.shape[2]
 
-    @functools.cached_property
+    @property
     def square_sums(self) -> Tensor:
         """Squared norm of each parameter's unscaled, unclipped gradient over all shards, float64 [members]. It is
         summed in float32. Reading this property measures the gradient.
         """
-        if self._tiles.reading.square_sums is not None:
-            return self._tiles.reading.square_sums
         self._measure()
-        assert self._measured is not None
-        return self._measured.view(self._tiles.members, -1).sum(-1).double()
+        assert self._square_sums is not None
+        return self._square_sums
 
     def _measure(self) -> None:
-        """Measures the gradient with a separate pass over the tiles, unless a `reduce` has measured it."""
-        if self._measured is None and self._tiles.reading.square_sums is None:
+        """Measures the gradient with a separate pass over the tiles, unless it is measured already."""
+        if self._square_sums is None:
             self.reduce(_nothing)
 
     @property
@@ -193,10 +191,10 @@ class Sweep:
         The first reduce of a sweep also measures the gradient. If a rule writes first, or does not reduce, measuring
         takes a separate pass, unless the gradient was measured before the sweep.
         """
-        measure = self._measured is None and self._tiles.reading.square_sums is None
+        measure = self._square_sums is None
         sums = Sums.of(self._tiles.reduce(functools.partial(reduce_tile, fn, measure), *_split(given)))
         if measure:
-            self._measured = sums.scalar.pop(SQUARE)
+            self._square_sums = sums.scalar.pop(SQUARE).view(self._tiles.members, -1).sum(-1).double()
         return sums
 
     def apply(self, fn: ApplyFn, **given: Unpack[TileInputs]) -> None:

@@ -59,7 +59,7 @@ def fake(args: Signature, shape: Sequence[Size], sizes: Sizes, device: torch.dev
     }
 
 
-def sized(shape: Sequence[Size]) -> Arguments:
+def sized(shape: Sequence[Any]) -> Arguments:
     """Returns the size of a parameter as arguments."""
     return {("size", n): size for n, size in enumerate(shape)}
 
