@@ -86,7 +86,8 @@ class TilePrinter(Printer):
         self._tile = tile
         self._aligned = aligned
         self._keys = {node: key for key, node in graph.inputs.items()}
-        self._vectors = dict(zip(tile_pass.vectors, tile_pass.node.args[0], strict=True))
+        vectors = zip(tile_pass.vectors, tile_pass.node.args[0], strict=True)
+        self._nodes = {**scalars.update.graph.inputs, **dict(vectors)}  # of the update, by key
         self._row_sums: dict[str, str] = {}  # value → sum of each row
 
     def once(self, value: Value) -> Value:
@@ -127,16 +128,12 @@ class TilePrinter(Printer):
                 offset = "0" if self._tile.is_line else "rows"
             return self.assign(f"{first.code} + {offset}", shape, torch.int32)
         if kind in ("row", "col"):
-            source = source_of(self._vectors[key])
+            source = source_of(self._nodes[key])
             at, limit = ("rows", "R") if kind == "row" else ("cols", "C")
             vector = self.text.once(f"work + {self._columns.load('vector', source)}")
             return self.assign(f"tl.load({vector} + {at}, mask={at} < {limit}, other=0.0)", shape, torch.float32)
-        if key in self._vectors:
-            return self.once(self._scalars.vector(self._vectors[key]))
-        if kind == "reading":
-            reading = self._scalars.known(self._scalars.update.graph.inputs[key])
-            assert reading is not None
-            return self.once(reading)
+        if key in self._nodes:
+            return self.once(self._scalars.vector(self._nodes[key]))
         return self.once(self._scalars.number(self._scalars.update.kind.numbers.index(name), single=True))
 
     def reshaped(self, node: fx.Node, value: Value) -> Value:

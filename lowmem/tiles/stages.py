@@ -217,9 +217,6 @@ class Stages:
             results = {} if stage.before is None else stage.before(args)
             full = {name: held[name] for name in stage.tile_pass.storages if name in held}
             vectors = {key: results[key] for key in stage.tile_pass.vectors}
-            if stage.tile_pass.writes:
-                tiles.each(stage, full, vectors)
-            else:
-                sums = tiles.total(stage, full, vectors).values()
-                args |= {("sum", (n, i)): value for i, value in enumerate(sums)}
+            sums = tiles.total(stage, full, vectors).values()
+            args |= {("sum", (n, i)): value for i, value in enumerate(sums)}
         return results

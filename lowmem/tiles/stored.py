@@ -1,7 +1,7 @@
 """Tiles of stored tensors, and the loop over tiles."""
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Protocol
 
@@ -82,18 +82,26 @@ class StoredTiles(Tiles):
     def complete_grad(self) -> Tensor:
         return self.grad
 
-    def reduce(self, body: Callable[[RawTile], Vectors], full: States, vectors: Vectors) -> Vectors:
+    def run(self, body: Callable[[RawTile], Vectors], full: States, vectors: Vectors, *, writes: bool) -> Vectors:
         return self.total(lambda raw: summed(body(raw)), full, vectors)
 
     def total(self, body: Callable[[RawTile], Vectors], full: States, vectors: Vectors) -> Vectors:
-        """Like `reduce`, for a `body` that already sums over the tile."""
-        total = Vectors()
+        """Like `run`, for a `body` that sums over its tile. Every second pass runs backwards, to start with tiles that
+        are in the cache.
+        """
+        total, views = Vectors(), {**self._rectangles, **self._views(full)}
         one_tile = len(self.places) == 1 and self.places[0].rect.size == self.shape
-        for place, raw in self.over(full, vectors):
+        order = self.places if self._passes % 2 == 0 else self.places[::-1]
+        self._passes += 1
+        for place in order:
+            at = functools.partial(cut, place.inner)
+            tensors = {name: each[place.rectangle].map(at) for name, each in views.items()}
+            here = {key: self._part(key[0], value, place) for key, value in vectors.items()}
+            sums = body(RawTile(tensors, self.reading, {**self.scalars.singles, **here}))
             if one_tile:
-                total = body(raw)
+                total = sums
             else:
-                self._add(total, place, body(raw))
+                self._add(total, place, sums)
         return total if self.ranks is None else over_ranks(self.ranks, total)
 
     def _add(self, total: Vectors, place: Place, part: Vectors) -> None:
@@ -105,21 +113,6 @@ class StoredTiles(Tiles):
                 total[key] = torch.full(extent(kind, self.shape), start, dtype=torch.float32, device=self.device)
             here = total[key][tuple(place.rect[d] for d in DIMS[kind])]
             (torch.maximum if largest else torch.add)(here, value, out=here)
-
-    def each(self, body: Callable[[RawTile], Vectors | None], full: States, vectors: Vectors) -> None:
-        for _, raw in self.over(full, vectors):
-            body(raw)
-
-    def over(self, full: States, vectors: Vectors) -> Iterator[tuple[Place, RawTile]]:
-        """Yields the tiles. Every second pass runs backwards, to start with tiles that are in the cache."""
-        order = self.places if self._passes % 2 == 0 else self.places[::-1]
-        self._passes += 1
-        views = {**self._rectangles, **self._views(full)}
-        for place in order:
-            at = functools.partial(cut, place.inner)
-            tensors = {name: each[place.rectangle].map(at) for name, each in views.items()}
-            here = {key: self._part(key[0], value, place) for key, value in vectors.items()}
-            yield place, RawTile(tensors, self.reading, {**self.scalars.singles, **here})
 
     def _part(self, kind: str, value: Tensor, place: Place) -> Tensor:
         """Returns the part of a parameter's vector for one tile, broadcastable to [b, r, c]."""
@@ -149,12 +142,15 @@ def begin_storage(layout: Layout, weight: StoredTensor) -> None:
     """Initializes the tensors that a storage adds to a parameter, before its first update. The weight is rounded to
     nearest, so that it changes as little as possible.
     """
-    tiles = StoredTiles(layout, weight, weight.parts[0])
-    for _, raw in tiles.over({}, {}):
+
+    def begin_tile(raw: RawTile) -> Vectors:
         parts = raw.tensors["param"].parts
         value = parts[0].float()
         for target, new in zip(parts, weight.storage.encode(value, Uniform.half(value)), strict=True):
             target.copy_(new)
+        return {}
+
+    StoredTiles(layout, weight, weight.parts[0]).run(begin_tile, {}, {}, writes=True)
 
 
 def _two_of_each_size(places: Sequence[Place]) -> list[Place]:

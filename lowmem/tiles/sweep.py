@@ -100,17 +100,15 @@ class Tiles(ABC):
     scalars: Scalars
 
     @abstractmethod
-    def reduce(self, body: Callable[[RawTile], Vectors], full: States, vectors: Vectors) -> Vectors:
-        """Sums the results of `body` over the tiles of all ranks, and returns row [B, R], col [B, C], scalar [B].
+    def run(self, body: Callable[[RawTile], Vectors], full: States, vectors: Vectors, *, writes: bool) -> Vectors:
+        """Calls `body` with every tile of this process. Returns the sums of its results over all tiles and ranks: row
+        [B, R], col [B, C], scalar [B].
 
         Args:
             full: full-size states, by the names that `body` uses.
             vectors: row [B, R], col [B, C], and scalar [] or [B].
+            writes: whether `body` writes to its tile, and returns nothing to sum.
         """
-
-    @abstractmethod
-    def each(self, body: Callable[[RawTile], Vectors | None], full: States, vectors: Vectors) -> None:
-        """Calls `body`, which writes to its tile, with every tile of this process."""
 
     @abstractmethod
     def complete_grad(self) -> Tensor:
@@ -192,7 +190,8 @@ class Sweep:
         takes a separate pass, unless the gradient was measured before the sweep.
         """
         measure = self._square_sums is None
-        sums = Sums.of(self._tiles.reduce(functools.partial(reduce_tile, fn, measure), *_split(given)))
+        body = functools.partial(reduce_tile, fn, measure)
+        sums = Sums.of(self._tiles.run(body, *_split(given), writes=False))
         if measure:
             self._square_sums = sums.scalar.pop(SQUARE).view(self._tiles.members, -1).sum(-1).double()
         return sums
@@ -208,7 +207,7 @@ class Sweep:
             line = torch.arange(batch * rows // tiles.members, dtype=torch.int32, device=self.device)
             assert tiles.keys is not None
             vectors["noise", ""] = mix(line + tiles.keys)
-        tiles.each(functools.partial(apply_tile, fn), full, vectors)
+        tiles.run(functools.partial(apply_tile, fn), full, vectors, writes=True)
 
     def store(self, state: Tensor, value: Tensor) -> Tensor:
         """Writes a small state (row, column or slice), and returns the new value in the state's dtype and shape."""

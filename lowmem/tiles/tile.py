@@ -206,8 +206,8 @@ def summed(values: Vectors) -> Vectors:
     }
 
 
-def apply_tile(fn: ApplyFn, raw: RawTile) -> None:
-    """Writes the values [b, r, c] that a rule's function returns for a tile."""
+def apply_tile(fn: ApplyFn, raw: RawTile) -> Vectors:
+    """Writes the values [b, r, c] that a rule's function returns for a tile. There is nothing to sum."""
     drawing = [name for name, each in raw.tensors.items() if each.storage.draws]
     group = max(each.storage.group for each in raw.tensors.values())
     finite, words = raw.vectors.get(("finite", "")), list[Tensor]()
@@ -229,3 +229,4 @@ def apply_tile(fn: ApplyFn, raw: RawTile) -> None:
             if value.ndim == 4 and part.group < group:  # reshaped like the argument, to avoid a copy in compiled code
                 target, result = (each.unflatten(-1, (-1, group // part.group)) for each in (target, result))
             target.copy_(result)
+    return {}

@@ -117,7 +117,7 @@ class Pass(NamedTuple):
     no pass follows.  node: its `OVER_TILES` node, whose arguments are vectors and whose users are sums.
     """
 
-    body: Callable[[RawTile], Vectors | None]
+    body: Callable[[RawTile], Vectors]
     names: Mapping[str, str]
     storages: Mapping[str, Storage]
     args: Signature
@@ -133,7 +133,7 @@ class Pass(NamedTuple):
             for name, storage in self.storages.items()
         }
         tile = {used: tensors[name] for used, name in self.names.items()}
-        return self.body(RawTile(tile, reading_of(args), vectors)) or {}
+        return self.body(RawTile(tile, reading_of(args), vectors))
 
 
 class TracedUpdate(NamedTuple):
@@ -173,13 +173,7 @@ class Passes(Tiles):
     def complete_grad(self) -> Tensor:
         raise UnsupportedError("the rule updates the parameter as one tensor (Sweep.materialized)")
 
-    def reduce(self, body: Callable[[RawTile], Vectors], full: States, vectors: Vectors) -> Vectors:
-        return self._record(body, full, vectors, writes=False)
-
-    def each(self, body: Callable[[RawTile], Vectors | None], full: States, vectors: Vectors) -> None:
-        self._record(body, full, vectors, writes=True)
-
-    def _record(self, body: Any, full: States, vectors: Vectors, writes: bool) -> Vectors:
+    def run(self, body: Callable[[RawTile], Vectors], full: States, vectors: Vectors, *, writes: bool) -> Vectors:
         read = {key: v.reshape(extent(key[0], self.shape)).contiguous() if v.ndim else v for key, v in vectors.items()}
         reading = {key: value for key, value in self.reading.tensors.items() if not value.ndim}
         args, sums = signature({**reading, **self.scalars.singles, **read}), list[Key]()
