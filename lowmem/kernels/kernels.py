@@ -152,8 +152,11 @@ class Batch:
                     self.steps.append(Launch("fold", len(args[0]), args, (largest, *FOLD)))
                     if ranks is not None:
                         self.steps.append(Reduction(tables.totals[n, largest], largest))
+        on_gpu = self.device.type == "cuda"
         self._pointers = list[int]()  # addresses of the gradients in the last run
-        self._grads = torch.empty(0, dtype=torch.int64)  # the same on the device
+        self._on_host = self._on_device = torch.empty(len(members), dtype=torch.int64, pin_memory=on_gpu)
+        self._as_array = self._on_host.numpy()
+        self._copied = torch.cuda.Event() if on_gpu else None
         self._results = torch.zeros(len(source.results), len(members), dtype=torch.float64, device=self.device)
         self._by_name = dict(zip(source.results, self._results, strict=True))
 
@@ -170,10 +173,9 @@ class Batch:
         """
         pointers = [grad.data_ptr() for grad in grads]
         work = torch.empty(self._size, dtype=torch.float32, device=self.device)
-        if pointers != self._pointers:
-            self._pointers, self._grads = pointers, to_device(pointers, torch.int64, self.device)
-        with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
-            args = (self._grads, numbers, keys, self._scalars, work, self._results, *reading.tensors.values())
+        with torch.cuda.device(self.device) if self._copied is not None else nullcontext():
+            step = (self._send(pointers), numbers, keys)
+            args = (*step, self._scalars, work, self._results, *reading.tensors.values())
             for each in self.steps:
                 if isinstance(each, Reduction):
                     assert self._ranks is not None
@@ -181,3 +183,17 @@ class Batch:
                 else:
                     self._kernels.launch(each, (work,) if each.name == "fold" else args)
         return self._by_name
+
+    def _send(self, pointers: list[int]) -> Tensor:
+        """Copies pointers to the device unless they equal the last run's. Waits for the previous copy, which has
+        normally finished, because each step waits for the outcome of the previous step.
+        """
+        if pointers != self._pointers:
+            if self._copied is not None:
+                self._copied.synchronize()
+            self._pointers = pointers
+            self._as_array[:] = pointers
+            self._on_device = self._on_host.to(self.device, non_blocking=True)
+            if self._copied is not None:
+                self._copied.record()
+        return self._on_device

@@ -84,10 +84,11 @@ class TileCode:
         matrix = blocks(*size[1:], self._kind.group)
         assert matrix is not None  # true for all `divisible_places`
         tile = size[0], *matrix[:2], matrix[2] // self._kind.group
-        divided = {
-            name: each.map(lambda part, own: part.view(self._shape(tile, own))) for name, each in tensors.items()
+        return {
+            (name, n): tensor.view(self._shape(tile, part.group))
+            for name, (storage, stored) in tensors.items()
+            for n, (part, tensor) in enumerate(zip(storage.parts, stored, strict=True))
         }
-        return {(name, n): part for name, each in divided.items() for n, part in enumerate(each.parts)}
 
     def _shape(self, tile: tuple[Any, ...], own: int) -> tuple[Any, ...]:
         """Returns the shape of a tensor with one value per `own` elements of a row: [b, n, m, c], or if elements are
@@ -155,7 +156,8 @@ class OneTile(TileCode):
     def run(self, tiles: StoredTiles, places: Sequence[Place], args: Arguments, _: Any) -> dict[Any, Tensor]:
         """Updates a parameter. args: numbers, small states, and full-size states `in_blocks`."""
         size = places[0].rect.size
-        args |= self.in_blocks(tiles.tensors, size)
+        tensors = {GRAD: StoredTensor(self._storages[GRAD], (tiles.grad,)), "param": tiles.weight}
+        args |= self.in_blocks(tensors, size)
         return self._codes[form_of(size)](args)
 
 

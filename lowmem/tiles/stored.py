@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import is_fake
 
 from lowmem.tiles.layout import Layout, Place, cut
 from lowmem.tiles.rounding import mix
-from lowmem.tiles.storage import Float, StoredTensor, Uniform
+from lowmem.tiles.storage import StoredTensor, Uniform, of_weight
 from lowmem.tiles.sweep import Reading, Scalars, States, Tiles
 from lowmem.tiles.tile import DIMS, GRAD, RawTile, Vectors, extent, summed
 
@@ -68,7 +68,7 @@ class StoredTiles(Tiles):
 
     @functools.cached_property
     def tensors(self) -> Mapping[str, StoredTensor]:  # type: ignore[override]
-        return {GRAD: StoredTensor(Float(self.grad.dtype), (self.grad,)), "param": self.weight}
+        return {GRAD: StoredTensor(of_weight("nearest", self.grad.dtype), (self.grad,)), "param": self.weight}
 
     @functools.cached_property
     def _rectangles(self) -> Mapping[str, list[StoredTensor]]:
