@@ -16,7 +16,6 @@ from lowmem.kernels.tables import FOLD, Member, Tables
 from lowmem.tiles.stored import RankGroup
 from lowmem.tiles.tile import Reading
 from lowmem.tiles.traced import TracedUpdate
-from lowmem.tiles.transfers import to_device
 
 # Options of Triton's compiler: no software pipelining, no fused multiply-adds.
 COMPILER_OPTIONS: dict[str, Any] = {"num_stages": 1, "enable_fp_fusion": False}
@@ -135,9 +134,9 @@ class Batch:
         self._scalars = torch.zeros(
             len(tables.slices), len(source.scalars.slots), dtype=torch.float64, device=self.device
         )
-        table = functools.partial(to_device, dtype=torch.int64, device=self.device)
-        rectangles, slices = table(tables.rectangles), table(tables.slices)
-        programs = table(tables.programs, dtype=torch.int32)
+        rectangles = self._to_device(tables.rectangles)
+        slices = self._to_device(tables.slices)
+        programs = self._to_device(tables.programs, torch.int32)
         self.steps = list[Launch | Reduction]()
         for name, n in source.steps:
             if name.startswith("between"):
@@ -148,7 +147,7 @@ class Batch:
             for largest in (False, True):
                 of_fold, jobs, pieces = tables.folds(n, largest)
                 if jobs:
-                    args = (table(of_fold, dtype=torch.int32), table(jobs), table(pieces))
+                    args = (self._to_device(of_fold, torch.int32), self._to_device(jobs), self._to_device(pieces))
                     self.steps.append(Launch("fold", len(args[0]), args, (largest, *FOLD)))
                     if ranks is not None:
                         self.steps.append(Reduction(tables.totals[n, largest], largest))
@@ -159,6 +158,9 @@ class Batch:
         self._copied = torch.cuda.Event() if on_gpu else None
         self._results = torch.zeros(len(source.results), len(members), dtype=torch.float64, device=self.device)
         self._by_name = dict(zip(source.results, self._results, strict=True))
+
+    def _to_device(self, numbers: Sequence[Any], dtype: torch.dtype = torch.int64) -> Tensor:
+        return torch.tensor(numbers, dtype=dtype).to(self.device)
 
     def run(self, grads: Sequence[Tensor], numbers: Tensor, keys: Tensor, reading: Reading) -> Mapping[str, Tensor]:
         """Updates the members.

@@ -66,16 +66,13 @@ class Scalars:
     @functools.cached_property
     def singles(self) -> Vectors:
         """The numbers as float32 vectors of the kind "scalar"."""
-        return self._named(self.single)
+        pairs = zip(self.names, self.single.unbind(), strict=True) if self.names else ()
+        return {("scalar", name): number for name, number in pairs}
 
     @functools.cached_property
-    def doubles(self) -> Vectors:
-        """The numbers as float64 vectors of the kind "scalar"."""
-        return self._named(self.double)
-
-    def _named(self, numbers: Tensor) -> Vectors:
-        pairs = zip(self.names, numbers.unbind(), strict=True) if self.names else ()
-        return {("scalar", name): number for name, number in pairs}
+    def doubles(self) -> Mapping[str, Tensor]:
+        """The numbers as float64 scalars."""
+        return dict(zip(self.names, self.double.unbind(), strict=True))
 
 
 class Tiles(ABC):
@@ -142,7 +139,7 @@ class Sweep:
 
     @functools.cached_property
     def double(self) -> Fields:
-        return Fields(self._tiles.scalars.doubles, "scalar")
+        return Fields(self._tiles.scalars.doubles)
 
     @property
     def dtype(self) -> torch.dtype:

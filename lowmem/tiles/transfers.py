@@ -1,15 +1,14 @@
 """Copies small values between host and device without synchronization."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
 
-def to_device(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Copies numbers or rows of numbers to a device. They are pinned, because CUDA might otherwise synchronize."""
+def to_device(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Copies numbers to a device as a tensor [values]. They are pinned, because CUDA might otherwise synchronize."""
     host = torch.tensor(values, dtype=dtype, device="cpu", pin_memory=device.type in ("cuda", "xpu"))
     return host.to(device, non_blocking=True)
 
