@@ -47,11 +47,11 @@ class Decision:
     norms: 2-norm of each unscaled gradient, float64 [parameters].
     updated: boolean [parameters]. False if the step is skipped, or in "immediate" if the norm is Inf or NaN.
     finite: boolean scalar. False skips all updates.
-    tiled: see `Norms`.
     clip_coef: the factor of `clip_norm`, a float32 scalar, or None.
     own_clips: the clip coefficients of parameter groups whose rule also clips.
-    measured: True if `norms` belong to the gradients that are applied, False if they were measured in an earlier pass.
-    prepared: whether `measured` is true and float32 gradients have been unscaled and clamped in place.
+    first_pass: norms that a second backward must reproduce (see `Norms.tiled`). None if `norms` already belong to the
+        gradients that are applied.
+    prepared: whether float32 gradients have been unscaled and clamped in place.
     skipped: whether the host knows that the step is skipped, so that no update is launched.
     """
 
@@ -59,10 +59,9 @@ class Decision:
     norms: Tensor
     updated: Tensor
     finite: Tensor
-    tiled: Tensor | None = None
     clip_coef: Tensor | None = None
     own_clips: Mapping[AddedGroup, Clip] = field(default_factory=dict)
-    measured: bool = False
+    first_pass: Tensor | None = None
     prepared: bool = False
     skipped: bool = False
 
@@ -76,7 +75,7 @@ class Decision:
     def form(self) -> tuple[Any, ...]:
         """The properties that the form of the readings of its gradients depends on; see `Reading.form`."""
         clips = [(group, *(clip is None for clip in clips)) for group, clips in self.own_clips.items()]
-        return self.clip_coef is None, self.measured, self.prepared, *clips
+        return self.clip_coef is None, self.first_pass is None, self.prepared, *clips
 
 
 class Clipping:
@@ -158,10 +157,9 @@ class Clipping:
             norms=norms.unscaled,
             updated=finite.expand(len(fired)),
             finite=finite,
-            tiled=norms.tiled,
             clip_coef=coef,
             own_clips=own_clips,
-            measured=prepared,
+            first_pass=None if prepared else norms.tiled,
             prepared=prepared,
             skipped=any(record.rule.materializes for record in fired) and not bool(finite),
         )
@@ -236,9 +234,8 @@ class Clipping:
         known, finite = decision.each, decision.finite.view(1)
         each = zip(*(known.get(r.name) or (decision.norms.new_zeros(1), finite) for r in records), strict=True)
         square_sums, updated = ((torch.cat(of_each) if len(records) > 1 else of_each[0]).to(device) for of_each in each)
-        return Reading(
-            inverse_scale, limit, coef, rule_coef, updated, square_sums=square_sums if decision.measured else None
-        )
+        measured = square_sums if decision.first_pass is None else None
+        return Reading(inverse_scale, limit, coef, rule_coef, updated, measured)
 
 
 def norm_over(norms: Tensor) -> Tensor:

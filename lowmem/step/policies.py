@@ -151,11 +151,11 @@ class TwoPass(Policy):
     def replayed(self) -> Tensor | None:
         """Compares the norms of each gradient in both passes."""
         decision = self._decision
-        assert decision is not None and decision.tiled is not None
+        assert decision is not None and decision.first_pass is not None
         if decision.skipped:
             return None
         fired = [record for record in self.records.values() if record.name in self._measured]
-        first, second = decision.tiled, self.clipping.gather(record.square_sum for record in fired).sqrt()
+        first, second = decision.first_pass, self.clipping.gather(record.square_sum for record in fired).sqrt()
         tolerance = to_device([_tolerance(record.param) for record in fired], torch.float64, first.device)
         total = torch.linalg.vector_norm(torch.where(first.isfinite(), first, 0.0))
         allowed = tolerance * (first + _CANCELLED * total)

@@ -2,7 +2,6 @@
 
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -299,7 +298,7 @@ class Updates:
         (sums,) = ranks.all_reduce([torch.cat([self._measure(*each) for each in shards])])
         for record, square_sum in zip(records, sums.split(1), strict=True):
             record.square_sum = square_sum
-        measured = replace(self.clipping.review(records), measured=True)
+        measured = self.clipping.review(records)
         while shards:  # frees each gradient after its update
             self._update(*shards.popleft(), measured)
 
