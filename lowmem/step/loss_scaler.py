@@ -76,11 +76,9 @@ class LossScaler:
             torch.where(due, self._dynamic.hysteresis, patience),
         )
 
-    def at_minimum(self) -> Tensor:
-        """Returns whether a dynamic scale cannot back off any further, a boolean scalar."""
-        if self._dynamic is None or self.value is None:
-            return torch.zeros_like(self._good, dtype=torch.bool)
-        return self.value <= self._dynamic.min_scale
+    def can_back_off(self) -> Tensor | None:
+        """Returns whether a dynamic scale is above its minimum, a boolean scalar; None if the scale is not dynamic."""
+        return None if self._dynamic is None or self.value is None else self.value > self._dynamic.min_scale
 
     def state_dict(self) -> dict[str, float] | None:
         """Returns the scale and its counters; None for a scale that does not change."""

@@ -25,15 +25,15 @@ class Outcome(NamedTuple):
     """The numbers that are copied to the host when a step ends.
 
     each: name, whether the gradient was finite, and whether the parameter was updated.  finite: no gradient had Inf or
-    NaN, or the updates ran anyway.  replayed: a second pass had the same gradients.  scale_at_minimum: a dynamic loss
-    scale cannot back off any further.
+    NaN, or the updates ran anyway.  replayed: a second pass had the same gradients.  can_back_off: a dynamic loss scale
+    is above its minimum.  All flags are 1 where they do not apply.
     """
 
     each: list[tuple[str, float, float]]
     finite: float
     replayed: float
     loss_finite: float
-    scale_at_minimum: float
+    can_back_off: float
 
 
 @dataclass(frozen=True)
@@ -146,8 +146,8 @@ class Report:
         finite = finite_each.all()
         yes = torch.ones_like(finite)
         loss_finite = None if loss is None else loss.isfinite().all()
-        flags = (decision.finite, policy.replayed(), loss_finite, scaler.at_minimum())
-        values = torch.stack([(yes if flag is None else flag.to(clipping.device)).float() for flag in flags])
+        flags = (decision.finite, policy.replayed(), loss_finite, scaler.can_back_off())
+        values = [(yes if flag is None else flag.to(clipping.device)).view(1) for flag in flags]
         self.last = self._unsettled = LastStep(
             step=self._cycle.step,
             policy=policy.name,
@@ -157,7 +157,7 @@ class Report:
             _decision=decision,
             _scale=None if scaler.value is None else scaler.value.clone(),
             _statistics=self._statistics(),
-            _readback=Readback(torch.cat((values, finite_each.float(), decision.updated.float()))),
+            _readback=Readback(torch.cat((*values, finite_each, decision.updated)).float()),
         )
         scaler.update(finite)
 
@@ -219,7 +219,7 @@ class Report:
             self.streak += 1
         if self._limit is None:
             return
-        if flags.scale_at_minimum:
+        if not flags.can_back_off:
             self._diverged = (
                 f"{message}, and the loss scale cannot back off below its minimum. The gradients overflow without it: "
                 "inspect the data of this step, or lower the learning rate"
