@@ -85,8 +85,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._records = self._parameters.records
         self._cycle = StepCycle(config.seed)
         habits.watch()
-        self._hooks = Hooks(self._records, self._cycle, self._on_gradient)
-        self._opt_called = False
+        self._hooks = Hooks(self._records, self._cycle)
         self._wraps = True  # Accelerate may wrap this optimizer
         self._created = False
         try:
@@ -257,11 +256,6 @@ class FusedOptimizer(torch.optim.Optimizer):
         """
         return self._loop.backward(loss, last=not self._hooks.accumulating)
 
-    def _on_gradient(self, record: ParamRecord) -> None:
-        """Called by the hook of a parameter when its gradient is complete."""
-        self._loop.arrived(record)
-        self._opt_called |= self._cycle.last  # LR schedulers check that an optimizer step came before theirs
-
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Completes a step of accumulated micro-batches, and applies gradients that the training loop has assigned to
         `.grad`. Otherwise it does nothing, because backward has already updated the weights.
@@ -354,6 +348,15 @@ class FusedOptimizer(torch.optim.Optimizer):
     def compile_seconds(self) -> float:
         """The time in seconds that this process has spent compiling updates, mostly in the first step."""
         return Compilation.seconds
+
+    @property
+    def _opt_called(self) -> bool:
+        """Read by LR schedulers, which warn if no step came before theirs. They also set it in `step`."""
+        return self.last_step is not None
+
+    @_opt_called.setter
+    def _opt_called(self, called: bool) -> None:
+        """Does nothing, because backward runs the steps."""
 
     @property
     def _is_accelerate_prepared(self) -> bool:

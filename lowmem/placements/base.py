@@ -4,7 +4,7 @@ The classes in this file implement the placement on one device, and are the base
 """
 
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -57,7 +57,7 @@ class ParamEntry:
             return False
 
 
-ReadyGradients = Iterator[tuple[ParamEntry, Tensor]]
+ReadyGradients = Iterable[tuple[ParamEntry, Tensor]]
 
 
 class Shard:
@@ -152,18 +152,23 @@ class Shard:
         return layout
 
 
+def _only(record: ParamEntry, grad: Tensor) -> Tensor:
+    return grad
+
+
 @dataclass(frozen=True)
 class MicroBatch:
     """One backward of a step. Its gradients are accumulated over the micro-batches of the step.
 
     Attributes:
-        add: accumulates the gradient of a parameter. Returns the sum in the last micro-batch, and None before.
+        add: accumulates the gradient of a parameter. Returns the sum in the last micro-batch, and None before. By
+            default, the step has one micro-batch.
         last: whether this is the last micro-batch of the step.
         earlier: parameter name → function that reads the sum of the earlier micro-batches; empty before the last one.
         wide: whether sums are float32 or wider.
     """
 
-    add: Callable[[ParamEntry, Tensor], Tensor | None]
+    add: Callable[[ParamEntry, Tensor], Tensor | None] = _only
     last: bool = True
     earlier: Mapping[str, Callable[[], Tensor]] = field(default_factory=dict)
     wide: bool = False
@@ -190,21 +195,19 @@ class Reducer:
         self._micro_batch = micro_batch
 
     def reduce(self, record: ParamEntry, grad: Tensor) -> ReadyGradients:
-        """Takes a gradient, and yields gradients that are ready (this one or others): summed over micro-batches,
+        """Takes a gradient, and returns gradients that are ready (this one or others): summed over micro-batches,
         averaged over ranks, and cut to this rank's shard.
         """
         total = self._micro_batch.add(record, grad)
-        del grad
-        if total is not None:
-            yield record, total
+        return () if total is None else ((record, total),)
 
     def skip(self, record: ParamEntry) -> ReadyGradients:
-        """Called if backward reaches a parameter without producing a gradient. Yields gradients that are ready."""
-        yield from ()
+        """Called if backward reaches a parameter without producing a gradient. Returns gradients that are ready."""
+        return ()
 
     def flush(self) -> ReadyGradients:
-        """Called after each backward. Yields the remaining gradients."""
-        yield from ()
+        """Called after each backward. Returns the remaining gradients."""
+        return ()
 
     def drop(self) -> None:
         """Discards the gradients in flight after a failed backward."""

@@ -19,7 +19,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lowmem.optimizer import FusedOptimizer
 from lowmem.placements import stored, streaming_of
-from lowmem.step.program import Program, Result
+from lowmem.step.program import Program
+from lowmem.step.results import Result
 from lowmem.step.updates import Observer
 from lowmem.tiles.quantized import QuantizedWeight, tensors_of
 from lowmem.tiles.stored import StoredTiles

@@ -2,19 +2,28 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from lowmem.kernels import Batch, Kernels, Member
 from lowmem.step.clipping import Decision
-from lowmem.step.compiled import BoundUpdate, Compilation, is_observed, member_of
+from lowmem.step.compiled import BoundUpdate, Compilation, member_of
 from lowmem.step.inputs import StepInputs
 from lowmem.step.record import Operands
 
 # Batches of parameters that the same launches update, each with the positions of its parameters in a flush.
 Batches = Sequence[tuple[Sequence[int], Batch]]
 
-# Updates and batches of a flush, by the version of its `StepValues`, the form of its decision, and its parameters.
-Flushes = dict[Any, tuple[Sequence[BoundUpdate], Batches]]
+
+class Flush(NamedTuple):
+    """The batches of a flush, with what they were made for."""
+
+    keys: Sequence[Any]  # `Operands.key` of each parameter
+    bounds: Sequence[BoundUpdate]
+    batches: Batches
+
+
+# By the version of its `StepValues`, the form of its decision, and its parameters.
+Flushes = dict[Any, Flush]
 
 
 class KernelBatches:
@@ -39,9 +48,10 @@ class KernelBatches:
         version, form = self._inputs.on(operands[0].grad.device).version, None if decision is None else decision.form
         key = version, form, tuple([each.records[0] for each in operands])
         known = self._flushes.get(key) or self._earlier.get(key)
-        if known is not None and not is_observed() and all(map(self._compilation.is_current, operands, known[0])):
+        keys = [each.key for each in operands]
+        if known is not None and keys == known.keys and self._compilation.are_bound(key[-1], known.bounds):
             self._flushes[key] = known
-            return known[1]
+            return known.batches
         bounds, alike = list[BoundUpdate](), defaultdict[Any, list[int]](list)
         for n, each in enumerate(operands):
             if (bound := self._compilation.bind(each, self._inputs.tiles(each, decision))) is not None:
@@ -53,7 +63,7 @@ class KernelBatches:
             assert isinstance(kernels, Kernels)
             batches.append((members, Batch(kernels, [self._member(operands[n]) for n in members], ranks)))
         if len(bounds) == len(operands):
-            self._flushes[key] = bounds, batches
+            self._flushes[key] = Flush(keys, bounds, batches)
         return batches
 
     def _member(self, operands: Operands) -> Member:

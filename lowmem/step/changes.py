@@ -41,7 +41,7 @@ class Changes:
         """
         if not self.is_due:
             return None
-        records, _, weight, grad, _ = operands
+        records, weight, grad = operands.records, operands.weight, operands.grad
         if not self._sampled:
             trained = [record for record in self._records.values() if record.trained]
             self._sampled.update(trained[:: -(-len(trained) // PARAMETERS) or 1])

@@ -5,7 +5,7 @@ unscaled, clamped by value, and multiplied by one clip coefficient, which is com
 """
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -164,9 +164,11 @@ class Clipping:
             skipped=any(record.rule.materializes for record in fired) and not bool(finite),
         )
 
-    def review(self, fired: Sequence[ParamRecord]) -> Decision:
-        """Returns the decision for gradients that have already been applied or measured."""
-        square_sums = self.gather(record.square_sum for record in fired)
+    def review(self, fired: Sequence[ParamRecord], square_sums: Tensor) -> Decision:
+        """Returns the decision for gradients that have already been applied or measured.
+
+        square_sums: the sums of squares of the unscaled gradients, float64 [parameters].
+        """
         updated = square_sums.isfinite()
         # a third-party optimizer has updated its parameter before the host knows
         unconditional = [record.rule.materializes or record.handles_nonfinite for record in fired]
@@ -178,10 +180,6 @@ class Clipping:
             updated=updated,
             finite=torch.ones((), dtype=torch.bool, device=self.device),
         )
-
-    def gather(self, values: Iterable[Tensor]) -> Tensor:
-        """Concatenates one value per parameter, each [1] on any device, into a tensor [parameters] on `device`."""
-        return torch.cat([value.to(self.device) for value in values])
 
     def _over_ranks(self, norms: Tensor) -> Norms:
         """Returns the norms of full gradients, given the norms of this rank's shards, float64 [4, parameters]."""

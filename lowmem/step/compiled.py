@@ -2,10 +2,11 @@
 
 import importlib.util
 import logging
+import operator
 import os
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
@@ -19,8 +20,9 @@ from lowmem.kernels import try_compiler as try_triton
 from lowmem.placements.ranks import on_rank
 from lowmem.rules import ParamSpec, UpdateRule
 from lowmem.step.parameters import Parameters
-from lowmem.step.program import Program, Result
+from lowmem.step.program import Program
 from lowmem.step.record import Operands, ParamRecord
+from lowmem.step.results import Result
 from lowmem.tiles.blocks import Form, divisible_places, form_of
 from lowmem.tiles.graph import try_compiler
 from lowmem.tiles.layout import Place
@@ -139,9 +141,9 @@ class Compilation:
         """Returns whether kernels update a parameter, unless its tensors do not allow it."""
         return self.active and record.param.device.type in KERNELS and not record.program.rule.materializes
 
-    def is_current(self, operands: Operands, bound: BoundUpdate) -> bool:
-        """Returns whether `bind` would return the same update again, if its form has not changed."""
-        return self._bound.get(operands.records[0]) is bound and bound.key == operands.key
+    def are_bound(self, records: Sequence[ParamRecord], bounds: Sequence[BoundUpdate]) -> bool:
+        """Returns whether `bind` would return these updates again, if no key and no form has changed."""
+        return not is_observed() and all(map(operator.is_, map(self._bound.get, records), bounds))
 
     def bind(self, operands: Operands, tiles: StoredTiles) -> BoundUpdate | None:
         """Returns the compiled update of a parameter, or None if it has no compiled code. Every rank calls it for the
@@ -248,7 +250,7 @@ def is_observed() -> bool:
     return _get_current_dispatch_mode() is not None
 
 
-def _variant_of(operands: Operands, tiles: StoredTiles) -> tuple[tuple[bool, Any], Sequence[Place], bool]:
+def _variant_of(operands: Operands, tiles: StoredTiles) -> tuple[tuple[Any, Sequence[Form]], Sequence[Place], bool]:
     """Returns the variant of a parameter's code (the arguments of `Code.update_for`), the places of its tiles for
     Inductor, and whether compiled code can update these tensors.
     """
@@ -261,7 +263,7 @@ def _variant_of(operands: Operands, tiles: StoredTiles) -> tuple[tuple[bool, Any
         member = member_of(operands)
         # shards are treated as unaligned, because ranks would have to agree on alignment
         aligned = program.ranks is None and member.is_aligned and grad.data_ptr() % 16 == 0
-        return (tiles.shape[1] == 1, aligned), (), fits and member.fits
+        return ((tiles.shape[1] == 1, aligned), ()), (), fits and member.fits
     places = divisible_places(tiles.layout, program.group) or []
     forms = tuple(dict.fromkeys(form_of(place.rect.size) for place in places))
     return (len(places) == 1 and program.ranks is None, forms), places, fits and bool(places)
@@ -276,34 +278,26 @@ def _numbers(tiles: StoredTiles) -> Arguments:
     return args
 
 
-class InductorCode:
-    """The code that Inductor compiles from the trace of an update."""
+class Code:
+    """The code that is generated from the trace of an update: for Triton, or on other devices for Inductor."""
 
-    def __init__(self, update: TracedUpdate) -> None:
-        self._stages, self._one_tile = Stages(update), OneTile(update)
+    def __init__(self, trace: TracedUpdate) -> None:
+        self._trace = trace
+        self._updates: dict[Any, Update] = {}
 
-    def update_for(self, one_tile: bool, forms: Sequence[Form]) -> tuple[Update, Sequence[Callable[[], None]]]:
-        """Returns the update of parameters with tiles of these forms, and functions that compile its code."""
-        update = self._one_tile if one_tile else self._stages
-        return update, [code.compile for code in update.codes(forms)]
+    def update_for(self, kind: Any, forms: Sequence[Form]) -> tuple[Update, Sequence[Any]]:
+        """Returns the update of a kind of parameters with tiles of these forms, and its code, which is not compiled.
 
-
-class KernelCode:
-    """The kernels that are generated from the trace of an update."""
-
-    def __init__(self, update: TracedUpdate) -> None:
-        self._update = update
-        self._kernels: dict[tuple[bool, bool], Kernels] = {}
-
-    def update_for(self, one_row: bool, aligned: bool) -> tuple[Update, Sequence[Callable[[], None]]]:
-        """Returns the kernels for parameters with one row per slice or several, and functions that compile them."""
-        if (one_row, aligned) not in self._kernels:
-            self._kernels[one_row, aligned] = Kernels(self._update, one_row=one_row, aligned=aligned)
-        kernels = self._kernels[one_row, aligned]
-        return kernels, [kernels.compile]
-
-
-Code = InductorCode | KernelCode
+        kind: for Inductor, whether they are one tile; for Triton, the options of `Kernels`.
+        """
+        if kind not in self._updates:
+            if self._trace.kind.device.type in KERNELS:
+                one_row, aligned = kind
+                self._updates[kind] = Kernels(self._trace, one_row=one_row, aligned=aligned)
+            else:
+                self._updates[kind] = OneTile(self._trace) if kind else Stages(self._trace)
+        update = self._updates[kind]
+        return update, [update] if isinstance(update, Kernels) else update.codes(forms)
 
 
 def compiled_update(program: Program, kind: Kind, variant: Any) -> Update | None:
@@ -317,9 +311,8 @@ def compiled_update(program: Program, kind: Kind, variant: Any) -> Update | None
     try:
         if (code := codes.get((spec, kind))) is None:
             traced = trace_update(kind, lambda sweep, states: rule.update(sweep, spec, states), alike=spec.alike)
-            code = KernelCode(traced) if kind.device.type in KERNELS else InductorCode(traced)
-            codes[spec, kind] = code
-        update, compilers = code.update_for(*variant)
+            code = codes[spec, kind] = Code(traced)
+        update, uncompiled = code.update_for(*variant)
     except Exception as error:  # from the rule or PyTorch's tracer, such as for a branch on a tensor's value
         if None not in codes.values():  # warn once per rule
             reason = f"{type(error).__name__}: {error}".partition("\n")[0]
@@ -328,8 +321,8 @@ def compiled_update(program: Program, kind: Kind, variant: Any) -> Update | None
         codes.pop((spec, kind), None)
         codes[kind] = None  # without the spec, which may refer to a parameter group
         return None
-    for compiler in compilers:
-        compiler()
+    for each in uncompiled:
+        each.compile()
     return update
 
 

@@ -50,13 +50,8 @@ class StepCycle:
 
     @property
     def idle(self) -> bool:
-        """True if no backward is running."""
-        return self._running is None or self._failed
-
-    @property
-    def _failed(self) -> bool:
-        """True if a plain backward has failed, which autograd does not report: it is no longer the running one."""
-        return self._running not in (None, _EXPLICIT, torch._C._current_graph_task_id())
+        """True if no backward is running, or a plain one has failed."""
+        return self._running not in (_EXPLICIT, torch._C._current_graph_task_id())
 
     def begin(self, last: bool, *, explicit: bool = False, nests: bool = False) -> None:
         """Opens a step, or the next micro-batch of a waiting step.
@@ -153,8 +148,10 @@ class StepCycle:
         self.torn = f"step {self.step} is torn: {reason}"
 
     def detect_failure(self) -> bool:
-        """Ends the step of a plain backward that has failed. Returns whether there was one."""
-        if not self._failed:
+        """Ends the step of a plain backward that has failed, which autograd does not report: it is no longer the
+        running one. Returns whether there was one.
+        """
+        if self._running is None or not self.idle:
             return False
         if self.waiting:
             logger.warning("a backward failed, and the %d micro-batch(es) before it were dropped", self.waiting)

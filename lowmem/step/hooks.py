@@ -53,13 +53,12 @@ class Caller:
 class Hooks:
     """The hooks of one optimizer on its parameters, including frozen ones, which may be unfrozen later.
 
-    They refer to the optimizer weakly. When it is garbage-collected, they are removed, and another optimizer may take
-    its parameters. Autograd runs hooks on one thread per device, but only one of them updates at a time.
+    They refer to the optimizer's loop weakly. When it is garbage-collected, they are removed, and another optimizer may
+    take its parameters. Autograd runs hooks on one thread per device, but only one of them updates at a time.
 
     Args:
         records: the records of all parameters of the optimizer.
         cycle: the life cycle of the step.
-        update: the optimizer's method that takes a record when the gradient in its parameter's `.grad` is complete.
 
     Attributes:
         caller: the thread that created the optimizer, or the last one that called `backward` or `step`.
@@ -69,17 +68,19 @@ class Hooks:
         removed: whether `remove` was called.
     """
 
-    def __init__(
-        self, records: Mapping[Tensor, ParamRecord], cycle: StepCycle, update: Callable[[ParamRecord], None]
-    ) -> None:
-        self._records, self._cycle, self._update = records, cycle, weakref.WeakMethod(update)
+    def __init__(self, records: Mapping[Tensor, ParamRecord], cycle: StepCycle) -> None:
+        self._records, self._cycle = records, cycle
         self._handles: dict[Tensor, RemovableHandle] = {}
         self._lock = threading.RLock()
         self.caller = Caller()
         self._backward: int | None = None  # the graph task of the last backward() of this optimizer
         self.paused = self.in_accumulate = self.prepared = self.removed = False
         _LIVE.add(self)
-        weakref.finalize(update.__self__, self._abandon).atexit = False  # type: ignore[attr-defined]
+
+    def connect(self, arrived: Callable[[ParamRecord], None]) -> None:
+        """Sets the method of the loop that takes a record when the gradient in its parameter's `.grad` is complete."""
+        self._arrived = weakref.WeakMethod(arrived)
+        weakref.finalize(arrived.__self__, self._abandon).atexit = False  # type: ignore[attr-defined]
 
     @property
     def accumulating(self) -> bool:
@@ -151,13 +152,13 @@ class Hooks:
         self.remove()
 
     def _fire(self, record: ParamRecord, param: Tensor) -> None:
-        update = self._update()
-        assert update is not None  # hooks are removed with their optimizer
+        arrived = self._arrived()
+        assert arrived is not None  # hooks are removed with their optimizer
         with self._lock:
             if self.paused:
                 param.grad = None
             else:
-                self.caller.run(update, record)
+                self.caller.run(arrived, record)
 
     def alone(self, loss: Tensor) -> AbstractContextManager[Any]:
         """Returns a context in which the backward of `loss` raises `StepError` before the first update if it reaches

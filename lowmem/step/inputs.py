@@ -1,7 +1,7 @@
 """The values that the updates of a step read besides the tensors of their parameters."""
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -84,24 +84,18 @@ class StepInputs:
             )
         return self._by_device[device]
 
-    def reading(self, records: Sequence[ParamRecord], grad: Tensor, decision: Decision | None) -> Reading:
-        """Returns how the gradients of parameters are read. grad: the gradient of the first one."""
-        if decision is None:
-            return self.on(grad.device).reading
-        return self._clipping.reading(records, grad, decision)
-
     def tiles(self, operands: Operands, decision: Decision | None, *, tile: int | None = None) -> StoredTiles:
         """Returns the tiles of a parameter, or of a stack of parameters. tile: see `StoredTiles`."""
-        records, _, weight, grad, _ = operands
+        records, grad = operands.records, operands.grad
         program, values, keys = operands.program, self.on(grad.device), None
         if program.draws:
             of_each = [values.key_of[record] for record in records]
             keys = of_each[0] if len(of_each) == 1 else torch.stack(of_each)[:, None]
         return StoredTiles(
             program.layout,
-            weight,
+            operands.weight,
             grad,
-            self.reading(records, grad, decision),
+            values.reading if decision is None else self._clipping.reading(records, grad, decision),
             values.scalars[records[0].group],
             members=len(records),
             keys=keys,

@@ -40,6 +40,7 @@ class StepLoop:
         self.parameters, self.records, self.placement = parameters, parameters.records, parameters.placement
         self.hooks, self.updates, self.report = hooks, updates, report
         self.cycle, self.clipping = updates.cycle, updates.clipping
+        hooks.connect(self.arrived)
         self._confirmed = 0  # parameter groups whose settings all ranks share
         self.choose_policy()
 

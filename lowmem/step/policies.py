@@ -79,7 +79,7 @@ class Policy:
 
     def begin(self) -> MicroBatch:
         """Called before each backward. Returns how its gradients are summed over micro-batches."""
-        return MicroBatch(add=lambda record, grad: grad)
+        return MicroBatch()
 
     def ready(self, record: ParamRecord, grad: Tensor) -> None:
         """Takes a gradient that is summed over micro-batches, averaged over ranks, and cut to this rank's shard."""
@@ -155,7 +155,8 @@ class TwoPass(Policy):
         if decision.skipped:
             return None
         fired = [record for record in self.records.values() if record.name in self._measured]
-        first, second = decision.first_pass, self.clipping.gather(record.square_sum for record in fired).sqrt()
+        first = decision.first_pass
+        second = self.updates.results.gather("square_sums", fired, first.device).sqrt()
         tolerance = to_device([_tolerance(record.param) for record in fired], torch.float64, first.device)
         total = torch.linalg.vector_norm(torch.where(first.isfinite(), first, 0.0))
         allowed = tolerance * (first + _CANCELLED * total)

@@ -15,6 +15,7 @@ from lowmem.placements import in_group
 from lowmem.placements.base import ParamEntry, Shard
 from lowmem.placements.ranks import Ranks
 from lowmem.rules import ParamSpec, UpdateRule
+from lowmem.step.results import Result
 from lowmem.tiles.layout import Extent, Layout, Span, grouped
 from lowmem.tiles.storage import (
     FLOAT32,
@@ -29,7 +30,7 @@ from lowmem.tiles.storage import (
     part_name,
 )
 from lowmem.tiles.stored import StoredTiles
-from lowmem.tiles.sweep import Reading, Sweep
+from lowmem.tiles.sweep import Sweep
 
 logger = logging.getLogger(__name__)
 
@@ -44,19 +45,6 @@ class TensorSpec(NamedTuple):
     extent: Extent = "full"
     group: int = 1
     extra: tuple[int, ...] = ()
-
-
-class Result(NamedTuple):
-    """The result of an update."""
-
-    square_sums: Tensor  # squared norms of the unscaled, unclipped gradients, float64 [members]
-    sizes: Tensor | None  # see `UpdateRule.update`
-
-    @classmethod
-    def of(cls, results: Mapping[Any, Tensor], reading: Reading) -> "Result":
-        """Returns the result of compiled code, which does not compute `square_sums` if they are already measured."""
-        measured = reading.square_sums
-        return cls(results["square_sums"] if measured is None else measured, results.get("sizes"))
 
 
 @dataclass(frozen=True, eq=False)

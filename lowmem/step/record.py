@@ -9,7 +9,8 @@ from torch import Tensor
 from lowmem.errors import StepError
 from lowmem.placements.base import ParamEntry, Shard
 from lowmem.rules import ENGINE_KEYS, UpdateRule
-from lowmem.step.program import Program, Result, make_program, rounding_of
+from lowmem.step.program import Program, make_program, rounding_of
+from lowmem.tiles.quantized import tensors_of
 from lowmem.tiles.storage import ROUNDED_DTYPES, StoredTensor
 
 Group = dict[str, Any]
@@ -63,8 +64,6 @@ class ParamRecord(ParamEntry):
         form: the result of `Shard.form` for which the program was chosen; None before that.
         extra: the other tensors of the weight's storage, by name; empty before its first update, or if it is quantized.
         version: the result of `Shard.version` for the weight that `extra` belongs to; None if `extra` was loaded.
-        square_sum: sum of squares of its last gradient, float64 [1].
-        size: the result of `rule.update`: the factor of this gradient's norm in `rule.statistics`, [1], or None.
     """
 
     group: AddedGroup
@@ -72,8 +71,6 @@ class ParamRecord(ParamEntry):
     form: tuple[Any, ...] | None = field(default=None, init=False)
     extra: dict[str, Tensor] = field(default_factory=dict, init=False)
     version: tuple[Any, ...] | None = field(default=None, init=False)
-    square_sum: Tensor = field(init=False, repr=False)
-    size: Tensor | None = field(default=None, init=False)
 
     @property
     def rule(self) -> UpdateRule:
@@ -145,7 +142,7 @@ class Operands(NamedTuple):
 
     records: Sequence[ParamRecord]
     shard: Tensor  # the result of `Shard.read`, or a stack of them
-    weight: StoredTensor  # the shard and the other tensors of its storage
+    extra: Mapping[str, Tensor]  # the other tensors of the weight's storage
     grad: Tensor
     states: dict[str, Any]
 
@@ -156,23 +153,17 @@ class Operands(NamedTuple):
         return program if len(self.records) == 1 else program.stacked(len(self.records))
 
     @property
+    def weight(self) -> StoredTensor:
+        """The shard with the other tensors of its storage."""
+        return StoredTensor(self.records[0].program.weight, (*tensors_of(self.shard), *self.extra.values()))
+
+    @property
     def key(self) -> tuple[Any, ...]:
         """The properties that the compiled update of a parameter depends on. `states` may have values of users."""
-        records, _, weight, grad, states = self
-        pointers = [each.data_ptr() for each in (*weight.parts, *states.values()) if isinstance(each, Tensor)]
+        records, shard, extra, grad, states = self
+        tensors = (*tensors_of(shard), *extra.values(), *states.values())
+        pointers = [each.data_ptr() for each in tensors if isinstance(each, Tensor)]
         return records[0].program, grad.dtype, grad.is_contiguous(), grad.data_ptr() % 16 == 0, pointers
-
-
-def store_results(records: Sequence[ParamRecord], result: Result) -> None:
-    """Stores the results of updates in the records of their parameters."""
-    sizes = [None] * len(records) if result.sizes is None else _each(result.sizes)
-    for record, square_sum, size in zip(records, _each(result.square_sums), sizes, strict=True):
-        record.square_sum, record.size = square_sum, size
-
-
-def _each(values: Tensor) -> Sequence[Tensor]:
-    """Splits a tensor into tensors of one element."""
-    return [values] if values.numel() == 1 else values.view(-1).split(1)
 
 
 def weights_in_words(records: Iterable[ParamRecord]) -> str:

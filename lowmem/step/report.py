@@ -123,7 +123,8 @@ class Report:
 
     def __init__(self, parameters: Parameters, updates: Updates) -> None:
         self._parameters = parameters
-        self._cycle, self._clipping, self._changes = updates.cycle, updates.clipping, updates.changes
+        self._cycle, self._clipping = updates.cycle, updates.clipping
+        self._changes, self._results = updates.changes, updates.results
         self._limit = parameters.config.max_nonfinite_steps  # maximum consecutive steps
         self.last: LastStep | None = None
         self._unsettled: LastStep | None = None  # the last step, until `settle` has read its outcome
@@ -141,7 +142,8 @@ class Report:
         clipping, scaler = self._clipping, self._clipping.scaler
         if decision is None:
             records = clipping.records.values()
-            decision = clipping.review([record for record in records if self._cycle.has_fired(record.name)])
+            fired = [record for record in records if self._cycle.has_fired(record.name)]
+            decision = clipping.review(fired, self._results.gather("square_sums", fired, clipping.device))
         finite_each = decision.norms.isfinite()
         finite = finite_each.all()
         yes = torch.ones_like(finite)
@@ -163,13 +165,14 @@ class Report:
 
     def _statistics(self) -> Sequence[Callable[[], Statistics]]:
         """Returns the statistics of each rule for this step, computed when they are read."""
-        clipping, parameters = self._clipping, self._parameters
-        sized = {record: record.size for record in parameters.records.values() if record.size is not None}
-        parts = []
-        for rule in dict.fromkeys(record.rule for record in sized):
-            members = [record for record in sized if record.rule is rule]
-            squares = clipping.gather(record.square_sum for record in members)
-            sizes = clipping.gather(sized[record] for record in members).float()
+        device, parameters = self._clipping.device, self._parameters
+        sized, parts = self._results.sized, []
+        for rule in dict.fromkeys(group.rule for group in parameters.groups):
+            members = [record for record in parameters.records.values() if record.rule is rule and record in sized]
+            if not members:
+                continue
+            squares = self._results.gather("square_sums", members, device)
+            sizes = self._results.gather("sizes", members, device).float()
             groups = [
                 (group.live, {name: tensor.clone() for name, tensor in group.memory.items()})
                 for group in parameters.groups

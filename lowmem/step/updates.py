@@ -1,7 +1,7 @@
 """Updates parameters one by one, in stacks, or by kernels in batches. Measures shards of elementwise rules first."""
 
 from collections import defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,10 +15,10 @@ from lowmem.step.compiled import Compilation, is_traceable
 from lowmem.step.cycle import StepCycle
 from lowmem.step.inputs import StepInputs
 from lowmem.step.parameters import Parameters
-from lowmem.step.program import Program, Result
-from lowmem.step.record import Operands, ParamRecord, store_results
+from lowmem.step.program import Program
+from lowmem.step.record import Operands, ParamRecord
+from lowmem.step.results import Result, Results
 from lowmem.step.room import peak_memory, unused_memory
-from lowmem.tiles.quantized import tensors_of
 from lowmem.tiles.storage import Float, RoundedCopy, StoredTensor
 from lowmem.tiles.stored import StoredTiles, begin_storage, separate
 from lowmem.tiles.sweep import Sweep
@@ -87,6 +87,7 @@ class Updates:
         parameters, cycle, clipping: the parameters, life cycle and clipping of the optimizer.
 
     Attributes:
+        results: the results of the updates of this step.
         changes: counts the weights that updates change.
         compilation: runs the updates of large parameters as compiled code.
         observer: runs updates that are not compiled.
@@ -97,6 +98,7 @@ class Updates:
     def __init__(self, parameters: Parameters, cycle: StepCycle, clipping: Clipping) -> None:
         self._parameters, self.cycle, self.clipping = parameters, cycle, clipping
         self._shard, self._states, self._batching = parameters.shard, parameters.states, parameters.config.batching
+        self.results = Results()
         self.changes = Changes(parameters.records, parameters.device)
         self.compilation = Compilation(parameters)
         self._inputs = StepInputs(parameters, cycle, clipping)
@@ -127,8 +129,7 @@ class Updates:
         self.compilation.begin(step)
         self._batches.begin()
         self._free.clear()
-        for record in self._parameters.records.values():
-            record.size = None
+        self.results.clear()
 
     def put(self, record: ParamRecord, grad: Tensor, decision: Decision | None, may_wait: int = 0) -> None:
         """Updates a parameter, or stores its gradient until others can be updated with it.
@@ -246,26 +247,20 @@ class Updates:
         self.begin_state(record)
         lend, param = self._shard.lend, record.param
         with lend(param, self._states[param]) as states, lend(param, record.extra) as extra:
-            operands = self._operands(record, grad, states, extra)
+            operands = Operands([record], self._shard.read(param), extra, grad, states)
             if self.compilation.by_kernels(record):
                 self._run_kernels([operands], decision)
             else:
                 self._run(operands, decision)
 
-    def _operands(
-        self, record: ParamRecord, grad: Tensor, states: dict[str, Any], extra: dict[str, Tensor]
-    ) -> Operands:
-        """Returns the operands of a parameter's update. extra: the other tensors of its weight's storage."""
-        shard = self._shard.read(record.param)
-        weight = StoredTensor(record.program.weight, (*tensors_of(shard), *extra.values()))
-        return Operands([record], shard, weight, grad, states)
-
     def _update_queue(self, queue: Queue, decision: Decision | None) -> None:
         """Updates the parameters in a queue by kernels."""
-        gradients = queue.take()
-        for record, _ in gradients:
+        operands = list[Operands]()
+        for record, grad in queue.take():
             self.begin_state(record)
-        self._run_kernels([self._operands(r, grad, self._states[r.param], r.extra) for r, grad in gradients], decision)
+            param = record.param
+            operands.append(Operands([record], self._shard.read(param), record.extra, grad, self._states[param]))
+        self._run_kernels(operands, decision)
 
     def _run_kernels(self, operands: Sequence[Operands], decision: Decision | None) -> None:
         """Updates parameters by kernels, and those that kernels cannot update one by one."""
@@ -280,8 +275,10 @@ class Updates:
         self.cycle.moved = True
         counts = [self.changes.watch(each) for each in members] if self.changes.is_due else []
         records, grads = [each.records[0] for each in members], [each.grad for each in members]
-        values, reading = self._inputs.on(batch.device), self._inputs.reading(records, grads[0], decision)
-        store_results(records, Result.of(batch.run(grads, values.numbers, values.keys, reading), reading))
+        values = self._inputs.on(batch.device)
+        reading = values.reading if decision is None else self.clipping.reading(records, grads[0], decision)
+        results = batch.run(grads, values.numbers, values.keys, reading)
+        self.results.add(records, Result.of(results, reading))
         for count_changes in filter(None, counts):
             count_changes()
         shards = [each.shard for each in members]
@@ -296,9 +293,7 @@ class Updates:
         ranks = records[0].program.ranks
         assert ranks is not None
         (sums,) = ranks.all_reduce([torch.cat([self._measure(*each) for each in shards])])
-        for record, square_sum in zip(records, sums.split(1), strict=True):
-            record.square_sum = square_sum
-        measured = self.clipping.review(records)
+        measured = self.clipping.review(records, sums)
         while shards:  # frees each gradient after its update
             self._update(*shards.popleft(), measured)
 
@@ -319,11 +314,12 @@ class Updates:
         names = [name for name in program.created if name not in program.extra_names]  # users may add other values
         is_full = program.ranks is None  # full parameters are stacked without reading them one by one
         shards = [record.param if is_full else self._shard.read(record.param) for record in records]
-        columns = [shards, *([record.extra[name] for record in records] for name in records[0].extra)]
-        columns += [[self._states[record.param][name] for record in records] for name in names]
-        stacked, parts = [torch.stack(column) for column in columns], len(program.weight.parts)
-        weight, states = StoredTensor(program.weight, tuple(stacked[:parts])), zip(names, stacked[parts:], strict=True)
-        self._run(Operands(records, stacked[0], weight, torch.stack(grads), dict(states)), decision)
+        extra = {name: [record.extra[name] for record in records] for name in records[0].extra}
+        states = {name: [self._states[record.param][name] for record in records] for name in names}
+        operands = Operands(records, torch.stack(shards), _stacked(extra), torch.stack(grads), _stacked(states))
+        self._run(operands, decision)
+        columns = shards, *extra.values(), *states.values()
+        stacked = operands.shard, *operands.extra.values(), *operands.states.values()
         for column, changed in zip(columns, stacked, strict=True):
             torch._foreach_copy_(column, changed.unbind())
         for record, shard in zip(records, shards, strict=True):
@@ -343,11 +339,15 @@ class Updates:
             result = self.compilation.run(operands, tiles)
         if result is None:
             result = self.observer.update(operands.program, tiles, operands.states)
-        store_results(operands.records, result)
+        self.results.add(operands.records, result)
         if count_changes is not None:
             count_changes()
         if len(operands.records) == 1:
             first.written(self._shard, operands.shard)
+
+
+def _stacked(columns: Mapping[str, list[Tensor]]) -> dict[str, Tensor]:
+    return {name: torch.stack(column) for name, column in columns.items()}
 
 
 def initial_tensors(program: Program, names: Iterable[str], shard: Tensor) -> dict[str, Tensor]:

@@ -384,7 +384,7 @@ def test_many_columns_compiled():
     stored = [StoredTensor(record.program.weight, (w,)) for w in weights]
     tiles = [StoredTiles(layout, each, grad, NO_READING, scalars, keys=key) for each in stored]
     record.rule.update(Sweep(tiles[0]), record.program.spec, {})
-    opt._updates.compilation.run(Operands([record], weights[1], stored[1], grad, {}), tiles[1])
+    opt._updates.compilation.run(Operands([record], weights[1], {}, grad, {}), tiles[1])
     assert weights.unique().numel() == 2 and torch.equal(*weights)
 
 

@@ -462,7 +462,7 @@ def test_hooks_on_several_threads(monkeypatch):
     net = nn.Sequential(*(nn.Linear(8, 8) for _ in range(24)))
     expected = copy.deepcopy(net)
     opt = lomo(net, clip_norm=0.5, policy="deferred", rule="adamw")
-    update, active, together, ready = opt._hooks._update(), [], [], threading.Barrier(4)
+    update, active, together, ready = opt._hooks._arrived(), [], [], threading.Barrier(4)
 
     def watched(record):
         active.append(record.name)
@@ -484,7 +484,7 @@ def test_hooks_on_several_threads(monkeypatch):
         for thread in threads:
             thread.join()
 
-    monkeypatch.setattr(opt._hooks, "_update", lambda: watched)
+    monkeypatch.setattr(opt._hooks, "_arrived", lambda: watched)
     monkeypatch.setattr(torch.autograd, "backward", backward)
     plain = torch.optim.AdamW(expected.parameters(), lr=0.1, foreach=False)
     plain.param_groups[0]["weight_decay"] = opt.param_groups[0]["weight_decay"]
