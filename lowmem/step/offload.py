@@ -85,17 +85,19 @@ class GradientStore:
         self._limits.clear()
         self._latest, self._last, self._width = None, last, width
 
-    def get(self, record: ParamEntry, *, wide: bool = False) -> Tensor | None:
-        """Returns the stored gradient on its device, or None. If it is changed in place, store it again. wide: whether
-        to convert it to float32, unless its dtype is wider.
+    def __contains__(self, record: ParamEntry) -> bool:
+        return record in self._here or record in self._offloaded
+
+    def get(self, record: ParamEntry, *, wide: bool = False) -> Tensor:
+        """Returns a stored gradient on its device. If it is changed in place, store it again. wide: whether to convert
+        it to float32, unless its dtype is wider.
         """
-        grad = self._here.get(record)
-        if record in self._offloaded:
+        if record in self._here:
+            grad = self._here[record]
+        else:
             grad, wait = self._incoming.pop(record) if record in self._incoming else self._fetch(record)
             wait()
-        if grad is None or not wide:
-            return grad
-        return self._allocate(functools.partial(grad.to, torch.promote_types(grad.dtype, torch.float32)))
+        return self._allocate(lambda: grad.to(torch.promote_types(grad.dtype, torch.float32))) if wide else grad
 
     def keep(self, record: ParamEntry, grad: Tensor) -> None:
         """Stores a gradient, and replaces an earlier one. The caller must not use the gradient afterwards."""
@@ -117,14 +119,13 @@ class GradientStore:
     def drain(self, records: Iterable[ParamRecord]) -> Iterator[tuple[ParamRecord, Tensor]]:
         """Yields the stored gradients in the order of `records`, and removes each from the store."""
         self._wait()
-        waiting = [record for record in records if record in self._here or record in self._offloaded]
+        waiting = [record for record in records if record in self]
         offloaded = filter(self._offloaded.__contains__, waiting)
         try:
             for record in waiting:
                 for following in islice(offloaded, _IN_FLIGHT - len(self._incoming)):
                     self._incoming[following] = self._fetch(following)
                 grad = self.get(record)
-                assert grad is not None
                 self._remove(record)
                 yield record, grad
                 del grad  # frees its memory for the next one
