@@ -186,11 +186,9 @@ class GradientStore:
                 raise
             logger.warning("the device is out of memory, so all gradients are offloaded to the host from now on")
         self._budget = 0
+        self._bytes.clear()
         while self._here:
-            record, grad = self._here.popitem()
-            self._bytes[grad.device] -= grad.nbytes
-            self._offload(record, grad)
-            del grad
+            self._offload(*self._here.popitem())
         self._wait()
         return make()
 
