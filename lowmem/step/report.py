@@ -190,7 +190,7 @@ class Report:
         self._unsettled = None
         self._diverged: str | None = None
         self._first: list[str] = []  # parameters with a non-finite gradient in the first step of the streak
-        self._searching = saved is None and self._clipping.scaler.dynamic
+        self._searching = saved is None and self._clipping.scaler.dynamic is not None
         counts = saved or {}
         self.nonfinite_gradients, self.nonfinite_steps = counts.get("gradients", 0), counts.get("steps", 0)
         self.streak = counts.get("streak", 0)

@@ -106,14 +106,14 @@ def test_a_fixed_scale_is_constant_with_the_inverse_of_grad_scaler(requested):
     scale.update(torch.tensor(False))
     assert torch.equal(scale.inverse(CPU), torch.tensor(float(requested)).double().reciprocal().float())
     assert (float(scale.value), float(scale.scaled(torch.tensor(2.0)))) == (requested, 2.0 * requested)
-    assert (scale.dynamic, scale.can_back_off(), scale.state_dict()) == (False, None, None)
+    assert (scale.dynamic, scale.can_back_off(), scale.state_dict()) == (None, None, None)
 
 
 @pytest.mark.parametrize("requested", [None, 0, 1, 1.0])
 def test_no_scale(requested):
     scale, loss = LossScaler(requested, CPU), torch.tensor(3.0)
     scale.update(torch.tensor(False))
-    assert (scale.value, scale.inverse(CPU), scale.dynamic, scale.can_back_off()) == (None, None, False, None)
+    assert (scale.value, scale.inverse(CPU), scale.dynamic, scale.can_back_off()) == (None, None, None, None)
     assert scale.scaled(loss) is loss
 
 
