@@ -318,12 +318,14 @@ class FusedOptimizer(torch.optim.Optimizer):
     @property
     def nonfinite_gradients(self) -> int:
         """The number of gradients with Inf or NaN so far, also before a loaded state was saved."""
-        return int(self._report.nonfinite_gradients)
+        self._report.settle()
+        return self._report.nonfinite_gradients
 
     @property
     def nonfinite_steps(self) -> int:
         """The number of steps with a non-finite gradient so far, also before a loaded state was saved."""
-        return int(self._report.nonfinite_steps)
+        self._report.settle()
+        return self._report.nonfinite_steps
 
     @property
     def nonfinite_streak(self) -> int:

@@ -4,7 +4,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import torch
 
@@ -15,6 +15,29 @@ from lowmem.rules.rule import GROUP_KEYS
 from lowmem.tiles import storage
 
 Policy = Literal["auto", "immediate", "two_pass", "deferred"]
+
+
+def _is_scale(value: Any) -> bool:
+    """Returns whether float32 can represent a value and its inverse."""
+    limits = torch.finfo(torch.float32)
+    return require.is_number(value) and limits.tiny <= value <= limits.max
+
+
+def _is_loss_scale(value: Any) -> bool:
+    """Returns whether a value is allowed for `loss_scale`."""
+    named = value in (None, "dynamic") or isinstance(value, DynamicScale)
+    return named or _is_scale(value) or (require.is_number(value) and value == 0)
+
+
+_SCALE = require.check(_is_scale, "a number > 0 that float32 can represent")
+_LOSS_SCALE = require.check(_is_loss_scale, "a number >= 0 (0: none), 'dynamic', a DynamicScale, or None")
+_GROUPS = require.check(lambda value: isinstance(value, list | tuple), "a list: [{match: norm, rule: lomo}, ...]")
+_HOME = require.check(
+    lambda home: isinstance(home, str) and home not in ("", "disk"), "'host', or a folder such as '/mnt/fast/home'"
+)
+_POSITIVE = require.number("> 0", optional=True)
+_COUNT = require.number(">= 1", whole=True)
+_OPTIONAL_COUNT = require.number(">= 1", whole=True, optional=True)
 
 
 @dataclass(frozen=True)
@@ -29,16 +52,15 @@ class DynamicScale:
         ConfigError: a value is out of range.
     """
 
-    init_scale: float = 65536.0
-    growth_factor: float = 2.0
-    backoff_factor: float = 0.5
-    growth_interval: int = 2000
-    min_scale: float = 1.0
-    hysteresis: int = 1
+    init_scale: Annotated[float, _SCALE] = 65536.0
+    growth_factor: Annotated[float, require.number("> 1")] = 2.0
+    backoff_factor: Annotated[float, require.number("> 0", "< 1")] = 0.5
+    growth_interval: Annotated[int, _COUNT] = 2000
+    min_scale: Annotated[float, _SCALE] = 1.0
+    hysteresis: Annotated[int, _COUNT] = 1
 
     def __post_init__(self) -> None:
-        for name, check in _SCALE_CHECKS.items():
-            check(f"loss_scale.{name}", getattr(self, name))
+        require.valid_fields(self, "loss_scale.")
         require.that(self.init_scale >= self.min_scale, "loss_scale.init_scale", self.init_scale, "at least min_scale")
 
 
@@ -112,25 +134,25 @@ class FusedConfig:
     rule: str | UpdateRule | type | None = None
     lr: float | None = None
     hyper: dict[str, Any] = field(default_factory=dict)
-    groups: tuple[dict[str, Any], ...] = ()
-    policy: Policy = "auto"
-    clip_norm: float | None = None
-    clip_value: float | None = None
-    loss_scale: float | Literal["dynamic"] | DynamicScale | None = None
-    max_nonfinite_steps: int | None = 20
+    groups: Annotated[tuple[dict[str, Any], ...], _GROUPS] = ()
+    policy: Annotated[Policy, require.one_of(*get_args(Policy))] = "auto"
+    clip_norm: Annotated[float | None, _POSITIVE] = None
+    clip_value: Annotated[float | None, _POSITIVE] = None
+    loss_scale: Annotated[float | Literal["dynamic"] | DynamicScale | None, _LOSS_SCALE] = None
+    max_nonfinite_steps: Annotated[int | None, _OPTIONAL_COUNT] = 20
     store: str = "auto"
-    accumulation_dtype: Literal["float32", "gradient"] = "float32"
+    accumulation_dtype: Annotated[Literal["float32", "gradient"], require.one_of("float32", "gradient")] = "float32"
     rounding: str = "auto"
     state_storage: str = "auto"
-    convert_states: bool = False
-    weight_format: str | None = None
-    placement: placements.Choice = "auto"
-    home: str = "host"
+    convert_states: Annotated[bool, require.flag] = False
+    weight_format: Annotated[str | None, require.one_of(*storage.WEIGHT_FORMATS, optional=True)] = None
+    placement: Annotated[placements.Choice, require.one_of(*get_args(placements.Choice))] = "auto"
+    home: Annotated[str, _HOME] = "host"
     device_memory: str | None = None
-    compile: bool | Literal["auto"] = "auto"
-    seed: int = 0
-    batching: bool = True
-    log_norms: bool = False
+    compile: Annotated[bool | Literal["auto"], require.flag_or_auto] = "auto"
+    seed: Annotated[int, require.number(whole=True)] = 0
+    batching: Annotated[bool, require.flag] = True
+    log_norms: Annotated[bool, require.flag] = False
 
     def __init__(self, rule: str | UpdateRule | type | None = None, **options: Any) -> None:
         names = {option.name for option in fields(self)}
@@ -138,8 +160,7 @@ class FusedConfig:
         options |= {"rule": rule, "hyper": hyper}
         for option in fields(self):
             object.__setattr__(self, option.name, options.get(option.name, option.default))
-        for name, check in _CHECKS.items():
-            check(name, getattr(self, name))
+        require.valid_fields(self)
         _ = self.store_bytes, self.device_bytes  # raise if they are not amounts of memory
         gradients = {"store": self.store, "accumulation_dtype": self.accumulation_dtype}
         if self.policy in ("immediate", "two_pass") and gradients != {"store": "auto", "accumulation_dtype": "float32"}:
@@ -243,9 +264,9 @@ class LayersConfig:
         ConfigError: a value is out of range.
     """
 
-    computed_gradients: bool | Literal["auto"] = "auto"
+    computed_gradients: Annotated[bool | Literal["auto"], require.flag_or_auto] = "auto"
     head_memory: str | None = None
-    mlp_tile: int | None = None
+    mlp_tile: Annotated[int | None, _OPTIONAL_COUNT] = None
 
     @property
     def head_bytes(self) -> int | None:
@@ -253,7 +274,7 @@ class LayersConfig:
         return None if self.head_memory is None else parse_bytes(self.head_memory, "head_memory")
 
     def __post_init__(self) -> None:
-        require.flag_or_auto("computed_gradients", self.computed_gradients)
+        require.valid_fields(self)
         if self.computed_gradients is True:
             raise ConfigError(
                 'computed_gradients=True is not supported. Use "auto" (the default), which computes the loss from '
@@ -261,7 +282,6 @@ class LayersConfig:
                 "batch (per_device_train_batch_size)"
             )
         _ = self.head_bytes  # raises if it is not an amount of memory
-        require.number(">= 1", whole=True, optional=True)("mlp_tile", self.mlp_tile)
 
 
 def parse_bytes(text: str, option: str) -> int:
@@ -275,46 +295,3 @@ def parse_bytes(text: str, option: str) -> int:
 def _without_match(group: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the options of a group without the expression that selects its parameters."""
     return {key: value for key, value in group.items() if key != "match"}
-
-
-def _is_scale(value: Any) -> bool:
-    """Returns whether float32 can represent a value and its inverse."""
-    limits = torch.finfo(torch.float32)
-    return require.is_number(value) and limits.tiny <= value <= limits.max
-
-
-def _is_loss_scale(value: Any) -> bool:
-    """Returns whether a value is allowed for `loss_scale`."""
-    named = value in (None, "dynamic") or isinstance(value, DynamicScale)
-    return named or _is_scale(value) or (require.is_number(value) and value == 0)
-
-
-_SCALE = require.check(_is_scale, "a number > 0 that float32 can represent")
-_COUNT = require.number(">= 1", whole=True)
-_SCALE_CHECKS = {
-    "min_scale": _SCALE,
-    "init_scale": _SCALE,
-    "growth_factor": require.number("> 1"),
-    "backoff_factor": require.number("> 0", "< 1"),
-    "growth_interval": _COUNT,
-    "hysteresis": _COUNT,
-}
-_CHECKS = {
-    "groups": require.check(lambda value: isinstance(value, list | tuple), "a list: [{match: norm, rule: lomo}, ...]"),
-    "policy": require.one_of(*get_args(Policy)),
-    "clip_norm": require.number("> 0", optional=True),
-    "clip_value": require.number("> 0", optional=True),
-    "loss_scale": require.check(_is_loss_scale, "a number >= 0 (0: none), 'dynamic', a DynamicScale, or None"),
-    "max_nonfinite_steps": require.number(">= 1", whole=True, optional=True),
-    "accumulation_dtype": require.one_of("float32", "gradient"),
-    "convert_states": require.flag,
-    "weight_format": require.one_of(*storage.WEIGHT_FORMATS, optional=True),
-    "placement": require.one_of(*get_args(placements.Choice)),
-    "home": require.check(
-        lambda home: isinstance(home, str) and home not in ("", "disk"), "'host', or a folder such as '/mnt/fast/home'"
-    ),
-    "compile": require.flag_or_auto,
-    "seed": require.number(whole=True),
-    "batching": require.flag,
-    "log_norms": require.flag,
-}

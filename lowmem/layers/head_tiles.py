@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, replace
+from typing import Annotated
 
 import torch
 from torch import Tensor
@@ -28,14 +29,6 @@ _ROW = 8
 SLICE = 8 << 20
 GPU_SLICE = 64 << 20
 
-# Options cannot be tensors, because a learned tensor would not get a gradient.
-_CHECKS = {
-    "logit_scale": require.number(),
-    "softcap": require.number("> 0", optional=True),
-    "temperature": require.number("> 0"),
-    "label_smoothing": require.number(">= 0", "<= 1"),
-}
-
 
 @dataclass(frozen=True)
 class Head:
@@ -44,6 +37,8 @@ class Head:
     z = softcap · tanh(s · y / softcap) / temperature, or s · y / temperature without `softcap`, with s = logit_scale.
     The loss of a token with label l is logsumexp(z) − (1 − ε) z_l − ε mean(z), with ε = label_smoothing.
 
+    Options cannot be tensors, because a learned tensor would not get a gradient.
+
     Attributes:
         memory: bytes for temporaries, which determine the tile size. None means 128 MiB on a CPU, 512 MiB on a GPU.
 
@@ -51,15 +46,14 @@ class Head:
         ConfigError: a value is out of range.
     """
 
-    logit_scale: float = 1.0
-    softcap: float | None = None
-    temperature: float = 1.0
-    label_smoothing: float = 0.0
+    logit_scale: Annotated[float, require.number()] = 1.0
+    softcap: Annotated[float | None, require.number("> 0", optional=True)] = None
+    temperature: Annotated[float, require.number("> 0")] = 1.0
+    label_smoothing: Annotated[float, require.number(">= 0", "<= 1")] = 0.0
     memory: int | None = None
 
     def __post_init__(self) -> None:
-        for name, check in _CHECKS.items():
-            check(name, getattr(self, name))
+        require.valid_fields(self)
 
     def available(self, device: torch.device) -> int:
         """Returns the number of bytes for temporaries on a device."""

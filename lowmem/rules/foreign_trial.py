@@ -82,9 +82,7 @@ class RecordedGroup(dict[str, Any]):
 @contextmanager
 def isolated() -> Iterator[None]:
     """Restores random states and warnings after a trial, and disables torch.compile, which torchao's step uses."""
-    python_state = random.getstate()
-    numpy = sys.modules.get("numpy")
-    numpy_state = numpy and numpy.random.get_state()
+    python_state, *numpy_state = random_states()
     eager = torch.compiler.set_stance("force_eager")
     try:
         with warnings.catch_warnings():
@@ -93,14 +91,14 @@ def isolated() -> Iterator[None]:
                 yield
     finally:
         random.setstate(python_state)
-        if numpy:
-            numpy.random.set_state(numpy_state)
+        for state in numpy_state:
+            sys.modules["numpy"].random.set_state(state)
 
 
 def random_states() -> list[Any]:
     """Returns the states of Python's random generator, and of NumPy's if it is imported."""
     states: list[Any] = [random.getstate()]
     if numpy := sys.modules.get("numpy"):
-        _, key, *rest = numpy.random.get_state()
-        states += [key.tolist(), *rest]
+        name, key, *rest = numpy.random.get_state()
+        states.append((name, key.tolist(), *rest))
     return states

@@ -5,7 +5,7 @@ unscaled, clamped by value, and multiplied by one clip coefficient, which is com
 """
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -47,11 +47,11 @@ class Decision:
     norms: 2-norm of each unscaled gradient, float64 [parameters].
     updated: boolean [parameters]. False if the step is skipped, or in "immediate" if the norm is Inf or NaN.
     finite: boolean scalar. False skips all updates.
-    tiled: see `Norms`.
     clip_coef: the factor of `clip_norm`, a float32 scalar, or None.
     own_clips: the clip coefficients of parameter groups whose rule also clips.
-    measured: True if `norms` belong to the gradients that are applied, False if they were measured in an earlier pass.
-    prepared: whether `measured` is true and float32 gradients have been unscaled and clamped in place.
+    first_pass: norms that a second backward must reproduce (see `Norms.tiled`). None if `norms` already belong to the
+        gradients that are applied.
+    prepared: whether float32 gradients have been unscaled and clamped in place.
     skipped: whether the host knows that the step is skipped, so that no update is launched.
     """
 
@@ -59,10 +59,9 @@ class Decision:
     norms: Tensor
     updated: Tensor
     finite: Tensor
-    tiled: Tensor | None = None
     clip_coef: Tensor | None = None
     own_clips: Mapping[AddedGroup, Clip] = field(default_factory=dict)
-    measured: bool = False
+    first_pass: Tensor | None = None
     prepared: bool = False
     skipped: bool = False
 
@@ -76,7 +75,7 @@ class Decision:
     def form(self) -> tuple[Any, ...]:
         """The properties that the form of the readings of its gradients depends on; see `Reading.form`."""
         clips = [(group, *(clip is None for clip in clips)) for group, clips in self.own_clips.items()]
-        return self.clip_coef is None, self.measured, self.prepared, *clips
+        return self.clip_coef is None, self.first_pass is None, self.prepared, *clips
 
 
 class Clipping:
@@ -91,11 +90,12 @@ class Clipping:
 
     def __init__(self, parameters: Parameters) -> None:
         self.parameters, self.records, self.device = parameters, parameters.records, parameters.device
-        config, device = parameters.config, self.device
-        self.scaler = LossScaler(config.loss_scale, device)
+        self.scaler = LossScaler(parameters.config.loss_scale, self.device)
         self._ranks = next(map(parameters.shard.ranks_of, self.records), None)
-        self.norm, self.value = config.clip_norm, config.clip_value
-        self._limit = None if self.value is None else torch.full((), self.value, dtype=torch.float32, device=device)
+        clip_value = parameters.config.clip_value
+        self._limit = (
+            None if clip_value is None else torch.full((), clip_value, dtype=torch.float32, device=self.device)
+        )
 
     def factors(self, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
         """Returns the factor that unscales gradients, and the limit of `clip_value`: float32 scalars, or None."""
@@ -103,7 +103,7 @@ class Clipping:
 
     def changes(self, grad: Tensor) -> bool:
         """Returns whether `measure` changes the gradient in place."""
-        return grad.dtype == torch.float32 and (self.scaler.value is not None or self.value is not None)
+        return grad.dtype == torch.float32 and (self.scaler.value is not None or self._limit is not None)
 
     def measure(self, record: ParamRecord, grad: Tensor) -> Tensor:
         """Returns the `Norms` of a gradient, or of this rank's shard of it, float64 [4].
@@ -142,11 +142,11 @@ class Clipping:
         if not self.scaler.dynamic and all(record.handles_nonfinite for record in fired):
             finite = torch.ones_like(finite)
         coef = None
-        if self.norm is not None:  # the same division as in torch
-            coef = (self.norm / (norm_over(norms.clipped).float() + 1e-6)).clamp(max=1.0)
+        if (limit := self.parameters.config.clip_norm) is not None:  # the same division as in torch
+            coef = (limit / (norm_over(norms.clipped).float() + 1e-6)).clamp(max=1.0)
         own_clips: dict[AddedGroup, Clip] = {}
         read_norms = norms.clamped if coef is None else norms.clamped * coef
-        for group, result in self._clip_by_rules(fired, read_norms).items():
+        for group, result in self._clip_by_rules(fired, read_norms):
             for name, new in result.memory.items():  # a skipped step does not change it
                 group.memory[name].copy_(torch.where(finite, new, group.memory[name]))
             if result.by_rule:
@@ -158,10 +158,9 @@ class Clipping:
             norms=norms.unscaled,
             updated=finite.expand(len(fired)),
             finite=finite,
-            tiled=norms.tiled,
             clip_coef=coef,
             own_clips=own_clips,
-            measured=prepared,
+            first_pass=None if prepared else norms.tiled,
             prepared=prepared,
             skipped=any(record.rule.materializes for record in fired) and not bool(finite),
         )
@@ -190,14 +189,15 @@ class Clipping:
         (squares,) = self._ranks.all_reduce([norms.square()])
         return Norms(*squares.masked_fill(squares.float().isinf(), torch.inf).sqrt())
 
-    def _clip_by_rules(self, fired: Sequence[ParamRecord], read_norms: Tensor) -> dict[AddedGroup, GroupClip]:
-        """Computes the clipping of rules that clip by norm.
+    def _clip_by_rules(
+        self, fired: Sequence[ParamRecord], read_norms: Tensor
+    ) -> Iterator[tuple[AddedGroup, GroupClip]]:
+        """Yields the groups whose rules clip by norm, with their clipping.
 
         Args:
             fired: the parameters that got a gradient.
             read_norms: the norms of their gradients after `clip_norm`, float64 [parameters].
         """
-        results: dict[AddedGroup, GroupClip] = {}
         for group in self.parameters.groups:
             if group.rule.needs_norm(group.live) is None:
                 continue
@@ -211,32 +211,29 @@ class Clipping:
                 with zero.device:  # creates it on the device instead of copying it
                     memory = group.rule.group_memory(group.live)
                     group.memory.update({name: value.clone() for name, value in memory.items()})
-            results[group] = group.rule.clip_by_norm(
-                GroupNorms(
-                    hyper=group.live,
-                    norms=torch.stack([norms.get(record.name, zero) for record in active]),
-                    total=norm_over(read_norms).float(),
-                    states=[states.get(record.param, {}) for record in active],
-                    frozen=[states.get(record.param, {}) for record in members if record not in active],
-                    memory=group.memory,
-                )
+            measured = GroupNorms(
+                hyper=group.live,
+                norms=torch.stack([norms.get(record.name, zero) for record in active]),
+                total=norm_over(read_norms).float(),
+                states=[states.get(record.param, {}) for record in active],
+                frozen=[states.get(record.param, {}) for record in members if record not in active],
+                memory=group.memory,
             )
-        return results
+            yield group, group.rule.clip_by_norm(measured)
 
     def reading(self, records: Sequence[ParamRecord], grad: Tensor, decision: Decision) -> Reading:
         """Returns how a rule reads the gradient of a parameter, or of a stack of parameters of one group."""
         device = grad.device
         inverse_scale, limit = self.factors(device)
-        if decision.prepared and grad.dtype == torch.float32:
+        if decision.prepared and self.changes(grad):
             inverse_scale = limit = None
         clips = decision.own_clips.get(records[0].group, (decision.clip_coef, None))
         coef, rule_coef = (None if clip is None else clip.to(device) for clip in clips)
         known, finite = decision.each, decision.finite.view(1)
         each = zip(*(known.get(r.name) or (decision.norms.new_zeros(1), finite) for r in records), strict=True)
         square_sums, updated = ((torch.cat(of_each) if len(records) > 1 else of_each[0]).to(device) for of_each in each)
-        return Reading(
-            inverse_scale, limit, coef, rule_coef, updated, square_sums=square_sums if decision.measured else None
-        )
+        measured = square_sums if decision.first_pass is None else None
+        return Reading(inverse_scale, limit, coef, rule_coef, updated, measured)
 
 
 def norm_over(norms: Tensor) -> Tensor:

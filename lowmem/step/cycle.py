@@ -44,8 +44,8 @@ class StepCycle:
         self.loop_steps = False
         self.torn: str | None = None
         self._running: int | None = None  # the graph task of a plain backward that is open, or _EXPLICIT
-        self._fired: set[str] = set()  # parameters with a gradient in this step
-        self._fired_now: set[str] = set()  # parameters with a gradient in this backward
+        self._fired: dict[str, int] = {}  # parameters with a gradient in this step, with the last backward that had it
+        self._backward = 0  # the number of this backward
         self._steps = 0  # number of steps since the last `stepped`
 
     @property
@@ -68,7 +68,7 @@ class StepCycle:
         if nests or (not explicit and _inside_custom_backward()):
             raise StepError(_NESTED)
         self._running, self.last = _EXPLICIT if explicit else torch._C._current_graph_task_id(), last
-        self._fired_now.clear()
+        self._backward += 1
         if not self.waiting:
             self._fired.clear()
             self.moved = False
@@ -89,7 +89,7 @@ class StepCycle:
 
     def fired(self, name: str, *, in_parts: bool) -> None:
         """Records a complete gradient. Raises `StepError` for a parameter's second gradient, unless `in_parts`."""
-        if name in self._fired_now and not in_parts:
+        if self._fired.get(name) == self._backward and not in_parts:
             raise StepError(
                 f"parameter {name!r} got its gradient in two parts within one backward, and the first part has already "
                 "been used as the complete gradient. Reentrant activation checkpointing of a module with a tied or "
@@ -100,8 +100,7 @@ class StepCycle:
 
     def notice(self, name: str) -> None:
         """Records a gradient that at least one rank has."""
-        self._fired.add(name)
-        self._fired_now.add(name)
+        self._fired[name] = self._backward
 
     def has_fired(self, name: str) -> bool:
         """Returns whether a parameter got a gradient in the open step, or in the last one."""
@@ -110,11 +109,11 @@ class StepCycle:
     def next_pass(self) -> None:
         """Called after a measuring pass, before the second backward of the same step."""
         self.require_gradients()
-        self._fired_now.clear()
+        self._backward += 1
 
     def missed(self) -> set[str]:
         """Returns the parameters that got a gradient in this step, but not in its latest backward."""
-        return self._fired - self._fired_now
+        return {name for name, backward in self._fired.items() if backward != self._backward}
 
     def end(self) -> None:
         """Called when a micro-batch has ended, or the updates of a step are done."""
@@ -136,9 +135,10 @@ class StepCycle:
         """Called when a backward has failed. The step is torn if an update had begun; otherwise it is undone."""
         self._running = None
         if self.moved:
+            count = len(self._fired) - len(self.missed())
             self.tear(
-                f"{reason} after {len(self._fired_now)} parameter(s) got their gradient, so some weights may be from "
-                "this step and others from the one before"
+                f"{reason} after {count} parameter(s) got their gradient, so some weights may be from this step and "
+                "others from the one before"
             )
         else:
             self._undo()

@@ -1,5 +1,6 @@
 """The gradient store, in which policy `deferred` stores gradients until all gradients of the step are known."""
 
+import functools
 import logging
 import math
 from collections import Counter, deque
@@ -28,14 +29,13 @@ Wait = Callable[[], None]
 
 
 class OffloadedGradient(NamedTuple):
-    """A gradient on the host: its properties, its bytes in several pieces, and a function that waits for their copy."""
+    """A gradient on the host: its bytes in several pieces, and functions that wait for their copy and that allocate a
+    tensor like it on its device.
+    """
 
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
     pieces: Sequence[Tensor]
     written: Wait
+    empty_like: Callable[[], Tensor]
 
 
 class GradientStore:
@@ -61,13 +61,15 @@ class GradientStore:
         self._limits: dict[torch.device, float] = {}  # budget of each device in this backward
         self._least: dict[torch.device, float] = {}  # the smallest budget of all backwards
         self._bytes = Counter[torch.device]()  # bytes of gradients
-        self._buffers: dict[str, Sequence[Tensor]] = {}  # memory on the host, reused in the next step
-        self._stored: dict[str, tuple[ParamEntry, Tensor | OffloadedGradient]] = {}
+        self._buffers: dict[ParamEntry, Sequence[Tensor]] = {}  # memory on the host, reused in the next step
+        self._here: dict[ParamEntry, Tensor] = {}  # gradients on their devices
+        self._offloaded: dict[ParamEntry, OffloadedGradient] = {}
         self._streams: dict[tuple[torch.device, bool], Any] = {}
         self._outgoing: deque[tuple[Tensor, Wait]] = deque()  # gradients whose copies may be in flight
-        self._incoming: dict[str, tuple[Tensor, Wait]] = {}  # prefetched
-        self._following: dict[str, ParamEntry] = {}  # by name, the next one in the last backward
-        self._latest, self._last, self._width = "", True, 0
+        self._incoming: dict[ParamEntry, tuple[Tensor, Wait]] = {}  # prefetched
+        self._following: dict[ParamEntry | None, ParamEntry] = {}  # the next one in the last backward
+        self._latest: ParamEntry | None = None  # in this backward
+        self._last, self._width = True, 0
 
     def __del__(self) -> None:
         self._wait()  # the memory must not be reused while a copy reads it
@@ -81,19 +83,19 @@ class GradientStore:
         """
         self._wait()
         self._limits.clear()
-        self._latest, self._last, self._width = "", last, width
+        self._latest, self._last, self._width = None, last, width
 
-    def get(self, record: ParamEntry, *, wide: bool = False) -> Tensor | None:
-        """Returns the stored gradient on its device, or None. If it is changed in place, store it again. wide: whether
-        to convert it to float32, unless its dtype is wider.
+    def __contains__(self, record: ParamEntry) -> bool:
+        return record in self._here or record in self._offloaded
+
+    def get(self, record: ParamEntry, *, wide: bool = False) -> Tensor:
+        """Returns a stored gradient on its device. If it is changed in place, store it again. wide: whether to convert
+        it to float32, unless its dtype is wider.
         """
-        if record.name not in self._stored:
-            return None
-        stored = self._stored[record.name][1]
-        if isinstance(stored, Tensor):
-            grad = stored
+        if record in self._here:
+            grad = self._here[record]
         else:
-            grad, wait = self._incoming.pop(record.name) if record.name in self._incoming else self._fetch(record)
+            grad, wait = self._incoming.pop(record) if record in self._incoming else self._fetch(record)
             wait()
         return self._allocate(lambda: grad.to(torch.promote_types(grad.dtype, torch.float32))) if wide else grad
 
@@ -101,30 +103,29 @@ class GradientStore:
         """Stores a gradient, and replaces an earlier one. The caller must not use the gradient afterwards."""
         self._remove(record)
         if self._fits(grad.device, grad.nbytes):
-            self._stored[record.name] = record, self._allocate(lambda: separate(grad))
+            self._here[record] = self._allocate(lambda: separate(grad))
             self._bytes[grad.device] += grad.nbytes
         else:
             self._offload(record, grad)
-        self._following[self._latest], self._latest = record, record.name
+        self._following[self._latest], self._latest = record, record
         for _ in range(_IN_FLIGHT):
-            following = self._following.get(record.name)
+            following = self._following.get(record)
             if following is None:
                 break
             record = following
-            if self._is_offloaded(record) and record.name not in self._incoming and len(self._incoming) < _IN_FLIGHT:
-                self._incoming[record.name] = self._fetch(record)
+            if record in self._offloaded and record not in self._incoming and len(self._incoming) < _IN_FLIGHT:
+                self._incoming[record] = self._fetch(record)
 
     def drain(self, records: Iterable[ParamRecord]) -> Iterator[tuple[ParamRecord, Tensor]]:
         """Yields the stored gradients in the order of `records`, and removes each from the store."""
         self._wait()
-        waiting = [record for record in records if record.name in self._stored]
-        offloaded = filter(self._is_offloaded, waiting)
+        waiting = [record for record in records if record in self]
+        offloaded = filter(self._offloaded.__contains__, waiting)
         try:
             for record in waiting:
                 for following in islice(offloaded, _IN_FLIGHT - len(self._incoming)):
-                    self._incoming[following.name] = self._fetch(following)
+                    self._incoming[following] = self._fetch(following)
                 grad = self.get(record)
-                assert grad is not None
                 self._remove(record)
                 yield record, grad
                 del grad  # frees its memory for the next one
@@ -133,19 +134,17 @@ class GradientStore:
 
     def clear(self) -> None:
         """Removes all gradients."""
-        self._stored.clear()
+        self._here.clear()
+        self._offloaded.clear()
         self._bytes.clear()
         self._wait()
 
-    def _is_offloaded(self, record: ParamEntry) -> bool:
-        return record.name in self._stored and isinstance(self._stored[record.name][1], OffloadedGradient)
-
     def _remove(self, record: ParamEntry) -> None:
-        if record.name in self._stored and isinstance(stored := self._stored.pop(record.name)[1], Tensor):
-            self._bytes[stored.device] -= stored.nbytes
-        if record.name in self._incoming:  # it is not needed, but its copy still reads the memory
-            self._incoming[record.name][1]()
-            del self._incoming[record.name]
+        self._offloaded.pop(record, None)
+        if (grad := self._here.pop(record, None)) is not None:
+            self._bytes[grad.device] -= grad.nbytes
+        if record in self._incoming:  # it is not needed, but its copy still reads the memory
+            self._incoming.pop(record)[1]()
 
     # -- where a gradient is ---------------------------------------------------------------------------------------
 
@@ -183,16 +182,13 @@ class GradientStore:
         try:
             return make()
         except torch.OutOfMemoryError:
-            here = [(record, grad) for record, grad in self._stored.values() if isinstance(grad, Tensor)]
-            if not (here or self._incoming):
+            if not (self._here or self._incoming):
                 raise
             logger.warning("the device is out of memory, so all gradients are offloaded to the host from now on")
         self._budget = 0
-        while here:
-            record, grad = here.pop()
-            self._remove(record)
-            self._offload(record, grad)
-            del grad
+        self._bytes.clear()
+        while self._here:
+            self._offload(*self._here.popitem())
         self._wait()
         return make()
 
@@ -203,31 +199,30 @@ class GradientStore:
         while len(self._outgoing) >= _IN_FLIGHT:
             self._outgoing[0][1]()
             self._outgoing.popleft()  # no longer read
-        pieces, form = self._pieces(record.name, grad), (grad.shape, grad.stride(), grad.dtype, grad.device)
-        written = self._copy(_parts(grad, pieces), grad.device, outward=True)
-        self._stored[record.name] = record, OffloadedGradient(*form, pieces, written)
+        pieces = self._pieces(record, grad)
+        written = self._copy(grad, pieces, outward=True)
+        empty_like = functools.partial(
+            torch.empty_strided, grad.shape, grad.stride(), dtype=grad.dtype, device=grad.device
+        )
+        self._offloaded[record] = OffloadedGradient(pieces, written, empty_like)
         self._outgoing.append((grad, written))
 
     def _fetch(self, record: ParamEntry) -> tuple[Tensor, Wait]:
         """Copies a gradient to its device."""
-        stored = self._stored[record.name][1]
-        assert isinstance(stored, OffloadedGradient)
+        stored = self._offloaded[record]
         stored.written()  # another stream may have launched the copy
-        grad = self._allocate(
-            lambda: torch.empty_strided(stored.shape, stored.stride, dtype=stored.dtype, device=stored.device)
-        )
-        parts = ((part, piece) for piece, part in _parts(grad, stored.pieces))
-        return grad, self._copy(parts, stored.device, outward=False)
+        grad = self._allocate(stored.empty_like)
+        return grad, self._copy(grad, stored.pieces, outward=False)
 
-    def _pieces(self, name: str, grad: Tensor) -> Sequence[Tensor]:
+    def _pieces(self, record: ParamEntry, grad: Tensor) -> Sequence[Tensor]:
         """Returns host memory for a gradient, in pieces."""
         size = grad.numel() * max(grad.element_size(), self._width)
-        if sum(map(len, self._buffers.get(name, ()))) < size:  # a new parameter, or a wider dtype
-            self._buffers.pop(name, None)
+        if sum(map(len, self._buffers.get(record, ()))) < size:  # a new parameter, or a wider dtype
+            self._buffers.pop(record, None)
             pinned = grad.device.type not in _WITHOUT_STREAMS
             sizes = powers_of_two(size) if pinned else [size]
-            self._buffers[name] = [torch.empty(n, dtype=torch.uint8, device="cpu", pin_memory=pinned) for n in sizes]
-        return self._buffers[name]
+            self._buffers[record] = [torch.empty(n, dtype=torch.uint8, device="cpu", pin_memory=pinned) for n in sizes]
+        return self._buffers[record]
 
     def _wait(self) -> None:
         """Waits for the copies in flight, and frees their gradients on the device."""
@@ -236,8 +231,10 @@ class GradientStore:
         self._outgoing.clear()
         self._incoming.clear()
 
-    def _copy(self, pairs: Iterable[tuple[Tensor, Tensor]], device: torch.device, *, outward: bool) -> Wait:
-        """Copies the second tensor of each pair into the first while the device computes."""
+    def _copy(self, grad: Tensor, pieces: Sequence[Tensor], *, outward: bool) -> Wait:
+        """Copies a gradient to the host, or if not `outward`, from the host, while the device computes."""
+        device, parts = grad.device, _parts(grad, pieces)
+        pairs = parts if outward else ((part, piece) for piece, part in parts)
         if device.type in _WITHOUT_STREAMS:
             for into, source in pairs:
                 into.copy_(source)

@@ -151,11 +151,11 @@ class TwoPass(Policy):
     def replayed(self) -> Tensor | None:
         """Compares the norms of each gradient in both passes."""
         decision = self._decision
-        assert decision is not None and decision.tiled is not None
+        assert decision is not None and decision.first_pass is not None
         if decision.skipped:
             return None
         fired = [record for record in self.records.values() if record.name in self._measured]
-        first = decision.tiled
+        first = decision.first_pass
         second = self.updates.results.gather("square_sums", fired, first.device).sqrt()
         tolerance = to_device([_tolerance(record.param) for record in fired], torch.float64, first.device)
         total = torch.linalg.vector_norm(torch.where(first.isfinite(), first, 0.0))
@@ -197,7 +197,7 @@ class Deferred(Policy):
     def begin(self) -> MicroBatch:
         last = self.cycle.last
         self._store.begin(last=last, width=4 if self._wide and not last else 0)
-        earlier = {record.name: functools.partial(self._sum_of, record) for record in self._missed() if last}
+        earlier = {record.name: functools.partial(self._store.get, record) for record in self._missed() if last}
         return MicroBatch(self._add, last, earlier, wide=self._wide and bool(earlier))
 
     def _missed(self) -> list[ParamRecord]:
@@ -205,15 +205,9 @@ class Deferred(Policy):
         missed = self.cycle.missed()
         return [record for record in self.records.values() if record.name in missed]
 
-    def _sum_of(self, record: ParamRecord) -> Tensor:
-        """Returns the sum of earlier micro-batches for a parameter that gets no gradient in the last one."""
-        total = self._store.get(record)
-        assert total is not None
-        return total
-
     def _add(self, record: ParamEntry, grad: Tensor) -> Tensor | None:
-        total = self._store.get(record, wide=self._wide)
-        if total is not None:
+        if record in self._store:
+            total = self._store.get(record, wide=self._wide)
             if record.name in self._measured and self.clipping.changes(total):
                 raise StepError(
                     f"parameter {record.name!r} got its gradient in two parts within one backward, and the first part "
@@ -232,7 +226,7 @@ class Deferred(Policy):
 
     def complete(self) -> Decision | None:
         for record in self._missed():
-            self.ready(record, self._sum_of(record))
+            self.ready(record, self._store.get(record))
         decision = self.clipping.decide(self._measured, prepared=True)
         if not decision.skipped:
             largest = self.updates.largest

@@ -25,16 +25,15 @@ class Outcome(NamedTuple):
     """The numbers that are copied to the host when a step ends.
 
     each: name, whether the gradient was finite, and whether the parameter was updated.  finite: no gradient had Inf or
-    NaN, or the updates ran anyway.  replayed: a second pass had the same gradients.  scale_at_minimum: a dynamic loss
-    scale cannot back off any further.
+    NaN, or the updates ran anyway.  replayed: a second pass had the same gradients.  can_back_off: a dynamic loss scale
+    is above its minimum.  All flags are 1 where they do not apply.
     """
 
     each: list[tuple[str, float, float]]
     finite: float
     replayed: float
     loss_finite: float
-    scale_at_minimum: float
-    nonfinite_steps: float
+    can_back_off: float
 
 
 @dataclass(frozen=True)
@@ -116,10 +115,10 @@ class Report:
 
     Attributes:
         last: the report of the last step, None before the first.
-        nonfinite_gradients, nonfinite_steps: the number of gradients with Inf or NaN so far, and of steps that had one:
-            int64 scalars on the device. They change in place, because another stream may still read them.
-        streak: the number of consecutive steps, up to the last one, with a non-finite gradient. Steps in which a
-            dynamic loss scale still searches for its first value do not count.
+        nonfinite_gradients, nonfinite_steps: the number of gradients with Inf or NaN, and of steps that had one, up to
+            the last settled step.
+        streak: the number of consecutive steps, up to the last settled one, with a non-finite gradient. Steps in which
+            a dynamic loss scale still searches for its first value do not count.
     """
 
     def __init__(self, parameters: Parameters, updates: Updates) -> None:
@@ -128,14 +127,9 @@ class Report:
         self._changes, self._results = updates.changes, updates.results
         self._limit = parameters.config.max_nonfinite_steps  # maximum consecutive steps
         self.last: LastStep | None = None
-        self.nonfinite_gradients = torch.zeros((), dtype=torch.int64, device=parameters.device)
-        self.nonfinite_steps = torch.zeros_like(self.nonfinite_gradients)
-        self.streak = 0
-        self._first: list[str] = []  # parameters with a non-finite gradient in the first step of the streak
-        self._ended = False  # whether a step has ended whose outcome `settle` has not read
-        self._diverged: str | None = None
+        self._unsettled: LastStep | None = None  # the last step, until `settle` has read its outcome
         self._drifted = False
-        self._searching = self._clipping.scaler.dynamic
+        self.load_state_dict(None)
 
     def close(self, policy: Policy, decision: Decision | None, loss: Tensor | None) -> None:
         """Creates the report of the step that has just ended, and updates the loss scale.
@@ -150,15 +144,13 @@ class Report:
             records = clipping.records.values()
             fired = [record for record in records if self._cycle.has_fired(record.name)]
             decision = clipping.review(fired, self._results.gather("square_sums", fired, clipping.device))
-        nonfinite = decision.norms.isfinite().logical_not().sum()
-        finite = nonfinite == 0
-        self.nonfinite_gradients += nonfinite
-        self.nonfinite_steps += ~finite
+        finite_each = decision.norms.isfinite()
+        finite = finite_each.all()
         yes = torch.ones_like(finite)
         loss_finite = None if loss is None else loss.isfinite().all()
-        flags = (decision.finite, policy.replayed(), loss_finite, scaler.at_minimum(), self.nonfinite_steps)
-        values = torch.stack([(yes if flag is None else flag.to(clipping.device)).float() for flag in flags])
-        self.last = LastStep(
+        flags = (decision.finite, policy.replayed(), loss_finite, scaler.can_back_off())
+        values = [(yes if flag is None else flag.to(clipping.device)).view(1) for flag in flags]
+        self.last = self._unsettled = LastStep(
             step=self._cycle.step,
             policy=policy.name,
             names=decision.names,
@@ -167,9 +159,8 @@ class Report:
             _decision=decision,
             _scale=None if scaler.value is None else scaler.value.clone(),
             _statistics=self._statistics(),
-            _readback=Readback(torch.cat((values, decision.norms.isfinite().float(), decision.updated.float()))),
+            _readback=Readback(torch.cat((*values, finite_each, decision.updated)).float()),
         )
-        self._ended = True
         scaler.update(finite)
 
     def _statistics(self) -> Sequence[Callable[[], Statistics]]:
@@ -192,24 +183,25 @@ class Report:
 
     def state_dict(self) -> dict[str, int]:
         """Returns the counters, with which a resumed run continues."""
-        counts = {"gradients": int(self.nonfinite_gradients), "steps": int(self.nonfinite_steps)}
-        return {**counts, "streak": self.streak}
+        return {"gradients": self.nonfinite_gradients, "steps": self.nonfinite_steps, "streak": self.streak}
 
     def load_state_dict(self, saved: Mapping[str, int] | None) -> None:
         """Restores the counters from the result of `state_dict`, and discards the outcome of the last step."""
-        self._ended, self._diverged = False, None
-        self._searching = saved is None and self._clipping.scaler.dynamic
-        saved = {"gradients": 0, "steps": 0, "streak": 0, **(saved or {})}
-        self.nonfinite_gradients.fill_(saved["gradients"])
-        self.nonfinite_steps.fill_(saved["steps"])
-        self.streak, self._first = saved["streak"], []
+        self._unsettled = None
+        self._diverged: str | None = None
+        self._first: list[str] = []  # parameters with a non-finite gradient in the first step of the streak
+        self._searching = saved is None and self._clipping.scaler.dynamic is not None
+        counts = saved or {}
+        self.nonfinite_gradients, self.nonfinite_steps = counts.get("gradients", 0), counts.get("steps", 0)
+        self.streak = counts.get("streak", 0)
 
     def settle(self) -> None:
         """Reads the outcome of the last step, unless the host knows it already, and passes it to the life cycle."""
-        ended, self._ended = self._ended, False
-        last = self.last
-        if not ended or last is None or last._readback.values() is None:  # a dry run has no numbers
+        last, self._unsettled = self._unsettled, None
+        if last is None or last._readback.values() is None:  # a dry run has no numbers
             return
+        self.nonfinite_gradients += len(last.nonfinite)
+        self.nonfinite_steps += bool(last.nonfinite)
         if last.nonfinite or last.skipped:
             self._count_nonfinite(last)
         else:
@@ -223,14 +215,14 @@ class Report:
         cause = "" if flags.loss_finite else ", and the loss is not finite either"
         what = f"the gradient of {_some(names)}" if names else "the norm over all gradients"
         message = f"step {last.step} {outcome}: {what} is not finite{cause}"
-        usual = self._clipping.scaler.dynamic or flags.nonfinite_steps > 1  # one warning is enough
+        usual = self._clipping.scaler.dynamic or self.nonfinite_steps > 1  # one warning is enough
         logger.log(logging.INFO if usual else logging.WARNING, "%s", message)
         if not self._searching:
             self._first = self._first if self.streak else names
             self.streak += 1
         if self._limit is None:
             return
-        if flags.scale_at_minimum:
+        if not flags.can_back_off:
             self._diverged = (
                 f"{message}, and the loss scale cannot back off below its minimum. The gradients overflow without it: "
                 "inspect the data of this step, or lower the learning rate"
@@ -245,6 +237,7 @@ class Report:
 
     def compare_replicas(self) -> None:
         """Warns once if a sample of the weights shows that ranks differ but should be equal. Every rank calls it."""
+        self.settle()  # ranks must agree on the number of the step
         names = self._parameters.placement.drifted(self._parameters.records.values(), self._cycle.step)
         if names and not self._drifted:
             self._drifted = True

@@ -2,7 +2,6 @@
 
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -294,7 +293,7 @@ class Updates:
         ranks = records[0].program.ranks
         assert ranks is not None
         (sums,) = ranks.all_reduce([torch.cat([self._measure(*each) for each in shards])])
-        measured = replace(self.clipping.review(records, sums), measured=True)
+        measured = self.clipping.review(records, sums)
         while shards:  # frees each gradient after its update
             self._update(*shards.popleft(), measured)
 

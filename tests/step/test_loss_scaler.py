@@ -83,9 +83,9 @@ def test_hysteresis_as_megatron():
 
 def test_a_scale_stays_within_its_range():
     low, high = make_scaler(init_scale=100.0, min_scale=30.0), make_scaler(init_scale=3e38, growth_interval=1)
-    assert not low.at_minimum()
+    assert low.can_back_off()
     assert [learn(low, True) for _ in range(3)] == [50.0, 30.0, 30.0]
-    assert low.at_minimum()
+    assert not low.can_back_off()
     largest = torch.tensor(3e38).item()
     assert [learn(high, overflow) for overflow in (False, False, True)] == [largest, largest, largest / 2]
 
@@ -106,14 +106,14 @@ def test_a_fixed_scale_is_constant_with_the_inverse_of_grad_scaler(requested):
     scale.update(torch.tensor(False))
     assert torch.equal(scale.inverse(CPU), torch.tensor(float(requested)).double().reciprocal().float())
     assert (float(scale.value), float(scale.scaled(torch.tensor(2.0)))) == (requested, 2.0 * requested)
-    assert (scale.dynamic, bool(scale.at_minimum()), scale.state_dict()) == (False, False, None)
+    assert (scale.dynamic, scale.can_back_off(), scale.state_dict()) == (None, None, None)
 
 
 @pytest.mark.parametrize("requested", [None, 0, 1, 1.0])
 def test_no_scale(requested):
     scale, loss = LossScaler(requested, CPU), torch.tensor(3.0)
     scale.update(torch.tensor(False))
-    assert (scale.value, scale.inverse(CPU), scale.dynamic, bool(scale.at_minimum())) == (None, None, False, False)
+    assert (scale.value, scale.inverse(CPU), scale.dynamic, scale.can_back_off()) == (None, None, None, None)
     assert scale.scaled(loss) is loss
 
 
