@@ -100,7 +100,7 @@ class Parameters:
                 steps = zip(tensor.shape, tensor.stride(), strict=True)
                 length = 1 + sum((size - 1) * stride for size, stride in steps)
                 if length == tensor.numel() > 0:  # otherwise another parameter may be in the gaps
-                    start = tensor.storage_offset()
+                    start = int(tensor.storage_offset())
                     ranges[tensor.untyped_storage()._cdata].append((start, start + length, record))
         for in_storage in ranges.values():
             in_storage.sort(key=lambda item: item[:2])
