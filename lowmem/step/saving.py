@@ -70,7 +70,7 @@ def named(loop: StepLoop, *, lazy: bool) -> dict[str, Any]:
     loop.claim_changed()  # raises if states no longer fit their parameter
     states, records = parameters.states, list(loop.records.values())
     groups = [
-        {k: v for k, v in added.live.items() if k not in ("params", "param_names")}
+        {key: _plain(value) for key, value in added.live.items() if key not in ("params", "param_names")}
         | {"params": added.live["param_names"], "state_storage": _state_storage(added, records)}
         for added in parameters.groups
     ]
@@ -92,6 +92,13 @@ def named(loop: StepLoop, *, lazy: bool) -> dict[str, Any]:
         "param_groups": groups,
         "state": {owner: s if lazy else _read_all(s) for owner, s in sources.items() if s},
     }
+
+
+def _plain(value: Any) -> Any:
+    """Returns a hyperparameter that a loop has set to a NumPy number or a tensor as a Python number."""
+    if isinstance(value, Tensor):
+        return value.item() if value.numel() == 1 else value
+    return value.item() if type(value).__module__ == "numpy" else value
 
 
 def numbered(loop: StepLoop) -> dict[str, Any]:
