@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import get_device_states, set_device_states
 
@@ -97,6 +98,11 @@ def _forward(self: Any, *args: Tensor, **kwargs: Tensor) -> Tensor:
     (hidden,) = (*args, *kwargs.values())
     if hidden.shape[:-1].numel() <= self._tiling.tokens:
         return self._tiling.forward(hidden)  # type: ignore[no-any-return]
+    return _forward_in_tiles(self, hidden)
+
+
+@_disable_dynamo  # it would trace the backward without the saved tensors
+def _forward_in_tiles(self: Any, hidden: Tensor) -> Tensor:
     params = {name: param for name, param in self.named_parameters() if param.requires_grad}
     for name, param in params.items():
         if hasattr(param, "device_mesh"):

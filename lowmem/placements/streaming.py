@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.autograd.graph import get_gradient_edge
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lowmem.errors import StepError, UnsupportedError
 from lowmem.placements.base import Shard
@@ -82,6 +83,9 @@ class _Guarded:
         name = "data" if func == Tensor.data.__get__ else func.__name__  # type: ignore[attr-defined]
         if name not in _OF_METADATA and not (name == "to" and _is_there(*args, **(kwargs or {}))):
             raise next(each for each in tree_leaves((args, kwargs)) if isinstance(each, cls)).idle_error(name)
+        if func in (torch.autograd.backward, torch.autograd.grad):  # checkpointing computes forwards in them
+            args, kwargs = tree_map_only(_Guarded, get_gradient_edge, (args, kwargs))
+            return func(*args, **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
