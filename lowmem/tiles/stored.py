@@ -72,6 +72,7 @@ class StoredTiles(Tiles):
 
     @functools.cached_property
     def _rectangles(self) -> Mapping[str, list[StoredTensor]]:
+        """Views of the gradient and the weight, which all passes share."""
         return self._views(self.tensors)
 
     def _views(self, tensors: Mapping[str, StoredTensor]) -> Mapping[str, list[StoredTensor]]:

@@ -160,7 +160,6 @@ class Passes(Tiles):
         self.shape = args["size", 0], args["size", 1], args["size", 2]
         self.reading, self.keys = reading_of(args), args.get(("key", ""))
         self.scalars = Scalars(kind.numbers, args["numbers", "single"], args["numbers", "double"])
-        self._storages = dict(kind.storages)
         with _disable_current_modes():
             self.full = {name: self._one_group(storage, kind.group) for name, storage in kind.storages}
         self._names = {held: name for name, held in self.full.items()}
@@ -183,7 +182,7 @@ class Passes(Tiles):
                 here = {key: torch.zeros(() if tail is None else (1, 1, 1), dtype=dtype) for key, dtype, tail in args}
                 sums = [*body(RawTile(tensors, reading_of(here), here))]
         names = {used: self._names[held] for used, held in tensors.items()}
-        storages = {name: self._storages[name] for name in names.values()}
+        storages = {self._names[held]: held.storage for held in tensors.values()}
         self.passes.append(Pass(body, names, storages, args, tuple(read), sums, writes))
         kinds = [kind for kind, _ in sums]
         totals = OVER_TILES([*read.values()], len(self.passes) - 1, kinds, self.shape, self.device)
