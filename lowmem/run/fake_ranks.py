@@ -44,7 +44,9 @@ def fake_ranks(count: int, device: torch.device, *, zero3: bool) -> Iterator[Non
     with ExitStack() as stack:
         stack.enter_context(patch.dict(os.environ, dict(zip(names, values, strict=True)), ACCELERATE_USE_CPU="true"))
         dist.init_process_group("cpu:fake,meta:fake", store=FakeStore(), rank=0, world_size=count)
-        dist.group.WORLD._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)  # torch would warn at its end
+        world = dist.group.WORLD
+        assert world is not None
+        world._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)  # torch would warn at its end
         AcceleratorState._reset_state(reset_partial_state=True)  # left by a plan of one device
         stack.callback(AcceleratorState._reset_state, reset_partial_state=True)
         stack.callback(dist.destroy_process_group)

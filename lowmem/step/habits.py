@@ -103,7 +103,7 @@ def _watch_clipping(clip: Callable[..., Any]) -> Callable[..., Any]:
 _REENTRANT: "weakref.WeakSet[Any]" = weakref.WeakSet()  # nodes of reentrant checkpointing in existing graphs
 
 
-def reentrant(loss: Tensor | None) -> str | None:
+def unmeasurable(loss: Tensor | None) -> str | None:
     """Returns the feature in the graph of a loss that does not allow a backward that only measures, or None."""
     donates = "torch._dynamo" in sys.modules and torch._functorch.config.donated_buffer
     ahead, seen = list[Any]([loss.grad_fn] if (_REENTRANT or donates) and loss is not None else []), set[Any]((None,))
