@@ -128,6 +128,7 @@ def test_inputs_of_any_shape_and_stride(shape, cls, tokens):
         assert_close(results[1], results[0])
 
 
+@pytest.mark.cpu_only("the simulated GPU has no compiler")
 def test_a_compiled_model():
     net, results = Net(MLP(wide=32)), []
     tile_mlps(net, 3)
