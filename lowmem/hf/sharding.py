@@ -206,7 +206,7 @@ class Zero3Sharding(Sharding):
 
     def release(self, model: nn.Module) -> None:
         for param in model.parameters():
-            placements.release(param)
+            placements.shard_of(param).release(param)
 
     def loss_scale(self) -> float | Literal["dynamic"] | DynamicScale:
         """Returns the loss scale of the `fp16` section."""

@@ -42,7 +42,7 @@ class TileSize(NamedTuple):
 
 
 class Columns:
-    """The columns of a table, in the order in which kernels request them. row: the variable that points to a row.
+    """The columns of a table, in the order in which kernels request them. The variable `row` points to a row.
 
     kind       value of the column in `tables.py`
     pointer    address of a tensor's first element in the rectangle; name: (storage, part)
@@ -54,13 +54,12 @@ class Columns:
     slices also have `rows`, `cols`, `slices`, `index`, `member` and `group`
     """
 
-    def __init__(self, row: str) -> None:
-        self.row = row
+    def __init__(self) -> None:
         self.keys = dict[tuple[str, Any], int]()
 
     def load(self, kind: str, name: Any = "") -> str:
         """Returns code that loads a column. New columns are added."""
-        return f"tl.load({self.row} + {self.keys.setdefault((kind, name), len(self.keys))})"
+        return f"tl.load(row + {self.keys.setdefault((kind, name), len(self.keys))})"
 
     def pointer(self, kind: str, name: Any, dtype: torch.dtype) -> str:
         """Returns code that loads a pointer."""

@@ -7,7 +7,7 @@ Lines of AdaLomo's first pass:
     sum1 += tl.where(inside1, v1, 0.0)                            a column sum, stored after the loop over tiles
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,8 +18,8 @@ from lowmem.kernels.arguments import Columns, KernelScalars, TileSize
 from lowmem.kernels.printing import TRITON_TYPES, Lines, Printer, Value, arg, op_name, source_of
 from lowmem.tiles.graph import Sizes
 from lowmem.tiles.rounding import mix
-from lowmem.tiles.tile import DIMS
-from lowmem.tiles.traced import GRAD, Arguments, Graph, Kind, Pass
+from lowmem.tiles.tile import DIMS, GRAD
+from lowmem.tiles.traced import Arguments, Graph, Kind, Pass
 
 LOWEST = 'float("-inf")'
 
@@ -68,25 +68,29 @@ def kernel_shape(value: Tensor) -> tuple[int, ...]:
 
 
 class TilePrinter(Printer):
-    """Prints the function of a pass.
+    """Prints the kernel of pass `number`.
 
     Attributes:
         before, after: lines before and after the loop over the tiles of a program.
     """
 
-    def __init__(
-        self, scalars: KernelScalars, columns: Columns, tile_pass: Pass, graph: Graph, tile: TileSize, *, aligned: bool
-    ) -> None:
+    def __init__(self, scalars: KernelScalars, columns: Columns, number: int, tile: TileSize, *, aligned: bool) -> None:
         super().__init__(Lines())
         self.before = list[str]()
         self.after = list[str]()
         self.storages = dict(scalars.update.kind.storages)
         self._scalars = scalars
         self._columns = columns
+        self._number = number
         self._tile = tile
         self._aligned = aligned
+        tile_pass = scalars.update.passes[number]
+        graph = trace_tile(scalars.update.kind, tile_pass, tile)
+        self._writes = tile_pass.writes
+        self._results = graph.results
         self._keys = {node: key for key, node in graph.inputs.items()}
-        self._vectors = dict(zip(tile_pass.vectors, tile_pass.node.args[0], strict=True))
+        vectors = zip(tile_pass.vectors, tile_pass.node.args[0], strict=True)
+        self._nodes = {**scalars.update.graph.inputs, **dict(vectors)}  # of the update, by key
         self._row_sums: dict[str, str] = {}  # value → sum of each row
 
     def once(self, value: Value) -> Value:
@@ -127,16 +131,12 @@ class TilePrinter(Printer):
                 offset = "0" if self._tile.is_line else "rows"
             return self.assign(f"{first.code} + {offset}", shape, torch.int32)
         if kind in ("row", "col"):
-            source = source_of(self._vectors[key])
+            source = source_of(self._nodes[key])
             at, limit = ("rows", "R") if kind == "row" else ("cols", "C")
             vector = self.text.once(f"work + {self._columns.load('vector', source)}")
             return self.assign(f"tl.load({vector} + {at}, mask={at} < {limit}, other=0.0)", shape, torch.float32)
-        if key in self._vectors:
-            return self.once(self._scalars.vector(self._vectors[key]))
-        if kind == "reading":
-            reading = self._scalars.known(self._scalars.update.graph.inputs[key])
-            assert reading is not None
-            return self.once(reading)
+        if key in self._nodes:
+            return self.once(self._scalars.vector(self._nodes[key]))
         return self.once(self._scalars.number(self._scalars.update.kind.numbers.index(name), single=True))
 
     def reshaped(self, node: fx.Node, value: Value) -> Value:
@@ -157,24 +157,22 @@ class TilePrinter(Printer):
         code = functions[name].format(value.code, axes[0] % ndim - ndim + len(value.shape), bool(keep))
         return self.assign(code, kernel_shape(node.meta["val"]), value.dtype)
 
-    def write_tensors(self, results: Mapping[Any, fx.Node]) -> None:
+    def write_tensors(self) -> None:
         """Prints code that stores the tensors of a tile that the pass changes."""
-        for (name, n), node in results.items():
+        for (name, n), node in self._results.items():
             if node.op != "placeholder":
                 value = self.value(node)
                 address, inside = self.address(name, n)
                 self.lines.append(f"tl.store({address}, {value.code}, mask={inside})")
 
-    def write_sums(self, number: int, results: Mapping[Any, fx.Node]) -> None:
-        """Prints code for the partial sums of pass `number`. Sums over several tiles begin in `before` and are stored
-        in `after`.
-        """
+    def write_sums(self) -> None:
+        """Prints code for partial sums. Sums over several tiles begin in `before` and are stored in `after`."""
         rows, cols = self._tile.rows, self._tile.cols
-        for n, ((kind, _), node) in enumerate(results.items()):
+        for n, ((kind, _), node) in enumerate(self._results.items()):
             value = self.value(node)
             if value.shape != (rows, cols):  # the value needs broadcasting
                 value = self.assign(f"tl.broadcast_to({value.code}, [{rows}, {cols}])", (rows, cols), value.dtype)
-            partial = self.text.once(f"work + {self._columns.load('partial', (number, n))}")
+            partial = self.text.once(f"work + {self._columns.load('partial', (self._number, n))}")
             if kind in ("row", "row_max"):
                 of_row = self._row_sum(value) if kind == "row" else f"largest({_masked(value, LOWEST)}, 1, False)"
                 at = f"row0 + tl.arange(0, {rows})"
@@ -201,57 +199,52 @@ class TilePrinter(Printer):
             self._row_sums[value.code] = self.assign(f"tl.sum({_masked(value)}, 1)").code
         return self._row_sums[value.code]
 
+    def kernel(self) -> str:
+        """Returns the source of the kernel."""
+        tile = self._tile
+        if self._writes:
+            self.write_tensors()
+        else:
+            self.write_sums()
+        groups = {1, *(part.group for storage in self.storages.values() for part in storage.parts)}
+        of_tile = [*_position(tile, sorted(groups)), *self.lines]
+        length = tile.cols if tile.is_line else tile.rows
+        body = [
+            *self.before,
+            f"for step in range(tl.minimum(tl.cdiv(rest, {length}), {tile.steps})):",
+            *(f"    {line}" for line in of_tile),
+            *self.after,
+        ]
+        return self.text.function(f"pass_{self._number}", self._scalars.args, self._prologue(), body)
+
+    def _prologue(self) -> list[str]:
+        """Returns the lines at the start of a program, which load the size and position of its strip.
+
+        They define `R` and `C`, the rows and columns of the rectangle, `stride`, the elements between two rows in
+        memory, `member`, `group` and `slice`, `down` and `across`, the position of the strip, and `rest`, its rows or
+        columns up to the end of the rectangle.
+        """
+        load, tile = self._columns.load, self._tile
+        down, across = tile.strip
+        names = {"R": "rows", "C": "cols", "stride": "stride"}
+        sizes = [f"{name} = {load(key)}.to(tl.int32)" for name, key in names.items()]
+        if self._aligned:
+            sizes += [f"{name} = tl.multiple_of({name}, 16)" for name in ("C", "stride")]
+        lines = [
+            "row = table + tl.load(programs + tl.program_id(0)) * RECTANGLE_COLUMNS",
+            *(f"{name} = {load(name)}" for name in ("member", "group", "slice")),
+            *sizes,
+            f"tile = (tl.program_id(0) - {load('first')}).to(tl.int32)",
+            f"strips = tl.cdiv(C, {across})",
+            "down, across = tile // strips, tile % strips",
+        ]
+        if tile.is_line:
+            return [*lines, "row0 = 0", f"rest = C - across * {across}"]
+        return [*lines, f"col0 = across * {tile.cols}", f"rest = R - down * {down}"]
+
 
 def _masked(value: Value, other: str = "0.0") -> str:
     return f"tl.where(inside1, {value.code}, {other})"
-
-
-def pass_text(
-    scalars: KernelScalars, columns: Columns, number: int, tile_pass: Pass, tile: TileSize, *, aligned: bool
-) -> str:
-    """Returns the source of the kernel for pass `number`."""
-    graph = trace_tile(scalars.update.kind, tile_pass, tile)
-    printer = TilePrinter(scalars, columns, tile_pass, graph, tile, aligned=aligned)
-    if tile_pass.writes:
-        printer.write_tensors(graph.results)
-    else:
-        printer.write_sums(number, graph.results)
-    groups = {1, *(part.group for storage in printer.storages.values() for part in storage.parts)}
-    of_tile = [*_position(tile, sorted(groups)), *printer.lines]
-    start = _prologue(columns, tile, aligned)
-    length = tile.cols if tile.is_line else tile.rows
-    body = [
-        *printer.before,
-        f"for step in range(tl.minimum(tl.cdiv(rest, {length}), {tile.steps})):",
-        *(f"    {line}" for line in of_tile),
-        *printer.after,
-    ]
-    return printer.text.function(f"pass_{number}", scalars.args, start, body)
-
-
-def _prologue(columns: Columns, tile: TileSize, aligned: bool) -> list[str]:
-    """Returns the lines at the start of a program, which load the size and position of its strip.
-
-    They define `R` and `C`, the rows and columns of the rectangle, `stride`, the elements between two rows in memory,
-    `member`, `group` and `slice`, `down` and `across`, the position of the strip, and `rest`, its rows or columns up to
-    the end of the rectangle.
-    """
-    down, across = tile.strip
-    names = {"R": "rows", "C": "cols", "stride": "stride"}
-    sizes = [f"{name} = {columns.load(key)}.to(tl.int32)" for name, key in names.items()]
-    if aligned:
-        sizes += [f"{name} = tl.multiple_of({name}, 16)" for name in ("C", "stride")]
-    lines = [
-        "row = table + tl.load(programs + tl.program_id(0)) * RECTANGLE_COLUMNS",
-        *(f"{name} = {columns.load(name)}" for name in ("member", "group", "slice")),
-        *sizes,
-        f"tile = (tl.program_id(0) - {columns.load('first')}).to(tl.int32)",
-        f"strips = tl.cdiv(C, {across})",
-        "down, across = tile // strips, tile % strips",
-    ]
-    if tile.is_line:
-        return [*lines, "row0 = 0", f"rest = C - across * {across}"]
-    return [*lines, f"col0 = across * {tile.cols}", f"rest = R - down * {down}"]
 
 
 def _position(tile: TileSize, groups: Sequence[int]) -> list[str]:

@@ -36,7 +36,7 @@ LOMO's first kernel, for aligned bfloat16 gradients, each of which is one row. I
 
 from lowmem.kernels.arguments import Columns, KernelScalars, TileSize
 from lowmem.kernels.between import BetweenPasses
-from lowmem.kernels.passes import pass_text
+from lowmem.kernels.passes import TilePrinter
 from lowmem.tiles.traced import TracedUpdate
 
 # 16 elements per thread fit into registers, and loads are 16 bytes wide.
@@ -59,17 +59,17 @@ class KernelSource:
         self.update = update
         kinds = {kind for each in update.passes for kind, _ in (*each.vectors, *each.sums)}
         self.tile = LINE_TILE if one_row and not kinds & {"row", "col", "row_max"} else MATRIX_TILE
-        self.rectangles = Columns("row")
-        self.slices = Columns("row")
+        self.rectangles = Columns()
+        self.slices = Columns()
         self.scalars = KernelScalars(update)
         between = BetweenPasses(self.scalars, self.slices)
         self.steps = list[tuple[str, int]]()
         text = ""
-        for n, tile_pass in enumerate(update.passes):
+        for n in range(len(update.passes)):
             if before := between.text(n):
                 self.steps.append((f"between_{n}", n))
             self.steps.append((f"pass_{n}", n))
-            text += before + pass_text(self.scalars, self.rectangles, n, tile_pass, self.tile, aligned=aligned)
+            text += before + TilePrinter(self.scalars, self.rectangles, n, self.tile, aligned=aligned).kernel()
         counts = {
             "RECTANGLE_COLUMNS": len(self.rectangles.keys),
             "SLICE_COLUMNS": len(self.slices.keys),

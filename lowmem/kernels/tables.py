@@ -1,7 +1,6 @@
 """Tables for parameters that are updated together: rectangles, slices, and offsets in the workspace."""
 
 import itertools
-from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -105,6 +104,9 @@ class Tables:
         down, across = source.tile.strip
         self._strips = [(-(-each.rows // down), -(-each.cols // across)) for each in self._rectangles]
         self._counts = [down * across for down, across in self._strips]  # number of programs for each rectangle
+        self._counts_of_slices = [0] * len(self._slices)
+        for row, count in zip(self._slice_of, self._counts, strict=True):
+            self._counts_of_slices[row] += count
         self.programs = [row for row, count in enumerate(self._counts) for _ in range(count)]
         self._first = [0, *itertools.accumulate(self._counts)]
         rows, cols = ([shapes[n][side] for n, _ in self._slices] for side in (1, 2))
@@ -135,7 +137,10 @@ class Tables:
         for number, each in enumerate(self._source.update.passes):
             for n, (kind, _) in enumerate(each.sums):
                 if kind == "scalar" and not self._totals_of_scalars:  # the code between passes adds them, also later
+                    start = self.size
                     assign("partial", (number, n), self._counts)
+                    self.size = start  # the same memory, by slice
+                    assign("total", (number, n), self._counts_of_slices)
         for node, kind in self._source.vectors.items():
             assign("vector", node, self._lengths[kind])
         start = largest_size = self.size
@@ -204,26 +209,16 @@ class Tables:
         n, index = self._slices[row]
         member = self._members[n]
         batch, rows, cols = member.layout.shape
-        fixed = {
-            "rows": rows,
-            "cols": cols,
-            "slices": batch,
-            "index": index,
-            "member": n,
-            "group": member.numbers_offset,
-        }
+        parts = 1 if self._totals_of_scalars else self._counts_of_slices[row]
+        fixed = {"rows": rows, "cols": cols, "slices": batch, "index": index, "member": n}
+        fixed |= {"group": member.numbers_offset, "parts": parts}
         columns = list[int]()
-        first, last = (bisect(self._slice_of, row) for bisect in (bisect_left, bisect_right))  # its rectangles
         for kind, name in self._source.slices.keys:
             if kind == "state":
                 state = member.small[name]
                 columns.append(state.data_ptr() + index * (state.nbytes // batch))
             elif kind == "result":
                 columns.append(self._source.results.index(name) * len(self._members) + n)
-            elif kind == "total" and ("total", name) not in self._offsets:
-                columns.append(self._offsets["partial", name][first])
-            elif kind == "parts":
-                columns.append(1 if self._totals_of_scalars else self._first[last] - self._first[first])
             else:
                 columns.append(fixed[kind] if kind in fixed else self._offsets[kind, name][row])
         return columns

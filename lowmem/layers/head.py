@@ -5,9 +5,7 @@ tokens at a time, and stores the log-sum-exp of each token and the gradient of i
 gradient of a weight row depends only on that row, hidden states and log-sum-exps, so backward also works with tiles.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
 from typing import Any, Literal
 
 import torch
@@ -15,19 +13,17 @@ from torch import Tensor
 
 from lowmem.errors import ConfigError, UnsupportedError
 from lowmem.layers.autocast import autocast, autocast_dtype
-from lowmem.layers.head_tiles import Head, add_product
+from lowmem.layers.head_tiles import Head, HeadTile, add_product
 from lowmem.layers.tied import record_head_gradient
+from lowmem.placements.zero3 import gathered
 from lowmem.tiles.layout import block_starts
-from lowmem.tiles.quantized import plain, rows_of
+from lowmem.tiles.quantized import rows_of
 
-__all__ = ["METRICS", "Gather", "Head", "linear_cross_entropy", "token_losses"]
+__all__ = ["METRICS", "Head", "linear_cross_entropy", "token_losses"]
 
 # Metrics of a token, without gradients: the entropy of its distribution p, log(Σ p²), the mean of its logits, and
 # whether its label has the largest logit.
 METRICS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
-
-# Returns a context in which the weight and the bias are gathered.
-Gather = Callable[[], AbstractContextManager[Any]]
 
 
 def linear_cross_entropy(
@@ -77,18 +73,6 @@ def linear_cross_entropy(
     return losses.sum() / (counted.sum().clamp(min=1) if num_items is None else num_items)
 
 
-@dataclass(frozen=True)
-class _Options:
-    """Arguments of `_TokenLosses` that are not tensors, because `Function.apply` does not take keyword arguments."""
-
-    head: Head
-    metrics: Sequence[str]
-    gather: Gather
-    dtype: torch.dtype  # of the operands of products
-    needs_hidden_grad: bool
-    caches_probabilities: bool  # see `token_losses`
-
-
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def token_losses(
     hidden: Tensor,
@@ -97,31 +81,26 @@ def token_losses(
     targets: Tensor,
     head: Head,
     metrics: Sequence[str] = (),
-    gather: Gather = nullcontext,
     caches_probabilities: bool = False,
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Computes the loss of each token.
 
     Args:
         hidden: [tokens, size].
-        weight, bias: [vocabulary, size] and [vocabulary].
+        weight, bias: [vocabulary, size] and [vocabulary]. Under ZeRO-3 the caller has gathered them, and backward
+            gathers them again.
         targets: integers [tokens], the label of each token.
         metrics: names of `METRICS`.
-        gather: returns a context in which the weight and the bias are gathered, for backward. During this call they are
-            already gathered.
         caches_probabilities: store the probabilities if they fit into half of the head's memory, so that backward does
             not recompute logits for the gradient of the weight.
 
     Returns:
         The losses and the log-sum-exps of the logits, float32 [tokens], and the metrics, each [tokens].
     """
-    needs_hidden_grad = torch.is_grad_enabled() and hidden.requires_grad
-    if hidden.device.type != "cpu":
-        dtype = autocast_dtype(hidden.device) or hidden.dtype
-    else:  # a CPU, where float16 products are slow
-        dtype = torch.bfloat16 if hidden.dtype == weight.dtype == torch.bfloat16 else torch.float32
+    if not torch.is_grad_enabled():
+        hidden = hidden.detach()
     losses, log_sums, *values = _TokenLosses.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, bias, targets, _Options(head, metrics, gather, dtype, needs_hidden_grad, caches_probabilities)
+        hidden, weight, bias, targets, head, metrics, caches_probabilities
     )
     return losses, log_sums, dict(zip(metrics, values, strict=True))
 
@@ -129,39 +108,50 @@ def token_losses(
 class _TokenLosses(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, options: _Options
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        head: Head,
+        metrics: Sequence[str],
+        caches_probabilities: bool,
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        tokens, size = hidden.shape
-        head = options.head
+        ctx.head = head
+        if hidden.device.type != "cpu":
+            dtype = autocast_dtype(hidden.device) or hidden.dtype
+        else:  # a CPU, where float16 products are slow
+            dtype = torch.bfloat16 if hidden.dtype == weight.dtype == torch.bfloat16 else torch.float32
+        ctx.dtype = dtype
+        tokens, vocabulary = len(hidden), len(weight)
         probabilities = None
         results = {
             name: hidden.new_empty(tokens, dtype=torch.bool if name == "is_top1" else torch.float32)
-            for name in ("losses", "log_sums", *options.metrics)
+            for name in ("losses", "log_sums", *metrics)
         }
-        if options.needs_hidden_grad:
+        if ctx.needs_input_grad[0]:
             results["directions"] = torch.empty_like(hidden)
         with autocast(hidden.device, None):
-            rows = len(weight)
-            targets = _checked(targets, rows)
-            caches = options.caches_probabilities and options.needs_hidden_grad and weight.requires_grad
-            caches &= bias is None and options.dtype == weight.dtype != torch.float16
-            nbytes = tokens * rows * weight.dtype.itemsize
+            tile = HeadTile(head, weight, bias, dtype, 0, vocabulary)
+            targets = _checked(targets, vocabulary)
+            caches = caches_probabilities and ctx.needs_input_grad[0] and ctx.needs_input_grad[1]
+            caches &= bias is None and dtype == weight.dtype != torch.float16
+            nbytes = tokens * vocabulary * weight.dtype.itemsize
             if caches and 2 * nbytes <= head.available(hidden.device):
-                probabilities = hidden.new_empty(tokens, rows, dtype=weight.dtype)
-            step = head.tokens(rows, size, hidden.device, in_use=0 if probabilities is None else nbytes)
+                probabilities = hidden.new_empty(tokens, vocabulary, dtype=weight.dtype)
+            step = tile.tokens(in_use=0 if probabilities is None else nbytes)
             for start in block_starts(tokens, step, hidden):
                 part = slice(start, start + step)
                 out = None if probabilities is None else probabilities[part]
-                scanned = _scan(hidden[part].to(options.dtype), weight, bias, targets[part], options, out)
+                scanned = _scan(tile, hidden[part].to(dtype), targets[part], results.keys(), out)
                 for name, result in results.items():
                     result[part] = scanned[name]
         directions = results.pop("directions", None)
         ctx.save_for_backward(
             hidden, weight, bias, targets, results["losses"], results["log_sums"], directions, probabilities
         )
-        ctx.options = options
-        ctx.mark_non_differentiable(*(results[name] for name in options.metrics))
+        ctx.mark_non_differentiable(*(results[name] for name in metrics))
         return tuple(results.values())
 
     @staticmethod
@@ -169,11 +159,11 @@ class _TokenLosses(torch.autograd.Function):
         ctx: Any, grad_losses: Tensor | None, grad_log_sums: Tensor | None, *_: Any
     ) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, losses, log_sums, directions, probabilities = ctx.saved_tensors
-        head = ctx.options.head
-        gather = ctx.options.gather
+        head = ctx.head
+        needs_hidden, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         grad_hidden = grad_weight = grad_bias = None
         if grad_losses is None and grad_log_sums is None:
-            return None, None, None, None, None
+            return (None,) * 7
         if torch.is_grad_enabled():
             raise UnsupportedError(
                 "create_graph=True: the tiled head does not support second derivatives. Compute the loss from all "
@@ -181,59 +171,55 @@ class _TokenLosses(torch.autograd.Function):
             )
         grad_targets = torch.zeros_like(log_sums) if grad_losses is None else grad_losses.float()
         grad = grad_targets if grad_log_sums is None else grad_targets + grad_log_sums
-        if ctx.needs_input_grad[0]:
+        if needs_hidden:
             grad_hidden = torch.mul(directions, grad[:, None], out=torch.empty_like(hidden))
             if grad_log_sums is not None:  # directions include the gradient of the label's logit, log-sum-exps do not
                 assert not head.label_smoothing  # directions would also include other logits
                 slope = grad_log_sums * head.slope_at(log_sums - losses)
-                with gather():
+                with gathered(weight, bias):
                     grad_hidden += rows_of(weight, targets) * slope[:, None].to(hidden.dtype)
         del directions
         if probabilities is not None and grad_log_sums is None:
             with autocast(hidden.device, None):
                 grad_weight = probabilities.t() @ (hidden * grad[:, None]).to(probabilities.dtype)
-        elif ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
+        elif needs_weight or needs_bias:
             del probabilities
-            with gather():
-                grads = HeadGradient(
-                    hidden, weight.detach(), bias, targets, log_sums, grad, grad_targets, head, ctx.options.dtype
+            with gathered(weight, bias), autocast(hidden.device, None):
+                tile = HeadTile(head, weight, bias, ctx.dtype, 0, len(weight))
+                grad_weight, grad_bias = _parameter_gradients(
+                    tile, hidden, targets, log_sums, grad, grad_targets, needs_weight, needs_bias
                 )
-                if ctx.needs_input_grad[1]:
-                    grad_weight = grads.of_weight()
-                if ctx.needs_input_grad[2]:
-                    grad_bias = grads.of_bias().to(bias.dtype)
         if grad_weight is not None:
             record_head_gradient(weight, grad_weight)
-        return grad_hidden, grad_weight, grad_bias, None, None
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None
 
 
 def _scan(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, options: _Options, out: Tensor | None
+    head: HeadTile, hidden: Tensor, targets: Tensor, names: Collection[str], out: Tensor | None
 ) -> dict[str, Tensor]:
     """Computes the losses of some tokens from all of their logits.
 
     Args:
+        head: the tile of all rows.
         hidden: [tokens, size], in the dtype of products.
-        weight, bias: [vocabulary, size] and [vocabulary].
         targets: int64 [tokens].
+        names: names of the results to compute.
         out: output for the gradient of each loss with respect to its token's products, [tokens, vocabulary].
 
     Returns:
-        "losses" and "log_sums", float32 [tokens]; the metrics, each [tokens]; and if hidden states need gradients,
-        "directions" [tokens, size], the gradient of each loss with respect to its token's hidden state.
+        "losses" and "log_sums", float32 [tokens]; the metrics, each [tokens]; and "directions" [tokens, size], the
+        gradient of each loss with respect to its token's hidden state.
     """
-    head = options.head
-    metrics = options.metrics
-    smoothing = head.label_smoothing
-    z, slope = head.logits(hidden, weight, bias)
+    smoothing = head.options.label_smoothing
+    z, slope = head.logits(hidden)
     results = {}
     label = z.gather(1, targets[:, None])[:, 0]
     largest, top_row = z.max(-1)
-    if smoothing or "mean_logits" in metrics:
+    if smoothing or "mean_logits" in names:
         results["mean_logits"] = z.mean(-1)
-    if "is_top1" in metrics:
+    if "is_top1" in names:
         results["is_top1"] = top_row == targets
-    if "entropy" in metrics:
+    if "entropy" in names:
         e = (z - largest[:, None]).exp_()
         sum_exp_z = z.mul_(e).sum(-1)
     else:
@@ -244,89 +230,61 @@ def _scan(
     results["losses"] = log_sums - (1 - smoothing) * label
     if smoothing:
         results["losses"] -= smoothing * results["mean_logits"]
-    if "entropy" in metrics:
+    if "entropy" in names:
         results["entropy"] = log_sums - sum_exp_z / sum_exp
-    if "log_sum_sq_probs" in metrics:
+    if "log_sum_sq_probs" in names:
         results["log_sum_sq_probs"] = e.square().sum(-1).log() - 2 * sum_exp.log()
-    if options.needs_hidden_grad:
+    if "directions" in names:
         scale = 1024.0 if hidden.dtype == torch.float16 else 1.0  # small probabilities would underflow in float16
         grads = torch.full_like(sum_exp, scale)
-        grad_products = head.grad_products(e.mul_((1 / sum_exp)[:, None]), slope, grads, grads, targets, 0, len(weight))
+        grad_products = head.grad_products(e.mul_((1 / sum_exp)[:, None]), slope, grads, grads, targets)
         factors = grad_products.to(hidden.dtype) if out is None else out.copy_(grad_products)
         del e, slope, grad_products
-        results["directions"] = head.times(factors, weight) / scale
+        results["directions"] = head.times(factors) / scale
     return results
 
 
-@dataclass(frozen=True, eq=False)
-class HeadGradient:
-    """Computes the gradients of a head's weight and bias in one backward.
+def _parameter_gradients(
+    head: HeadTile,
+    hidden: Tensor,
+    targets: Tensor,
+    log_sums: Tensor,
+    grad: Tensor,
+    grad_targets: Tensor,
+    needs_weight: bool,
+    needs_bias: bool,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Computes the gradients of the weight and the bias if they are needed. Sums are in float32 and are rounded once.
 
-    Attributes:
+    Args:
+        head: the tile of all rows.
         hidden: [tokens, size].
-        weight, bias: [vocabulary, size] and [vocabulary].
         targets: int64 [tokens].
         log_sums: log-sum-exp of each token's logits, float32 [tokens].
-        grad, grad_targets: see `Head.grad_products`.
-        dtype: dtype of products.
+        grad, grad_targets: see `HeadTile.grad_products`.
     """
-
-    hidden: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    targets: Tensor
-    log_sums: Tensor
-    grad: Tensor
-    grad_targets: Tensor
-    head: Head
-    dtype: torch.dtype
-
-    @property
-    def _tile(self) -> tuple[int, int]:
-        vocabulary, size = self.weight.shape
-        return self.head.tile(len(self.hidden), vocabulary, size, self.hidden.device)
-
-    def of_weight(self) -> Tensor:
-        """Returns the gradient of the weight, [vocabulary, size] in its dtype, rounded once."""
-        weight = self.weight
-        _, step = self._tile
-        grad = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
-        with autocast(grad.device, None):
-            for start, out in zip(range(0, len(grad), step), grad.split(step), strict=True):
-                rows = torch.zeros(out.shape, dtype=torch.float32, device=grad.device)
-                for part in self.head.slices(weight[start : start + len(rows)], self.dtype):
-                    block = rows[part]
-                    for hidden, grad_products in self._tiles(start + (part.start or 0), len(block)):
-                        add_product(block, grad_products.t(), hidden)
-                out.copy_(rows)
-        return grad
-
-    def of_bias(self) -> Tensor:
-        """Returns the gradient of the bias, float32 [vocabulary]."""
-        _, step = self._tile
-        grad = torch.zeros(len(self.weight), dtype=torch.float32, device=self.hidden.device)
-        with autocast(grad.device, None):
-            for start in range(0, len(grad), step):
-                for _, grad_products in self._tiles(start, step):
-                    grad[start : start + step] += grad_products.sum(0)
-        return grad
-
-    def _tiles(self, start: int, count: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields, for consecutive blocks of tokens, the hidden states [tokens, size] and the gradient of their products
-        with `count` weight rows from `start` on, float32 [tokens, rows].
-        """
-        rows = slice(start, start + count)
-        step, _ = self._tile
-        weight = plain(self.weight[rows]).to(self.dtype)
-        bias = None if self.bias is None else self.bias[rows]
-        for first in range(0, len(self.hidden), step):
-            tokens = slice(first, first + step)
-            hidden = self.hidden[tokens].to(self.dtype)
-            z, slope = self.head.logits(hidden, weight, bias)
-            p = z.sub_(self.log_sums[tokens, None]).exp_()
+    weight, bias = head.weight, head.bias
+    grad_weight = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device) if needs_weight else None
+    bias_sums = torch.zeros(len(weight) if needs_bias else 0, dtype=torch.float32, device=weight.device)
+    token_step, row_step = head.shape(len(hidden))
+    for start in block_starts(len(weight), row_step, weight):
+        rows = slice(start, start + row_step)
+        tile = head.rows(rows)
+        sums = torch.zeros(tile.weight.shape if needs_weight else 0, dtype=torch.float32, device=weight.device)
+        for first in range(0, len(hidden), token_step):
+            tokens = slice(first, first + token_step)
+            part = hidden[tokens].to(head.dtype)
+            z, slope = tile.logits(part)
+            p = z.sub_(log_sums[tokens, None]).exp_()
             del z
-            grad, grad_targets, targets = self.grad[tokens], self.grad_targets[tokens], self.targets[tokens]
-            yield hidden, self.head.grad_products(p, slope, grad, grad_targets, targets, start, len(self.weight))
+            grad_products = tile.grad_products(p, slope, grad[tokens], grad_targets[tokens], targets[tokens])
+            if needs_weight:
+                add_product(sums, grad_products.t(), part)
+            if needs_bias:
+                bias_sums[rows] += grad_products.sum(0)
+        if grad_weight is not None:
+            grad_weight[rows] = sums
+    return grad_weight, bias_sums.to(bias.dtype) if bias is not None and needs_bias else None
 
 
 def _checked(targets: Tensor, vocabulary: int) -> Tensor:

@@ -1,7 +1,7 @@
 """Tiles of an output head: their size, and logits and gradients of some tokens for some rows of the vocabulary."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 import torch
@@ -32,7 +32,7 @@ GPU_SLICE = 64 << 20
 
 @dataclass(frozen=True)
 class Head:
-    """Computes logits z from the product y of hidden states and weight, and defines the loss of a token.
+    """Defines logits z as a function of the product y of hidden states and weight, and the loss of a token.
 
     z = softcap · tanh(s · y / softcap) / temperature, or s · y / temperature without `softcap`, with s = logit_scale.
     The loss of a token with label l is logsumexp(z) − (1 − ε) z_l − ε mean(z), with ε = label_smoothing.
@@ -70,60 +70,82 @@ class Head:
             return self.slope
         return self.slope * (1 - (z * (self.temperature / self.softcap)).square())
 
-    def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Computes a tile of logits.
 
-        Args:
-            hidden: [tokens, size], in the dtype of products.
-            weight, bias: [rows, size] and [rows].
+@dataclass(frozen=True, eq=False)
+class HeadTile:
+    """Some rows of the vocabulary, for which logits of some tokens and gradients are computed.
+
+    Attributes:
+        options: defines the logits.
+        weight, bias: [rows, size] and [rows].
+        dtype: dtype of the operands of products.
+        first: number of the first row.
+        vocabulary: number of rows in the vocabulary.
+    """
+
+    options: Head
+    weight: Tensor
+    bias: Tensor | None
+    dtype: torch.dtype
+    first: int
+    vocabulary: int
+
+    def rows(self, rows: slice) -> "HeadTile":
+        """Returns a tile with these rows, converted to the dtype of products."""
+        bias = None if self.bias is None else self.bias[rows]
+        return replace(self, weight=plain(self.weight[rows]).to(self.dtype), bias=bias, first=rows.start)
+
+    def logits(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Computes logits from hidden states [tokens, size] in the dtype of products.
 
         Returns:
             The logits, float32 [tokens, rows], and the derivative of tanh at each logit, or None without `softcap`.
         """
-        parts = self.slices(weight, hidden.dtype)
+        options = self.options
+        weight = self.weight
+        parts = self._slices()
         if len(parts) == 1:
             product = _product(hidden, plain(weight).to(hidden.dtype).t())
         else:
             product = torch.empty(len(hidden), len(weight), dtype=torch.float32, device=hidden.device)
             for part in parts:
                 product[:, part] = _product(hidden, plain(weight[part]).to(hidden.dtype).t())
-        if bias is not None:
-            product.add_(bias)
-        if self.softcap is None:
-            if self.slope != 1:
-                product.mul_(self.slope)
+        if self.bias is not None:
+            product.add_(self.bias)
+        if options.softcap is None:
+            if options.slope != 1:
+                product.mul_(options.slope)
             return product, None
-        tanh = product.mul_(self.logit_scale / self.softcap).tanh_()
+        tanh = product.mul_(options.logit_scale / options.softcap).tanh_()
         derivative = 1 - tanh.square()
-        return tanh.mul_(self.softcap / self.temperature), derivative
+        return tanh.mul_(options.softcap / options.temperature), derivative
 
-    def times(self, factors: Tensor, weight: Tensor) -> Tensor:
-        """Returns `factors @ weight` for [tokens, rows] and [rows, size], in float32 or rounded once to bfloat16."""
+    def times(self, factors: Tensor) -> Tensor:
+        """Returns `factors @ weight` for [tokens, rows], in float32 or rounded once to bfloat16."""
+        weight = self.weight
         if not isinstance(weight, QuantizedWeight) and weight.dtype == factors.dtype:
             return factors @ weight if weight.device.type == "cpu" else _product(factors, weight)
         total = torch.zeros(len(factors), weight.shape[1], dtype=torch.float32, device=factors.device)
-        for part in self.slices(weight, factors.dtype):
+        for part in self._slices():
             add_product(total, factors[:, part], plain(weight[part]).to(factors.dtype))
         return total
 
-    def slices(self, weight: Tensor, dtype: torch.dtype) -> list[slice]:
-        """Returns the rows of a weight to cast or dequantize at a time (all rows if no conversion is needed)."""
-        on_cpu = weight.device.type == "cpu"
-        if isinstance(weight, QuantizedWeight) or weight.dtype != dtype or (on_cpu and dtype != torch.float32):
-            memory = min(self.available(weight.device) // 4, SLICE if on_cpu else GPU_SLICE)
-            step = max(1, memory // (4 * weight.shape[1]))
-            return [slice(start, start + step) for start in block_starts(len(weight), step, weight)]
-        return [slice(None)]
+    def _slices(self) -> list[slice]:
+        """Returns slices of rows to convert at a time."""
+        step = self._rows_to_convert()
+        return [slice(start, start + step) for start in block_starts(len(self.weight), step, self.weight)]
+
+    def _rows_to_convert(self) -> int:
+        """Returns the number of rows to cast or dequantize at a time (all rows if no conversion is needed)."""
+        on_cpu = self.weight.device.type == "cpu"
+        dtype = torch.float32 if on_cpu else self.dtype
+        if self.weight.dtype == dtype and not isinstance(self.weight, QuantizedWeight):
+            return len(self.weight)
+        memory = min(self.options.available(self.weight.device) // 4, SLICE if on_cpu else GPU_SLICE)
+        return max(1, memory // (4 * self.weight.shape[1]))
 
     def grad_products(
-        self,
-        p: Tensor,
-        slope: Tensor | None,
-        grad: Tensor,
-        grad_targets: Tensor,
-        targets: Tensor,
-        first: int,
-        total: int,
+        self, p: Tensor, slope: Tensor | None, grad: Tensor, grad_targets: Tensor, targets: Tensor
     ) -> Tensor:
         """Converts probabilities to the gradient of the products y, in-place.
 
@@ -133,32 +155,33 @@ class Head:
             grad, grad_targets: derivatives of the loss with respect to each log-sum-exp, and with respect to minus the
                 logit of each label, float32 [tokens].
             targets: int64 [tokens].
-            first: number of the first row.
-            total: number of rows in the vocabulary.
         """
-        grad = grad * self.slope
-        grad_targets = grad_targets * self.slope
+        smoothing = self.options.label_smoothing
+        grad = grad * self.options.slope
+        grad_targets = grad_targets * self.options.slope
         p.mul_(grad[:, None])
-        if self.label_smoothing:
-            p.sub_(grad[:, None], alpha=self.label_smoothing / total)
-        at = targets - first
-        of_labels = torch.where((at >= 0) & (at < p.shape[1]), (self.label_smoothing - 1) * grad_targets, 0.0)
+        if smoothing:
+            p.sub_(grad[:, None], alpha=smoothing / self.vocabulary)
+        at = targets - self.first
+        of_labels = torch.where((at >= 0) & (at < p.shape[1]), (smoothing - 1) * grad_targets, 0.0)
         p.scatter_add_(1, at.clamp(0, p.shape[1] - 1)[:, None], of_labels[:, None])
         return p if slope is None else p.mul_(slope)
 
-    def tokens(self, vocabulary: int, size: int, device: torch.device, in_use: int) -> int:
-        """Returns the number of tokens per tile with the full vocabulary. in_use: bytes of the memory that are used."""
-        self.tile(1, vocabulary, size, device)  # raises if the memory is not enough
-        return max(1, (self.available(device) - in_use) // (_TILE * vocabulary + _ROW * size))
+    def tokens(self, in_use: int) -> int:
+        """Returns the number of tokens to process at a time. in_use: bytes of the memory that are used."""
+        self.shape(1)  # raises if the memory is not enough
+        rows, size = self.weight.shape
+        return max(1, (self.options.available(self.weight.device) - in_use) // (_TILE * rows + _ROW * size))
 
-    def tile(self, tokens: int, vocabulary: int, size: int, device: torch.device) -> tuple[int, int]:
-        """Returns the numbers of tokens and of vocabulary rows in a tile. It uses half of the memory, because the
-        gradient of the weight exists at the same time. `size` is the size of a hidden state.
+    def shape(self, tokens: int) -> tuple[int, int]:
+        """Returns the numbers of tokens and of rows in a tile for the gradients of these rows. It uses half of the
+        memory, because the gradient of the weight exists at the same time.
 
         Raises:
             ConfigError: `memory` is not enough for one token and one row.
         """
-        memory = self.available(device)
+        vocabulary, size = self.weight.shape
+        memory = self.options.available(self.weight.device)
         needed = 2 * _ROW * size + _TILE
         if memory < needed:
             raise ConfigError(
@@ -174,7 +197,7 @@ class Head:
         rows = max(1, int((elements - row * tokens) / (row + tokens)))
         if rows >= 64:
             rows = rows // 64 * 64
-        return tokens, min(rows, vocabulary)
+        return tokens, min(rows, vocabulary, self._rows_to_convert())
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:

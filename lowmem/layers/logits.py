@@ -7,7 +7,6 @@ and reductions over the vocabulary for some rows at a time. Every other operatio
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,8 +17,9 @@ from torch.utils.checkpoint import checkpoint
 
 from lowmem import placements
 from lowmem.layers.autocast import autocast_dtype
-from lowmem.layers.head import Gather, token_losses
+from lowmem.layers.head import token_losses
 from lowmem.layers.head_tiles import Head
+from lowmem.placements.zero3 import gathered
 
 
 @dataclass(eq=False, repr=False)
@@ -28,7 +28,7 @@ class LogitsSource:
 
     Attributes:
         hidden: [..., size].
-        weight, bias: [vocabulary, size] and [vocabulary], gathered inside `gather_weight()`.
+        weight, bias: [vocabulary, size] and [vocabulary]. DeepSpeed may have partitioned them.
         dtype: dtype of the logits.
         normalized: whether the logits are log-probabilities.
         attached: whether the weight and the bias get gradients. (Detached tensors could not be gathered later.)
@@ -41,7 +41,6 @@ class LogitsSource:
     vocabulary: int
     dtype: torch.dtype
     head: Head
-    gather_weight: Gather
     normalized: bool = False
     attached: bool = True
     log_sum: Tensor | None = None
@@ -58,7 +57,7 @@ class LogitsSource:
 
     def matrix(self, hidden: Tensor) -> Tensor:
         """Computes the logits of hidden states as an ordinary tensor, [..., size] → [..., vocabulary]."""
-        with self.gather_weight():
+        with gathered(self.weight, self.bias):
             weight, bias = self.parameters()
             bias = None if bias is None else bias.to(hidden.dtype)
             z = F.linear(hidden, weight.to(hidden.dtype), bias).to(self.dtype)
@@ -79,10 +78,10 @@ class LogitsSource:
         """Computes losses, log-sum-exps and `METRICS` with the shape of `targets`; see `token_losses`."""
         head = replace(self.head, label_smoothing=label_smoothing)
         hidden = self.hidden.flatten(0, -2)
-        with self.gather_weight():
+        with gathered(self.weight, self.bias):
             weight, bias = self.parameters()
             losses, log_sums, values = token_losses(
-                hidden, weight, bias, targets.flatten(), head, metrics, self.gather_weight, caches_probabilities
+                hidden, weight, bias, targets.flatten(), head, metrics, caches_probabilities
             )
         shape = self.hidden.shape[:-1]
         return losses.view(shape), log_sums.view(shape), {name: value.view(shape) for name, value in values.items()}
@@ -277,7 +276,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         needed = dict(zip(("hidden", "weight", "bias"), ctx.needs_input_grad, strict=False))
-        with ctx.source.gather_weight(), torch.enable_grad():
+        with gathered(ctx.source.weight, ctx.source.bias), torch.enable_grad():
             leaves = {name: getattr(ctx.source, name).detach().requires_grad_() for name in needed if needed[name]}
             source = replace(ctx.source, **leaves)
             grads = torch.autograd.grad(source.matrix(source.hidden), list(leaves.values()), grad)
@@ -289,15 +288,13 @@ class LazyHead(nn.Module):
     """Replaces the output embedding of a model, which is a linear layer. Its attributes can be read from this module.
 
     Args:
-        gather: returns a context in which the given weight and bias are gathered.
         options: options of `Head`.
     """
 
-    def __init__(self, linear: Any, gather: Callable[..., Any], **options: Any) -> None:
+    def __init__(self, linear: Any, **options: Any) -> None:
         super().__init__()
         self.linear = linear
         self._head = Head(**options)
-        self._gather = gather
 
     def __getattr__(self, name: str) -> Any:
         return super().__getattr__(name) if name == "linear" else getattr(self.linear, name)
@@ -310,5 +307,4 @@ class LazyHead(nn.Module):
                 return self.linear(hidden)  # type: ignore[no-any-return]
             weight, bias = (None if param is None else placements.full_tensor(param) for param in (weight, bias))
         hidden = hidden.to(weight.device, autocast_dtype(weight.device) or hidden.dtype)
-        gather = partial(self._gather, weight, bias)
-        return Logits.of(LogitsSource(hidden, weight, bias, self.linear.out_features, hidden.dtype, self._head, gather))
+        return Logits.of(LogitsSource(hidden, weight, bias, self.linear.out_features, hidden.dtype, self._head))

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import get_device_states, set_device_states
 
@@ -97,6 +98,11 @@ def _forward(self: Any, *args: Tensor, **kwargs: Tensor) -> Tensor:
     (hidden,) = (*args, *kwargs.values())
     if hidden.shape[:-1].numel() <= self._tiling.tokens:
         return self._tiling.forward(hidden)  # type: ignore[no-any-return]
+    return _forward_in_tiles(self, hidden)
+
+
+@_disable_dynamo  # it would trace the backward without the saved tensors
+def _forward_in_tiles(self: Any, hidden: Tensor) -> Tensor:
     params = {name: param for name, param in self.named_parameters() if param.requires_grad}
     for name, param in params.items():
         if hasattr(param, "device_mesh"):
@@ -187,18 +193,18 @@ class _Tiled(torch.autograd.Function):
 
 def _check_tokens(module: Any, hidden: Tensor, random: _RandomState) -> None:
     """Raises `UnsupportedError` if the result for a token depends on the next or the previous token."""
-    both = _flat(hidden)[..., :2, :]
-    tiles = [both]
-    for other in (slice(1, 2), slice(0, 1)):
-        tiles.append(both.clone())
-        tiles[-1][..., other, :] = 0
-    results = []
-    for tile in tiles:
+
+    def run(tile: Tensor) -> Tensor:
         with _random_state(random, hidden.device.type):
-            results.append(module._tiling.forward(tile).float())
-    for result, token in zip(results[1:], (slice(0, 1), slice(1, 2)), strict=True):
-        expected = results[0][..., token, :]
-        if (result[..., token, :] - expected).norm() > 0.01 * expected.norm():  # False if there are NaNs
+            return module._tiling.forward(tile).float()  # type: ignore[no-any-return]
+
+    both = _flat(hidden)[..., :2, :]
+    expected = run(both)
+    for token in (0, 1):
+        alone = both.clone()
+        alone[..., 1 - token, :] = 0
+        difference = (run(alone) - expected)[..., token, :]
+        if difference.norm() > 0.01 * expected[..., token, :].norm():  # False if there are NaNs
             raise UnsupportedError(_FAULT.format(type(module).__name__, "mixes tokens"))
     module._tiling.checked = True
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lowmem.errors import ConfigError, UnsupportedError, did_you_mean, require_known
-from lowmem.placements import find
+from lowmem.placements import shard_of
 from lowmem.tiles.quantized import QuantizedWeight, has_quantized_weights, plain
 from lowmem.tiles.storage import LARGEST_GROUP, SMALLEST_GROUPED, STORED_DTYPES, WEIGHT_FORMATS, Integer
 
@@ -65,7 +65,7 @@ def quantize_(
 
 def _is_chosen(weight: Tensor, names: list[str], group: int, skipped: list[str]) -> bool:
     """Returns whether to quantize a weight. Raises the errors of `quantize_`."""
-    shard = find("auto", [weight]).shard
+    shard = shard_of(weight)
     if any(name.startswith(tuple(skipped)) for name in names) or shard.quantized(weight) is not None:
         return False
     if shard.sharded:

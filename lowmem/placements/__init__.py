@@ -22,9 +22,8 @@ __all__ = [
     "full_tensor",
     "in_group",
     "nbytes",
-    "release",
     "shape_of",
-    "stored",
+    "shard_of",
     "streaming_of",
 ]
 
@@ -62,7 +61,7 @@ def find(placement: Choice, params: Iterable[Any]) -> Placement:
     if placement == "replicated" and not in_group():
         raise ConfigError("placement='replicated' needs a process group: call torch.distributed.init_process_group()")
     if kind is not None:
-        sharded = _sharded(kind)
+        sharded = _sharded(kind, tensors[0])
         sharded.shard.ranks_of(tensors[0])  # records the process groups, which `agree` needs
         return sharded
     several = in_group() and dist.get_world_size() > 1
@@ -73,48 +72,39 @@ def find(placement: Choice, params: Iterable[Any]) -> Placement:
 
 def shape_of(tensor: Tensor) -> tuple[int, ...]:
     """Returns the full shape of a parameter or buffer, which may be sharded."""
-    return _shard_of(tensor).span(tensor).shape
+    return shard_of(tensor).span(tensor).shape
 
 
 def nbytes(tensor: Tensor) -> int:
     """Returns the size in bytes of a full parameter or buffer, which may be sharded."""
-    quantized = _shard_of(tensor).quantized(tensor)
+    quantized = shard_of(tensor).quantized(tensor)
     each = tensor.element_size() if quantized is None else quantized.format.bytes_per_element
     return round(math.prod(shape_of(tensor)) * each)
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
     """Returns a full parameter or buffer. Every rank with a shard of it must call this function."""
-    return _shard_of(tensor).full_tensor(tensor)
+    return shard_of(tensor).full_tensor(tensor)
 
 
 def fill(tensor: Tensor, full: Tensor) -> None:
     """Copies a full tensor into a parameter or buffer. Each rank copies its shard."""
-    _shard_of(tensor).fill(tensor, full)
+    shard_of(tensor).fill(tensor, full)
 
 
-def stored(tensor: Tensor) -> Tensor:
-    """Returns the tensor that stores this rank's shard of a parameter or buffer between uses."""
-    return _shard_of(tensor).stored(tensor)
-
-
-def release(tensor: Tensor) -> None:
-    """Frees the gathered copy of a parameter or buffer, if there is one."""
-    _shard_of(tensor).release(tensor)
-
-
-def _shard_of(tensor: Tensor) -> Shard:
+def shard_of(tensor: Tensor) -> Shard:
+    """Returns the object that reads and writes this rank's shard of a parameter or buffer."""
     kind = _kind(tensor)
-    return Shard() if kind is None else _sharded(kind).shard
+    return Shard() if kind is None else _sharded(kind, tensor).shard
 
 
-def _sharded(kind: str) -> Placement:
+def _sharded(kind: str, param: Any) -> Placement:
     if kind == "zero3":
         from lowmem.placements.zero3 import Zero3
 
         return Zero3()
     if kind == "streamed":
-        return Streamed()
+        return Streamed(param.streaming)
     from lowmem.placements.fsdp2 import FSDP2
 
     return FSDP2()

@@ -66,8 +66,8 @@ class Shard:
     Attributes:
         sharded: whether ranks have different elements of a parameter.
         moves: whether weights and states leave the device between uses. If so, updates are not batched.
-        process_groups: the groups that together connect all ranks with shards of one model, in the same order on every
-            rank. They are known when `ranks_of` has been called for its parameters.
+        process_groups: the groups that together connect all ranks that train one model, in the same order on every
+            rank. If the model is sharded, they are known when `ranks_of` has been called for its parameters.
     """
 
     sharded: ClassVar[bool] = False
@@ -138,6 +138,9 @@ class Shard:
 
     def release(self, param: Tensor) -> None:
         """Frees the gathered copy of a parameter, if there is one."""
+
+    def settle(self) -> None:
+        """Waits until weights and states are back where they are stored between uses."""
 
     def layout(self, record: ParamEntry, view: View) -> Layout:
         """Returns the rectangles of the shard. Raises `UnsupportedError` if the parameter cannot be viewed this way."""
@@ -219,7 +222,6 @@ class Placement:
 
     Attributes:
         name: the value of the option `placement`.
-        process_groups: the groups that together connect all ranks that train one model.
     """
 
     name: ClassVar[str] = "local"
@@ -227,7 +229,6 @@ class Placement:
     def __init__(self, shard: Shard, reducer: Reducer) -> None:
         self.shard = shard
         self.reducer = reducer
-        self.process_groups = shard.process_groups
 
     def adopt(self, records: Collection[ParamEntry], model: nn.Module | None) -> None:
         """Called when an optimizer is created for these parameters, with the model if the user passed it.
@@ -258,11 +259,11 @@ class Placement:
         """
         if in_group() and not self.shard.sharded:
             require_unwrapped([record.param for record in records])
-        require_equal_settings(settings, self.process_groups)
+        require_equal_settings(settings, self.shard.process_groups)
 
     def agree(self, failure: str | None) -> str | None:
         """Returns the failure of this rank, or the first failure of all ranks that train one model, on every rank."""
-        return first_failure(failure, self.process_groups)
+        return first_failure(failure, self.shard.process_groups)
 
     @contextmanager
     def raise_together(self) -> Iterator[None]:
@@ -281,9 +282,6 @@ class Placement:
     def drifted(self, records: Collection[ParamEntry], step: int) -> list[str]:
         """Returns names of parameters that should be equal on all ranks but differ in a sample. Every rank calls it."""
         return []
-
-    def settle(self) -> None:
-        """Waits until weights and states are back where they are stored between uses."""
 
     def free_copies(self, records: Collection[ParamEntry], *, updated: bool) -> None:
         """Called by every rank after each micro-batch, with `updated` after the updates of a step. Frees gathered

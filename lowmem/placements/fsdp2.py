@@ -36,15 +36,11 @@ class _Rows(FlatShard):
             )
         super().admit(name, param)
 
-    def group_of(self, param: Any) -> tuple[dist.ProcessGroup, torch.device]:
+    def groups_of(self, param: Any) -> tuple[list[dist.ProcessGroup], torch.device]:
         mesh = param.device_mesh
         kinds = param.placements
-        sharded = min(range(len(kinds)), key=lambda dim: type(kinds[dim]) is Replicate)  # the first dim that is not
-        return mesh.get_group(sharded), torch.device(mesh.device_type)
-
-    def replicas_of(self, param: Any) -> list[dist.ProcessGroup]:
-        dims = [dim for dim, kind in enumerate(param.placements) if type(kind) is Replicate]
-        return [param.device_mesh.get_group(dim) for dim in dims]
+        dims = sorted(range(len(kinds)), key=lambda dim: type(kinds[dim]) is Replicate)  # the sharded dim is the first
+        return [mesh.get_group(dim) for dim in dims], torch.device(mesh.device_type)
 
     def span(self, param: Any) -> Span:
         ranks = self.ranks_of(param)
@@ -68,12 +64,12 @@ class _Rows(FlatShard):
 class _FSDPReducer(Reducer):
     """A reducer for gradients that FSDP2 has averaged and cut before their hooks run. modules: the FSDP2 modules."""
 
-    def __init__(self, modules: list[Any]) -> None:
-        self._modules = modules
+    def __init__(self) -> None:
+        self.modules: list[Any] = []
 
     def begin(self, records: Collection[ParamEntry], micro_batch: MicroBatch) -> None:
         super().begin(records, micro_batch)
-        states = [module._get_fsdp_state() for module in self._modules]
+        states = [module._get_fsdp_state() for module in self.modules]
         # torch 2.13, distributed/fsdp/_fully_shard/_fsdp_state.py. In earlier versions a module has one group or None
         groups: list[Any] = []
         for state in states:
@@ -103,10 +99,10 @@ class FSDP2(Placement):
     """
 
     name = "fsdp2"
+    reducer: _FSDPReducer
 
     def __init__(self) -> None:
-        self._modules: list[Any] = []
-        super().__init__(_Rows(), _FSDPReducer(self._modules))
+        super().__init__(_Rows(), _FSDPReducer())
 
     def adopt(self, records: Collection[ParamEntry], model: nn.Module | None) -> None:
         if model is None:
@@ -114,9 +110,9 @@ class FSDP2(Placement):
                 "the parameters are sharded by fully_shard, whose modules are resharded after each step. Pass the "
                 "model: FusedOptimizer(model.named_parameters(), model=model, ...)"
             )
-        earlier = [*self._modules]
-        self._modules[:] = [module for module in model.modules() if isinstance(module, FSDPModule)]
-        for module in self._modules:
+        earlier = self.reducer.modules
+        self.reducer.modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        for module in self.reducer.modules:
             if module not in earlier:  # those were hooked when an earlier param group was added
                 module.register_forward_pre_hook(_start_anew, prepend=True)
         self.free_copies(records, updated=True)
@@ -130,7 +126,7 @@ class FSDP2(Placement):
 
     def free_copies(self, records: Collection[ParamEntry], *, updated: bool) -> None:
         if updated:
-            for module in self._modules:
+            for module in self.reducer.modules:
                 module.reshard()
 
 

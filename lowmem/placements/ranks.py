@@ -7,6 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lowmem.tiles.layout import Span
+
 # torch 2.13 renamed these collectives and warns about the old names
 _NEW_NAMES = hasattr(dist, "all_gather_single")
 
@@ -53,33 +55,30 @@ class Ranks:
         split = packed.to(tensors[0].device).split([tensor.numel() for tensor in tensors])
         return [part.view(tensor.shape) for part, tensor in zip(split, tensors, strict=True)]
 
-    def reduce_scatter_mean(self, full: Tensor, size: int) -> Callable[[], Tensor]:
+    def reduce_scatter_mean(self, full: Tensor, span: Span) -> Callable[[], Tensor]:
         """Launches a reduce-scatter of the mean over ranks, which overwrites `full`.
 
         Args:
-            full: a flat tensor. Rank i gets elements i * size to (i + 1) * size, or as many of them as exist.
+            full: a flat tensor.
+            span: the elements of this rank.
 
         Returns:
             A function that waits for this rank's elements and returns them. On a GPU, only the stream waits.
         """
-        numel = full.numel()
-        start = self.rank * size
         full.div_(self.world_size)  # before the sum, which might overflow in float16
         if self._scatters_by_reducing:
-            shard = full[start : start + size]
+            shard = full[span.start : span.stop]
             work = dist.all_reduce(full, group=self.group, async_op=True)
         else:
-            if missing := self.world_size * size - numel:
+            if missing := self.world_size * span.size - span.numel:
                 full = torch.nn.functional.pad(full, (0, missing))
-            shard = full.new_empty(size)
+            shard = full.new_empty(span.size)
             scatter = dist.reduce_scatter_single if _NEW_NAMES else dist.reduce_scatter_tensor
             work = scatter(shard, full, group=self.group, async_op=True)
 
         def wait() -> Tensor:
             work.wait()
-            if self._scatters_by_reducing:
-                return shard.clone()
-            return shard[: max(0, min(size, numel - start))]
+            return shard.clone() if self._scatters_by_reducing else shard[: span.held]
 
         return wait
 

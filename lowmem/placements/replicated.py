@@ -251,7 +251,7 @@ class Replicated(Placement):
 
     def __init__(self, *, broadcasts: bool) -> None:
         super().__init__(Shard(), AllReduce())
-        self.process_groups = (None,)
+        self.shard.process_groups = (None,)
         self._broadcasts = broadcasts
 
     def adopt(self, records: Collection[ParamEntry], model: nn.Module | None) -> None:

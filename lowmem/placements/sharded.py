@@ -44,19 +44,17 @@ class FlatShard(Shard):
         return (param.dtype,)
 
     @abstractmethod
-    def group_of(self, param: Any) -> tuple[dist.ProcessGroup, torch.device]:
-        """Returns the process group over which a parameter is sharded, and the device of its collectives."""
-
-    def replicas_of(self, param: Any) -> list[dist.ProcessGroup]:
-        """Returns groups of ranks that have the same shard of a parameter as this rank."""
-        return []
+    def groups_of(self, param: Any) -> tuple[list[dist.ProcessGroup], torch.device]:
+        """Returns the process group over which a parameter is sharded, followed by the groups of ranks that have the
+        same shard as this rank, and the device of their collectives.
+        """
 
     def ranks_of(self, param: Tensor) -> Ranks:
-        group, device = self.group_of(param)
-        if group not in self._ranks:
-            self._ranks[group] = Ranks(group, device)
-            self.process_groups.update(dict.fromkeys([group, *self.replicas_of(param)]))
-        return self._ranks[group]
+        groups, device = self.groups_of(param)
+        if groups[0] not in self._ranks:
+            self._ranks[groups[0]] = Ranks(groups[0], device)
+            self.process_groups.update(dict.fromkeys(groups))
+        return self._ranks[groups[0]]
 
     def layout(self, record: ParamEntry, view: View) -> Layout:
         return Layout.of(record.span.shape, view, record.span.start, record.span.stop)

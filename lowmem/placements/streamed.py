@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Collection
-from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,11 +14,11 @@ from torch._subclasses.fake_tensor import is_fake
 from torch.utils._pytree import tree_leaves
 
 from lowmem.errors import ConfigError, UnsupportedError
-from lowmem.placements.base import ParamEntry, Placement, ReadyGradients, Reducer, Shard
+from lowmem.placements.base import Placement, ReadyGradients, Reducer
 from lowmem.placements.homes import RESIDENT, FileHome, Home, require_room
 from lowmem.placements.ranks import in_group
 from lowmem.placements.streaming import Streaming, Unit
-from lowmem.tiles.quantized import QuantizedWeight, plain, tensors_of
+from lowmem.tiles.quantized import QuantizedWeight, tensors_of
 
 
 def stream(
@@ -71,7 +71,7 @@ def stream(
             _move_home(unit, weight, device)
     streaming = Streaming(units, device)
     for unit in units:
-        _hook(streaming, unit)
+        _Hooks(streaming, unit).register()
     for param in model.parameters():
         param.streaming = streaming  # type: ignore[attr-defined]
     return streaming
@@ -170,158 +170,87 @@ def find_units(model: nn.Module) -> list[Unit]:
 # -- hooks of modules ----------------------------------------------------------------------------------------------
 
 
-def _hook(streaming: Streaming, unit: Unit) -> None:
-    """Registers hooks that fetch a unit when its module runs."""
-    unit.module.register_forward_pre_hook(partial(_before_forward, streaming, unit), prepend=True)
-    unit.module.register_forward_hook(partial(_after_forward, streaming, unit), with_kwargs=True)
-    unit.module.register_state_dict_post_hook(partial(_replace_saved, streaming, unit))
-    unit.module.register_load_state_dict_pre_hook(partial(_before_load, streaming, unit))
-    unit.module.register_load_state_dict_post_hook(partial(_after_load, streaming, unit))
+@dataclass(frozen=True)
+class _Hooks:
+    """The hooks of a unit's module, which fetch the unit when the module runs."""
 
+    streaming: Streaming
+    unit: Unit
 
-def _before_forward(streaming: Streaming, unit: Unit, module: nn.Module, args: Any) -> None:
-    # reentrant checkpointing runs forwards inside backward
-    if torch._C._current_graph_task_id() != -1:
-        kind = "backward"
-    elif torch.is_grad_enabled():
-        kind = "train"
-    else:
-        kind = "other"
-    streaming.demand(unit, kind)
-    streaming.lend(unit)
+    def register(self) -> None:
+        module = self.unit.module
+        module.register_forward_pre_hook(self.before_forward, prepend=True)
+        module.register_forward_hook(self.after_forward, with_kwargs=True)
+        module.register_state_dict_post_hook(partial(self.replace_saved))  # torch sets an attribute of the hook
+        module.register_load_state_dict_pre_hook(self.before_load)
+        module.register_load_state_dict_post_hook(self.after_load)
 
+    def enter(self, kind: str) -> None:
+        self.streaming.demand(self.unit, kind)
+        self.streaming.activate(self.unit)
 
-def _after_forward(
-    streaming: Streaming, unit: Unit, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any
-) -> None:
-    """Makes the backward of each output fetch the unit first.
+    def before_forward(self, module: nn.Module, args: Any) -> None:
+        # reentrant checkpointing runs forwards inside backward
+        if torch._C._current_graph_task_id() != -1:
+            self.enter("backward")
+        else:
+            self.enter("train" if torch.is_grad_enabled() else "other")
 
-    transformers 5.23, modeling_layers.py: checkpointing wraps `forward`, so recomputation does not run module hooks.
-    """
-    passed_on = set(map(id, tree_leaves((args, kwargs))))  # T5's blocks return the position bias of the first block
-    for tensor in tree_leaves(output):
-        if isinstance(tensor, Tensor) and tensor.requires_grad and id(tensor) not in passed_on:
-            tensor.register_hook(partial(_before_backward, streaming, unit))
-    if torch._C._current_graph_task_id() == -1:
-        streaming.lend(None)
+    def after_forward(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        """Makes the backward of each output fetch the unit first.
 
+        transformers 5.23, modeling_layers.py: checkpointing wraps `forward`, so recomputation runs no module hooks.
+        """
+        passed_on = set(map(id, tree_leaves((args, kwargs))))  # T5's blocks return the position bias of the first block
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, Tensor) and tensor.requires_grad and id(tensor) not in passed_on:
+                tensor.register_hook(self.before_backward)
+        if torch._C._current_graph_task_id() == -1:
+            self.streaming.activate(None)
 
-def _before_backward(streaming: Streaming, unit: Unit, grad: Tensor) -> None:
-    streaming.demand(unit, "backward")
-    streaming.lend(unit)
+    def before_backward(self, grad: Tensor) -> None:
+        self.enter("backward")
 
+    def replace_saved(self, module: nn.Module, saved: dict[str, Any], prefix: str, metadata: Any) -> None:
+        for name, param in module.named_parameters(remove_duplicate=False):
+            # with keep_vars, the saved tensor is the parameter
+            if param in self.unit.homes and saved.get(prefix + name, param) is not param:
+                saved[prefix + name] = self.streaming.stored(param)
 
-def _replace_saved(
-    streaming: Streaming, unit: Unit, module: nn.Module, saved: dict[str, Any], prefix: str, metadata: Any
-) -> None:
-    for name, param in module.named_parameters(remove_duplicate=False):
-        # with keep_vars, the saved tensor is the parameter
-        if param in unit.homes and saved.get(prefix + name, param) is not param:
-            saved[prefix + name] = streaming.home(unit, param)
+    def before_load(self, module: nn.Module, saved: Any, prefix: str, metadata: dict[str, Any], *args: Any) -> None:
+        if metadata.get("assign_to_params_buffers"):
+            raise UnsupportedError("load_state_dict(assign=True) would replace streamed parameters. Use assign=False")
+        for param in self.unit.homes:
+            self.streaming.read(param)
+        self.streaming.activate(self.unit)
 
-
-def _before_load(
-    streaming: Streaming, unit: Unit, module: nn.Module, saved: Any, prefix: str, metadata: dict[str, Any], *args: Any
-) -> None:
-    if metadata.get("assign_to_params_buffers"):
-        raise UnsupportedError("load_state_dict(assign=True) would replace streamed parameters. Use assign=False")
-    streaming.read(unit, unit.homes)
-    streaming.lend(unit)
-
-
-def _after_load(streaming: Streaming, unit: Unit, module: nn.Module, keys: Any) -> None:
-    streaming.lend(None)
-    for param in unit.homes:
-        streaming.write(unit, param)
+    def after_load(self, module: nn.Module, keys: Any) -> None:
+        self.streaming.activate(None)
+        for param in self.unit.homes:
+            self.streaming.write(param, param)
 
 
 # -- the placement -------------------------------------------------------------------------------------------------
 
 
-class _StreamedShard(Shard):
-    """Accesses a full parameter that has a home or stays on the device."""
-
-    moves = True
-
-    def read(self, param: Tensor) -> Tensor:
-        streaming, unit = _where(param)
-        if unit is not None:
-            streaming.read(unit, (param,))
-        return super().read(param)
-
-    def write(self, param: Tensor, shard: Tensor) -> None:
-        super().write(param, shard)
-        streaming, unit = _where(param)
-        if unit is not None:
-            streaming.write(unit, param)
-
-    def keep(self, param: Tensor, states: dict[Any, Any]) -> dict[Any, Any]:
-        streaming, unit = _where(param)
-        return states if unit is None else streaming.keep(unit, states)
-
-    def lend(self, param: Tensor, states: dict[Any, Any]) -> AbstractContextManager[dict[Any, Any]]:
-        streaming, unit = _where(param)
-        return super().lend(param, states) if unit is None else streaming.states(unit, param, states)
-
-    def stored(self, param: Tensor) -> Tensor:
-        streaming, unit = _where(param)
-        return param if unit is None else streaming.home(unit, param)
-
-    def version(self, param: Tensor) -> tuple[Any, ...]:
-        return (param._version,)  # not the address: each fetch allocates new memory
-
-    def quantized(self, param: Tensor) -> QuantizedWeight | None:
-        return super().quantized(self._changed(param)) if isinstance(param, QuantizedWeight) else None
-
-    def full_tensor(self, param: Tensor) -> Tensor:
-        return plain(self.stored(param).detach())
-
-    @torch.no_grad()
-    def fill(self, param: Tensor, full: Tensor) -> None:
-        self._changed(param).copy_(full)
-
-    def _changed(self, param: Tensor) -> Tensor:
-        """Returns the home of a parameter for modification. The next use fetches it again."""
-        streaming, unit = _where(param)
-        if unit is not None:
-            streaming.evict(unit)
-        return self.stored(param)
-
-
 class _Reducer(Reducer):
-    """A reducer that notifies the streaming objects at the end of each backward."""
+    """A reducer that notifies a `Streaming` at the end of each backward."""
 
-    streaming: Streaming
+    def __init__(self, streaming: Streaming) -> None:
+        self._streaming = streaming
 
     def flush(self) -> ReadyGradients:
         self.drop()
-        yield from ()
+        return ()
 
     def drop(self) -> None:
-        self.streaming.end_backward()
+        self._streaming.end_backward()
 
 
 class Streamed(Placement):
     """Parameters of a model that is streamed by `stream`."""
 
     name = "streamed"
-    reducer: _Reducer
 
-    def __init__(self) -> None:
-        super().__init__(_StreamedShard(), _Reducer())
-
-    def adopt(self, records: Collection[ParamEntry], model: nn.Module | None) -> None:
-        super().adopt(records, model)
-        streamings = {_where(record.param)[0] for record in records}
-        if len(streamings) > 1:
-            raise UnsupportedError("the parameters belong to several streamed models. Create an optimizer for each one")
-        for streaming in streamings:
-            self.reducer.streaming = streaming
-
-    def settle(self) -> None:
-        self.reducer.streaming.settle()
-
-
-def _where(param: Any) -> tuple[Streaming, Unit | None]:
-    """Returns the `Streaming` object of a parameter, and its unit (None if it stays on the device)."""
-    return param.streaming, param.streaming.owners.get(param)
+    def __init__(self, streaming: Streaming) -> None:
+        super().__init__(streaming, _Reducer(streaming))

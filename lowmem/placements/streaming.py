@@ -7,20 +7,21 @@ At most two units are on the device: the current unit, and the unit that is expe
     written back                      3    2    1    0      each parameter, as soon as it is updated
 """
 
-import time
 from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.autograd.graph import get_gradient_edge
+from torch.utils._pytree import tree_leaves, tree_map_only
 
-from lowmem.errors import StepError
+from lowmem.errors import StepError, UnsupportedError
+from lowmem.placements.base import Shard
 from lowmem.placements.homes import RESIDENT, WITHOUT_STREAMS, Home
-from lowmem.tiles.quantized import QuantizedWeight, tensors_of
+from lowmem.tiles.quantized import QuantizedWeight, plain, tensors_of
 
 
 @dataclass(eq=False, repr=False)
@@ -82,6 +83,9 @@ class _Guarded:
         name = "data" if func == Tensor.data.__get__ else func.__name__  # type: ignore[attr-defined]
         if name not in _OF_METADATA and not (name == "to" and _is_there(*args, **(kwargs or {}))):
             raise next(each for each in tree_leaves((args, kwargs)) if isinstance(each, cls)).idle_error(name)
+        if func in (torch.autograd.backward, torch.autograd.grad):  # checkpointing computes forwards in them
+            args, kwargs = tree_map_only(_Guarded, get_gradient_edge, (args, kwargs))
+            return func(*args, **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
@@ -107,7 +111,7 @@ class IdleQuantized(_Guarded, QuantizedWeight):
 
 
 _IDLE: dict[type, type] = {nn.Parameter: Idle, QuantizedWeight: IdleQuantized}
-_LENT = {idle: lent for lent, idle in _IDLE.items()}
+_ACTIVE = {idle: active for active, idle in _IDLE.items()}
 
 
 def _change_class(params: Iterable[Any], classes: dict[type, type]) -> None:
@@ -126,8 +130,10 @@ def _is_there(param: Tensor, *args: Any, **kwargs: Any) -> bool:
 _Position = tuple[int, int, str]
 
 
-class Streaming:
+class Streaming(Shard):
     """Streams the units of one model through a device. It lives as long as its model, with any number of optimizers.
+
+    A parameter that belongs to no unit stays on the device.
 
     Copies to the device run on one stream, and copies to the host on another. The memory of units is allocated and
     freed on the first stream, which waits for all uses of a unit before it frees the unit.
@@ -139,14 +145,15 @@ class Streaming:
         peak: maximum number of bytes of units on the device.
     """
 
+    moves = True
+
     def __init__(self, units: Iterable[Unit], device: torch.device) -> None:
         self.units = list(units)
         self.device = device
         self.owners = {param: unit for unit in self.units for param in unit.homes}
         self.fetched = self.written = self.peak = 0
         self._in_backward = False  # whether a backward is using a unit
-        self._current = -1  # the current unit
-        self._positions = list[_Position]()  # where it is in use
+        self._positions: list[_Position] = [(-1, -1, "")]  # where the current unit is in use
         self._following: dict[_Position, int] = {}  # the unit that came next in earlier passes
         self._in_place = device.type == "cpu"  # a CPU uses the homes without copies
         # the streams of torch.cpu do nothing, and their events are None
@@ -156,8 +163,12 @@ class Streaming:
         self._borrowed: deque[tuple[Any, Any]] = deque()  # states on the device, and the end of their last copy
         self._waited = 0.0  # seconds of completed waits
         self._waits = deque[tuple[Any, Any]]()  # events at the start and end of later waits
-        self._lent: Unit | None = None  # the unit whose module may use its parameters
+        self._active: Unit | None = None  # the unit whose module may use its parameters
         _change_class(self.owners, _IDLE)
+
+    def admit(self, name: str, param: Any) -> None:
+        if param.streaming is not self:
+            raise UnsupportedError("the parameters belong to several streamed models. Create an optimizer for each one")
 
     # -- which units are on the device -----------------------------------------------------------------------------
 
@@ -168,11 +179,10 @@ class Streaming:
             kind: the kind of pass: "backward", "train" (a forward that is followed by a backward), or "other".
         """
         self._in_backward = kind == "backward"
-        before = self._positions[0][0] if self._positions else -1
-        if unit.index != self._current:
+        before, current, _ = self._positions[0]
+        if unit.index != current:
             self._following |= dict.fromkeys(self._positions, unit.index)
-            before = self._current
-            self._current = unit.index
+            before = current
             self._positions = []
         position = (before, unit.index, kind)
         if position not in self._positions:
@@ -192,30 +202,19 @@ class Streaming:
             return index - 1
         return (index + 1) % len(self.units)
 
-    def read(self, unit: Unit, params: Iterable[Tensor]) -> None:
-        """Makes a unit present, so that some of its parameters can be modified."""
-        if self._in_backward:  # another unit may be in use
-            self.fetch(unit)
-            self._await(unit.fetch_event)
-        else:
-            self.demand(unit, "other")
-        for param in params:
-            if unit.write_events.get(param) is not None:  # written in the previous step, and still on the device
-                self._module.current_stream(self.device).wait_event(unit.write_events[param])
-
-    def lend(self, unit: Unit | None) -> None:
+    def activate(self, unit: Unit | None) -> None:
         """Lets only this layer use its parameters."""
-        if unit is not self._lent:
-            if self._lent is not None:
-                _change_class(self._lent.homes, _IDLE)
+        if unit is not self._active:
+            if self._active is not None:
+                _change_class(self._active.homes, _IDLE)
             if unit is not None:
-                _change_class(unit.homes, _LENT)
-            self._lent = unit
+                _change_class(unit.homes, _ACTIVE)
+            self._active = unit
 
     def end_backward(self) -> None:
         """Called when a backward has ended, so that no unit is in use."""
         self._in_backward = False
-        self.lend(None)
+        self.activate(None)
 
     # -- copies of weights -----------------------------------------------------------------------------------------
 
@@ -224,7 +223,6 @@ class Streaming:
         if unit.present:
             return
         unit.present = True
-        start = time.perf_counter()
         with self._module.stream(self._incoming):
             if self._in_place:
                 unit.home.prefetch()
@@ -233,8 +231,6 @@ class Streaming:
                     there.untyped_storage().resize_(home.nbytes)
                     _untracked(there).copy_(home, non_blocking=True)
         unit.fetch_event = self._incoming.record_event()
-        if unit.fetch_event is None:
-            self._waited += time.perf_counter() - start
         self.fetched += unit.nbytes
         self.peak = max(self.peak, sum(each.nbytes for each in self.units if each.present))
 
@@ -243,8 +239,8 @@ class Streaming:
         if not unit.present:
             return
         unit.present = False
-        if unit is self._lent:  # after a failed forward, or a backward without updates
-            self.lend(None)
+        if unit is self._active:  # after a failed forward, or a backward without updates
+            self.activate(None)
         self._incoming.wait_stream(self._module.current_stream(self.device))
         for left in filter(None, unit.write_events.values()):
             self._incoming.wait_event(left)
@@ -256,11 +252,24 @@ class Streaming:
                 for there, _ in unit.tensors():
                     there.untyped_storage().resize_(0)
 
-    def write(self, unit: Unit, param: Tensor) -> None:
+    def read(self, param: Tensor) -> Tensor:
+        if (unit := self.owners.get(param)) is not None:
+            if self._in_backward:  # another unit may be in use
+                self.fetch(unit)
+                self._await(unit.fetch_event)
+            else:
+                self.demand(unit, "other")
+            if unit.write_events.get(param) is not None:  # written in the previous step, and still on the device
+                self._module.current_stream(self.device).wait_event(unit.write_events[param])
+        return super().read(param)
+
+    def write(self, param: Tensor, shard: Tensor) -> None:
         """Starts copying a parameter to its home after its update."""
-        pairs = [(home, there.detach()) for there, home in unit.tensors(param)]
-        unit.write_events[param] = self._copy_out(() if self._in_place else pairs)
-        self.written += sum(home.nbytes for home, _ in pairs)
+        super().write(param, shard)
+        if (unit := self.owners.get(param)) is not None:
+            pairs = [(home, there.detach()) for there, home in unit.tensors(param)]
+            unit.write_events[param] = self._copy_out(() if self._in_place else pairs)
+            self.written += sum(home.nbytes for home, _ in pairs)
 
     def _copy_out(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> Any:
         """Starts copies to homes. Returns the event at their end."""
@@ -270,22 +279,50 @@ class Streaming:
                 home.copy_(there, non_blocking=True)
         return self._outgoing.record_event()
 
-    def home(self, unit: Unit, param: Tensor) -> Tensor:
+    def stored(self, param: Tensor) -> Tensor:
         """Returns a parameter in its home, after waiting for copies to and from it."""
+        unit = self.owners.get(param)
+        if unit is None:
+            return param
         unit.present |= self._in_place  # pages that are read from a file stay in memory until the unit is evicted
         for copied in (unit.write_events.get(param), unit.fetch_event):
             if copied is not None:
                 copied.synchronize()
         return unit.homes[param]
 
+    def _changed(self, param: Tensor) -> Tensor:
+        """Returns the home of a parameter for modification. The next use fetches it again."""
+        if (unit := self.owners.get(param)) is not None:
+            self.evict(unit)
+        return self.stored(param)
+
+    def version(self, param: Tensor) -> tuple[Any, ...]:
+        return (param._version,)  # not the address: each fetch allocates new memory
+
+    def quantized(self, param: Tensor) -> QuantizedWeight | None:
+        return super().quantized(self._changed(param)) if isinstance(param, QuantizedWeight) else None
+
+    def full_tensor(self, param: Tensor) -> Tensor:
+        return plain(self.stored(param).detach())
+
+    @torch.no_grad()
+    def fill(self, param: Tensor, full: Tensor) -> None:
+        self._changed(param).copy_(full)
+
     # -- copies of states ------------------------------------------------------------------------------------------
 
-    def keep(self, unit: Unit, states: dict[Any, Any]) -> dict[Any, Any]:
-        """Returns the states of a parameter, with streamed states in their homes."""
+    def keep(self, param: Tensor, states: dict[Any, Any]) -> dict[Any, Any]:
+        unit = self.owners.get(param)
+        if unit is None:
+            return states
         return {name: unit.states.keep(value) if moves(value) else value for name, value in states.items()}
 
+    def lend(self, param: Tensor, states: dict[Any, Any]) -> AbstractContextManager[dict[Any, Any]]:
+        unit = self.owners.get(param)
+        return super().lend(param, states) if unit is None else self._lend(unit, param, states)
+
     @contextmanager
-    def states(self, unit: Unit, param: Tensor, states: dict[Any, Any]) -> Iterator[dict[Any, Any]]:
+    def _lend(self, unit: Unit, param: Tensor, states: dict[Any, Any]) -> Iterator[dict[Any, Any]]:
         """A context in which states are on the device. On exit, modified and new states are copied to their homes.
 
         Small states stay on the device. Others are on the device for at most two parameters at a time.
@@ -324,13 +361,12 @@ class Streaming:
     # -- waiting ---------------------------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """Waits until all tensors are in their homes."""
         if (left := self._outgoing.record_event()) is not None:
             left.synchronize()
 
     @property
     def waited(self) -> float:
-        """Seconds that the device waited for copies. Time that a CPU waits for files is not included."""
+        """Seconds that the device waited for copies. It is 0 on a CPU, which uses the weights in place."""
         self._count_waits()
         return self._waited
 

@@ -55,8 +55,8 @@ class _Partition(FlatShard):
         if not isinstance(param.all_gather_coalesced, _AfterWrites):
             param.all_gather_coalesced = _AfterWrites(param.all_gather_coalesced, param.device)
 
-    def group_of(self, param: Any) -> tuple[dist.ProcessGroup, torch.device]:
-        return param.ds_process_group, param.device
+    def groups_of(self, param: Any) -> tuple[list[dist.ProcessGroup], torch.device]:
+        return [param.ds_process_group], param.device
 
     def span(self, param: Any) -> Span:
         return span_of_rank(self.ranks_of(param).rank, tuple(param.ds_shape), param.ds_tensor.ds_numel)
@@ -111,15 +111,13 @@ class _ReduceScatter(Reducer):
         self.drop()
 
     def drop(self) -> None:
-        self._in_flight: ReadyGradients = iter(())
+        self._in_flight: ReadyGradients = ()
 
     def reduce(self, record: ParamEntry, grad: Tensor) -> ReadyGradients:
         ranks = self._shard.ranks_of(record.param)
-        launched = ranks.reduce_scatter_mean(grad.contiguous().view(-1), record.span.size)
-        before = self._in_flight
-        self._in_flight = self._wait(record, launched)
-        del grad, launched
-        yield from before
+        launched = ranks.reduce_scatter_mean(grad.contiguous().view(-1), record.span)
+        before, self._in_flight = self._in_flight, self._wait(record, launched)
+        return before
 
     def flush(self) -> ReadyGradients:
         return self._in_flight

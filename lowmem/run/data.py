@@ -54,13 +54,11 @@ def load(recipe: Recipe) -> tuple[Any, Any]:
         DataError: `datasets` cannot load it.
     """
     script, mixture = recipe.script, recipe.mixture
-    name = script.dataset_name
-    if not mixture.datasets and name is None:
+    if not mixture.datasets and script.dataset_name is None:
         raise ConfigError("no data: set dataset_name, or datasets: [{path: json, data_files: chats.jsonl}]")
-    if not mixture.datasets and (builder := _BUILDERS.get(Path(name).suffix.lower())):
-        raise ConfigError(
-            f"dataset_name {name!r} is the name of a file; write datasets: [{{path: {builder}, data_files: {name}}}]"
-        )
+    for name in [entry.path for entry in mixture.datasets] or [script.dataset_name]:
+        if builder := _BUILDERS.get(Path(name).suffix.lower()):
+            raise ConfigError(f"{name!r} is a file; write datasets: [{{path: {builder}, data_files: {name}}}]")
     set_seed(recipe.training.seed)  # TRL splits by NumPy's random state, which must be the same on every rank and start
     try:
         splits = _load_splits(script, mixture)
@@ -320,7 +318,8 @@ def rows(trainer: Any, count: int) -> Iterator[list[Segment]]:
         for name in columns:
             tokens = row[name] if name.endswith("_ids") and row[name] else []
             text = tokenizer.decode(tokens) if name.endswith("_ids") else str(row[name])
-            parts.append(Segment(f"{name}: {text}\n", "prompt" not in name, len(tokens)))
+            # KTO estimates a divergence from completions of other rows (KL_), without a gradient
+            parts.append(Segment(f"{name}: {text}\n", not name.startswith(("prompt", "KL_")), len(tokens)))
         yield parts
 
 

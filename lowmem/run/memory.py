@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lowmem.optimizer import FusedOptimizer
-from lowmem.placements import stored, streaming_of
+from lowmem.placements import shard_of, streaming_of
 from lowmem.step.program import Program
 from lowmem.step.results import Result
 from lowmem.step.updates import Observer
@@ -226,7 +226,7 @@ def step_memory(
     models = (model, *others)
     streamings = [streaming for each in models if (streaming := streaming_of(each)) is not None]
     tracker = _Tracker()
-    tracker.label((stored(param) for each in models for param in each.parameters()), WEIGHTS)
+    tracker.label((shard_of(param).stored(param) for each in models for param in each.parameters()), WEIGHTS)
     tracker.label((param for streaming in streamings for param in streaming.owners), WEIGHTS)  # on the device
     tracker.label([*(buffer for each in models for buffer in each.buffers()), *batch], BUFFERS)
     tracker.now = 0

@@ -72,10 +72,7 @@ class Changes:
 
 def _elements(weight: StoredTensor, where: tuple[slice, ...]) -> Tensor:
     """Returns the sampled elements of a weight, dequantized if it is quantized."""
-    if not weight.storage.is_quantized:
-        return weight.parts[0][where]
-    pairs = zip(weight.parts, weight.storage.parts, strict=True)
-    return weight.storage.decode(tuple(cut(tensor, where, part.group) for tensor, part in pairs))
+    return weight.map(functools.partial(cut, where)).decode() if weight.storage.is_quantized else weight.parts[0][where]
 
 
 @functools.cache

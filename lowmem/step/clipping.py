@@ -22,7 +22,7 @@ from lowmem.tiles.transfers import to_device
 
 
 class Norms(NamedTuple):
-    """2-norms of gradients, float64. They are summed in float32, so a norm above 1.8e19 is Inf.
+    """2-norms of gradients, summed in float32, so a norm above 1.8e19 is Inf.
 
     unscaled: without the loss scale.  clamped: after `clip_value`.  clipped: the norm that `clip_norm` limits.
     tiled: like `unscaled`, but summed tile by tile. On a CPU, PyTorch's norm of a large float32 tensor may be 1 % off.
@@ -106,17 +106,17 @@ class Clipping:
         return grad.dtype == torch.float32 and (self.scaler.value is not None or self._limit is not None)
 
     def measure(self, record: ParamRecord, grad: Tensor) -> Tensor:
-        """Returns the `Norms` of a gradient, or of this rank's shard of it, float64 [4].
+        """Returns the `Norms` of a gradient, or of this rank's shard of it, float32 [4].
 
         A float32 gradient is unscaled and clamped in place, as PyTorch does. A 16-bit gradient does not change. It is
         read tile by tile, or at once on a GPU if it needs neither unscaling nor clamping.
         """
         if 0 in grad.shape:  # the shard is empty
-            return torch.zeros(4, dtype=torch.float64, device=grad.device)
+            return torch.zeros(4, device=grad.device)
         inverse_scale, limit = self.factors(grad.device)
         if grad.device.type != "cpu" and limit is None and (inverse_scale is None or grad.dtype == torch.float32):
             unscaled = grad if inverse_scale is None else grad.mul_(inverse_scale)
-            return torch.linalg.vector_norm(unscaled, dtype=torch.float32).double().expand(4)
+            return torch.linalg.vector_norm(unscaled, dtype=torch.float32).expand(4)
         parts = []
         for part in [grad] if grad.dtype == torch.float32 else (tile.float() for tile in tiles(grad)):
             if inverse_scale is not None:
@@ -136,14 +136,15 @@ class Clipping:
         """
         # the order of summation affects the last bits, so norms are summed in parameter order
         fired = [record for record in self.records.values() if record.name in measured]
-        norms = self._over_ranks(torch.stack([measured[record.name].to(self.device) for record in fired], 1))
+        stacked = torch.stack([measured[record.name].to(self.device) for record in fired], 1)
+        norms = self._over_ranks(stacked.double())
         finite = norm_over(norms.unscaled).isfinite()
         # with a dynamic loss scale, an overflow skips the step even if a rule handles Inf and NaN
         if not self.scaler.dynamic and all(record.handles_nonfinite for record in fired):
             finite = torch.ones_like(finite)
         coef = None
         if (limit := self.parameters.config.clip_norm) is not None:  # the same division as in torch
-            coef = (limit / (norm_over(norms.clipped).float() + 1e-6)).clamp(max=1.0)
+            coef = (limit / (norm_over(norms.clipped) + 1e-6)).clamp(max=1.0)
         own_clips: dict[AddedGroup, Clip] = {}
         read_norms = norms.clamped if coef is None else norms.clamped * coef
         for group, result in self._clip_by_rules(fired, read_norms):
@@ -214,7 +215,7 @@ class Clipping:
             measured = GroupNorms(
                 hyper=group.live,
                 norms=torch.stack([norms.get(record.name, zero) for record in active]),
-                total=norm_over(read_norms).float(),
+                total=norm_over(read_norms),
                 states=[states.get(record.param, {}) for record in active],
                 frozen=[states.get(record.param, {}) for record in members if record not in active],
                 memory=group.memory,
@@ -237,14 +238,14 @@ class Clipping:
 
 
 def norm_over(norms: Tensor) -> Tensor:
-    """Returns the 2-norm over several tensors from their float64 norms, summed in float32 as PyTorch does."""
-    return torch.linalg.vector_norm(norms.float()).double()
+    """Returns the 2-norm over several tensors from their norms, a float32 scalar, summed as PyTorch does."""
+    return torch.linalg.vector_norm(norms.float())
 
 
 def _norms(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the 2-norm of float32 values as PyTorch computes it, and summed tile by tile, as float64 scalars."""
+    """Returns the 2-norm of float32 values as PyTorch computes it, and summed tile by tile, as float32 scalars."""
     parts = tiles(values)
     norm = tiled = torch.linalg.vector_norm(values)
     if len(parts) > 1:
         tiled = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(part) for part in parts]))
-    return norm.double(), tiled.double()
+    return norm, tiled

@@ -30,8 +30,8 @@ from lowmem.tiles.quantized import QuantizedWeight
 from lowmem.tiles.stages import OneTile, Stages
 from lowmem.tiles.storage import Float
 from lowmem.tiles.stored import StoredTiles
-from lowmem.tiles.tile import extent
-from lowmem.tiles.traced import GRAD, Arguments, Kind, TracedUpdate, signature, trace_update
+from lowmem.tiles.tile import GRAD, extent
+from lowmem.tiles.traced import Arguments, Kind, TracedUpdate, signature, trace_update
 
 logger = logging.getLogger(__name__)
 
@@ -177,8 +177,7 @@ class Compilation:
             return None
         args = {} if isinstance(update, Kernels) else small  # kernels read addresses from tables
         if isinstance(update, OneTile):
-            full = program.full_states(data)
-            args |= update.in_blocks({name: state.parts for name, state in full.items()}, places[0].rect.size)
+            args |= update.in_blocks(program.full_states(data), places[0].rect.size)
         alive = [ref(state, lambda _: bound.pop(record, None)) for state in tensors.values()]
         bound[record] = BoundUpdate(key, form, update, places, args, alive)
         return bound[record]
@@ -190,7 +189,7 @@ class Compilation:
             key: the key of the code in `Program.compiled`.
             small: the small states; None if code cannot update the tensors of this rank.
         """
-        several = bool(self._parameters.placement.process_groups)
+        several = bool(self._parameters.shard.process_groups)
         if small is None and not several:
             return None
         if key not in program.compiled and (program, key) not in self._unsettled:

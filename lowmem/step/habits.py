@@ -6,6 +6,7 @@ Functions are wrapped once per process. They behave as before for parameters tha
 import functools
 import logging
 import math
+import sys
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -102,14 +103,19 @@ def _watch_clipping(clip: Callable[..., Any]) -> Callable[..., Any]:
 _REENTRANT: "weakref.WeakSet[Any]" = weakref.WeakSet()  # nodes of reentrant checkpointing in existing graphs
 
 
-def reentrant(loss: Tensor | None) -> bool:
-    """Returns whether the graph of a loss has a region with reentrant activation checkpointing."""
-    ahead, seen = list[Any]([loss.grad_fn] if _REENTRANT and loss is not None else []), set[Any]((None,))
+def unmeasurable(loss: Tensor | None) -> str | None:
+    """Returns the feature in the graph of a loss that does not allow a backward that only measures, or None."""
+    donates = "torch._dynamo" in sys.modules and torch._functorch.config.donated_buffer
+    ahead, seen = list[Any]([loss.grad_fn] if (_REENTRANT or donates) and loss is not None else []), set[Any]((None,))
     while ahead:
         if (node := ahead.pop()) not in seen:
             seen.add(node)
             ahead += [following for following, _ in node.next_functions]
-    return not seen.isdisjoint(_REENTRANT)
+    if not seen.isdisjoint(_REENTRANT):
+        return "reentrant activation checkpointing"
+    # in torch 2.13, _functorch/_aot_autograd/runtime_wrappers.py: its backward reuses memory of the graph
+    compiled = donates and any(type(node).__name__ == "CompiledFunctionBackward" for node in seen)
+    return "torch.compile" if compiled else None
 
 
 def nests(records: Iterable[ParamRecord]) -> bool:

@@ -57,7 +57,7 @@ class StepLoop:
             skip="loss_scale with a third-party optimizer" if foreign else None,
             exact_skip="a dynamic loss scale" if scaler.dynamic else None,
             accumulation=self.hooks.accumulating,
-            reentrant=habits.reentrant(loss),
+            unmeasurable=habits.unmeasurable(loss),
             sharded=self.placement.shard.sharded,
         )
         on_cpu = all(param.device.type == "cpu" for param in self.records)

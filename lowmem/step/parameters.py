@@ -2,19 +2,22 @@
 
 import logging
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lowmem.errors import ConfigError, StepError, did_you_mean
+from lowmem.errors import ConfigError, StepError, UnsupportedError, did_you_mean
 from lowmem.options import FusedConfig
 from lowmem.placements import Placement
 from lowmem.placements.base import Shard
 from lowmem.rules import UpdateRule
 from lowmem.step.hooks import is_hooked
 from lowmem.step.record import AddedGroup, Group, ParamRecord
+from lowmem.tiles.quantized import tensors_of
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +89,28 @@ class Parameters:
             names.add(name)
             self.shard.admit(name, param)
             records[param] = ParamRecord(name, param, self.shard.span(param), group)
+        self._require_own_memory([*self.records.values(), *records.values()])
         return records
+
+    def _require_own_memory(self, records: Iterable[ParamRecord]) -> None:
+        """Raises `UnsupportedError` if an update of one parameter would change the memory of another one."""
+        ranges = defaultdict[int, list[tuple[int, int, ParamRecord]]](list)  # by storage
+        for record in () if self.shard.sharded else records:
+            for tensor in tensors_of(record.param) if record.param.layout == torch.strided else ():
+                steps = zip(tensor.shape, tensor.stride(), strict=True)
+                length = 1 + sum((size - 1) * stride for size, stride in steps)
+                if length == tensor.numel() > 0:  # otherwise another parameter may be in the gaps
+                    start = int(tensor.storage_offset())
+                    ranges[tensor.untyped_storage()._cdata].append((start, start + length, record))
+        for in_storage in ranges.values():
+            in_storage.sort(key=lambda item: item[:2])
+            for (_, stop, one), (start, _, other) in pairwise(in_storage):
+                if start < stop and (one.param.requires_grad or other.param.requires_grad):
+                    raise UnsupportedError(
+                        f"parameters {one.name!r} and {other.name!r} are two parameters with the same memory, so an "
+                        "update of one in the middle of backward would change the other. Use one parameter in both "
+                        "places, as in head.weight = embedding.weight, or copy it: param.data = param.data.clone()"
+                    )
 
     def complete(self) -> None:
         """Called when groups have been added: orders the records as in the model and checks options of all groups.

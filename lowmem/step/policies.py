@@ -105,8 +105,8 @@ class TwoPass(Policy):
     name = "two_pass"
     when = "during a second backward; the first one measures the gradients"
     unmet: ClassVar[Mapping[str, str]] = {
-        "reentrant": "policy 'two_pass' measures gradients in a separate backward, which reentrant activation "
-        "checkpointing does not allow. Use checkpoint(..., use_reentrant=False), or policy='deferred' (or 'auto')",
+        "unmeasurable": "policy 'two_pass' measures gradients in a separate backward, which {need} does not allow. Use "
+        "policy='deferred' (or 'auto'), or checkpoint(..., use_reentrant=False)",
         "sharded": "policy 'two_pass' runs backward twice, so sharded parameters would be gathered and reduced twice. "
         "Use policy='deferred' (or 'auto'), which stores the gradients of this rank's shards",
         "accumulation": _NO_SUMS,
@@ -253,7 +253,8 @@ class Needs:
     skip: the feature that needs an overflowing step to be skipped as a whole.
     exact_skip: the feature that is exact only if such a step is skipped as a whole.
     accumulation: whether a step has several micro-batches.
-    reentrant: whether activation checkpointing does not allow a backward that only measures gradients.
+    unmeasurable: the feature, such as reentrant activation checkpointing, that does not allow a backward that only
+        measures gradients.
     sharded: whether parameters are sharded.
     """
 
@@ -261,7 +262,7 @@ class Needs:
     skip: str | None = None
     exact_skip: str | None = None
     accumulation: bool = False
-    reentrant: bool = False
+    unmeasurable: str | None = None
     sharded: bool = False
 
 
@@ -289,8 +290,8 @@ def choose(config: FusedConfig, needs: Needs, *, on_cpu: bool) -> tuple[str, str
     if beforehand is None:
         return "immediate", "updates during backward, without storing all gradients"
     reason = f"{beforehand} needs all gradients before the first update"
-    if needs.reentrant:
-        reason += ", and reentrant activation checkpointing does not allow a backward that only measures them"
-    if needs.reentrant or needs.sharded or not on_cpu:
+    if needs.unmeasurable:
+        reason += f", and {needs.unmeasurable} does not allow a backward that only measures them"
+    if needs.unmeasurable or needs.sharded or not on_cpu:
         return "deferred", f"{reason}, so gradients are stored until all of them are ready"
     return "two_pass", f"{reason}, so they are measured in a first backward, and the graph is replayed"

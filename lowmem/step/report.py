@@ -74,7 +74,7 @@ class LastStep:
     @property
     def grad_norm(self) -> Tensor:
         """The 2-norm over all gradients, a float32 scalar."""
-        return norm_over(self._decision.norms).float()
+        return norm_over(self._decision.norms)
 
     @property
     def loss_scale(self) -> float | None:

@@ -65,12 +65,12 @@ def named(loop: StepLoop, *, lazy: bool) -> dict[str, Any]:
     parameters, shard = loop.parameters, loop.parameters.shard
     loop.drop_failed()
     loop.report.settle()
-    parameters.placement.settle()
+    parameters.shard.settle()
     loop.cycle.require_idle("save")
     loop.claim_changed()  # raises if states no longer fit their parameter
     states, records = parameters.states, list(loop.records.values())
     groups = [
-        {k: v for k, v in added.live.items() if k not in ("params", "param_names")}
+        {key: _plain(value) for key, value in added.live.items() if key not in ("params", "param_names")}
         | {"params": added.live["param_names"], "state_storage": _state_storage(added, records)}
         for added in parameters.groups
     ]
@@ -92,6 +92,13 @@ def named(loop: StepLoop, *, lazy: bool) -> dict[str, Any]:
         "param_groups": groups,
         "state": {owner: s if lazy else _read_all(s) for owner, s in sources.items() if s},
     }
+
+
+def _plain(value: Any) -> Any:
+    """Returns a hyperparameter that a loop has set to a NumPy number or a tensor as a Python number."""
+    if isinstance(value, Tensor):
+        return value.item() if value.numel() == 1 else value
+    return value.item() if type(value).__module__ == "numpy" else value
 
 
 def numbered(loop: StepLoop) -> dict[str, Any]:
@@ -355,14 +362,21 @@ def _by_name(saved: Mapping[str, Any], own: Sequence[Mapping[str, Any]], seed: i
             "with opt.load_named_state_dict(...)"
         )
     counts = dict(zip(chain(*keys), zip(chain(*names), rest["states"], strict=True), strict=True))
+    params = chain.from_iterable(zip(group["param_names"], group["params"], strict=True) for group in own)
+    frozen = {name for name, param in params if not param.requires_grad}
     by_name = dict(rest.get("state", {}))  # states of groups. torch.distributed.checkpoint drops empty dicts
     for key, state in {**{key: {} for key in counts}, **states}.items():
         name, count = counts[key]
         if count not in (0, len(state)):
+            reason = (
+                "torch.distributed.checkpoint does not load states of frozen parameters. Freeze it after loading"
+                if name in frozen
+                else "An optimizer class creates its states in its first step, so torch.distributed.checkpoint cannot "
+                "load them into an optimizer that has not stepped. Load with opt.load_state_dict(...), or use a rule "
+                "of lowmem"
+            )
             raise CheckpointError(
-                f"{count} states of {name!r} were saved, but this optimizer has {len(state)}. An optimizer class "
-                "creates its states in its first step, so torch.distributed.checkpoint cannot load them into an "
-                "optimizer that has not stepped. Load with opt.load_state_dict(...), or use a rule of lowmem"
+                f"{count} states of {name!r} were saved, but this optimizer has {len(state)}. {reason}"
             )
         if count:
             by_name[name] = state

@@ -9,8 +9,8 @@ a tile [b, r, c] of several rows          a single line [b, 1, c]
 """
 
 import functools
-import math
-from collections.abc import Callable, Iterator
+import operator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,8 +18,8 @@ from torch import Tensor
 
 from lowmem.tiles.graph import fuse_with, materialize
 from lowmem.tiles.layout import Layout, Place, Rect
-from lowmem.tiles.tile import DIMS, Vectors
-from lowmem.tiles.traced import GRAD, Arguments, Pass
+from lowmem.tiles.tile import DIMS, GRAD, Vectors
+from lowmem.tiles.traced import Arguments, Pass
 
 # Form of a tile: (it has several batch slices, each slice is one row). Part of the cache key.
 Form = tuple[bool, bool]
@@ -117,11 +117,11 @@ def form_of(size: tuple[int, int, int]) -> Form:
     return size[0] > 1, size[1] == 1
 
 
-def shape_of(grad: Tensor) -> tuple[Any, Any, Any]:
-    """Returns the shape [b, r, c] of a tile, given its gradient in blocks."""
-    batch, count, height, *cols = grad.shape
-    width = math.prod(cols)
-    return (batch, 1, count * width) if height == 1 else (batch, count * height, width)
+def shape_of(sizes: Sequence[Any], *, is_line: bool) -> tuple[Any, Any, Any]:
+    """Returns the shape [b, r, c] of a tile, given the sizes of its gradient in blocks."""
+    batch, count, height, *cols = sizes
+    width = functools.reduce(operator.mul, cols)
+    return (batch, 1, count * width) if is_line else (batch, count * height, width)
 
 
 def run_in_blocks(tile_pass: Pass, args: Arguments) -> Vectors:
@@ -129,8 +129,7 @@ def run_in_blocks(tile_pass: Pass, args: Arguments) -> Vectors:
 
     args: includes the vectors of the pass: row [b, r], col [b, c], and scalar [b] or [].
     """
-    parts = [(name, n) for name, storage in tile_pass.storages.items() for n, _ in enumerate(storage.parts)]
-    args = args | {key: args[key].flatten(3) for key in parts}
+    args = args | {key: value.flatten(3) for key, value in args.items() if key[0] in tile_pass.storages}
     grad = args[GRAD, 0]
     batch, count, height, width = grad.shape
     is_line = height == 1

@@ -137,7 +137,7 @@ def grouped(shape: Sequence[int], group: int) -> tuple[int, ...]:
 Box = tuple[slice, ...]
 
 
-def cut(tensor: Tensor, inner: Box | None, group: int = 1) -> Tensor:
+def cut(inner: Box | None, tensor: Tensor, group: int = 1) -> Tensor:
     """Returns a view of part of a tensor with one value per `group` elements of a row. inner: None selects all."""
     if inner is None:
         return tensor
@@ -182,7 +182,7 @@ class Rectangle:
         shape, (batch, rows, cols) = grouped(self.shape, group), self.rect.size
         if shard.shape != shape:
             shard = shard.view(-1)[self.start // group : self.stop // group].view(shape)
-        shard = cut(shard, self.index, group)
+        shard = cut(self.index, shard, group)
         if self.order != tuple(range(shard.ndim)):
             shard = shard.permute(self.order)
         return shard.view(batch, rows, cols // group)

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from lowmem.errors import StepError, UnsupportedError
 from lowmem.tiles.graph import Function, Sizes, compiled, trace
 from lowmem.tiles.layout import block_starts
-from lowmem.tiles.storage import ROUNDED_DTYPES, Integer, Part, Uniform
+from lowmem.tiles.storage import ROUNDED_DTYPES, Integer, Part, StoredTensor, Uniform
 
 logger = logging.getLogger(__name__)
 
@@ -132,8 +132,7 @@ class QuantizedWeight(Tensor):
 
     def by_group(self, change: Callable[[Tensor, int], Tensor]) -> "QuantizedWeight":
         """Returns a weight with the parts `change(part, group)`. group: number of elements per value of the part."""
-        pairs = zip(self.parts, self.format.parts, strict=True)
-        new = QuantizedWeight(self.format, tuple(change(tensor, part.group) for tensor, part in pairs), self.dtype)
+        new = QuantizedWeight(self.format, StoredTensor(self.format, self.parts).map(change).parts, self.dtype)
         new.cast_from = self.cast_from
         return new
 

@@ -11,9 +11,7 @@ recomputes the vectors and scalars of earlier stages, which costs little.
 """
 
 import functools
-import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,8 +22,8 @@ from lowmem.tiles.graph import Function, Sizes, compiled, module
 from lowmem.tiles.layout import Place
 from lowmem.tiles.storage import Storage, StoredTensor
 from lowmem.tiles.stored import StoredTiles
-from lowmem.tiles.tile import RawTile, Vectors, extent
-from lowmem.tiles.traced import GRAD, OVER_TILES, Arguments, Graph, Kind, Pass, Signature, TracedUpdate, fake, sized
+from lowmem.tiles.tile import GRAD, RawTile, Vectors, extent
+from lowmem.tiles.traced import OVER_TILES, Arguments, Graph, Kind, Pass, Signature, TracedUpdate, fake, sized
 
 TILE = 8, 1024, 16, 4096  # size hint for Inductor: [b, n, m, c] of a tile of a large parameter
 
@@ -78,18 +76,18 @@ class TileCode:
         for name, storage in self._storages.items():
             for n, part in enumerate(storage.parts):
                 example[name, n] = sizes.tensor(self._shape(tile, part.group), part.dtype, self._kind.device)
-        example |= fake(self._args, shape_of(example[GRAD, 0]), sizes, self._kind.device)
+        example |= fake(self._args, shape_of(example[GRAD, 0].shape, is_line=lines), sizes, self._kind.device)
         return Code(self._graph(example, sizes), sizes)
 
-    def in_blocks(self, tensors: Mapping[str, Sequence[Tensor]], size: tuple[int, int, int]) -> Arguments:
+    def in_blocks(self, tensors: Mapping[str, StoredTensor], size: tuple[int, int, int]) -> Arguments:
         """Returns the tensors of a tile with this size [b, r, c] as arguments."""
-        divided = blocks(*size[1:], self._kind.group)
-        assert divided is not None  # true for all `divisible_places`
-        tile = size[0], *divided[:2], divided[2] // self._kind.group
+        matrix = blocks(*size[1:], self._kind.group)
+        assert matrix is not None  # true for all `divisible_places`
+        tile = size[0], *matrix[:2], matrix[2] // self._kind.group
         return {
             (name, n): tensor.view(self._shape(tile, part.group))
-            for name, parts in tensors.items()
-            for n, (tensor, part) in enumerate(zip(parts, self._storages[name].parts, strict=True))
+            for name, (storage, stored) in tensors.items()
+            for n, (part, tensor) in enumerate(zip(storage.parts, stored, strict=True))
         }
 
     def _shape(self, tile: tuple[Any, ...], own: int) -> tuple[Any, ...]:
@@ -111,7 +109,11 @@ def copied(
             inputs[key] = graph.placeholder(f"given_{n}")
             inputs[key].meta["val"] = value
     if (GRAD, 0) in args:  # sizes are symbols of tensors: Inductor's cache on disk has no guards for other arguments
-        inputs |= _sizes_of(inputs[GRAD, 0], args[GRAD, 0].shape)
+        grad, blocked = inputs[GRAD, 0], args[GRAD, 0].shape
+        size_of = torch.ops.aten.sym_size.int
+        dims = [fx.Proxy(graph.call_function(size_of, (grad, d))) for d in range(len(blocked))]
+        shape = shape_of(dims, is_line=blocked[2] == 1)
+        inputs |= sized([size.node if isinstance(size, fx.Proxy) else size for size in shape])
     copies: dict[fx.Node, Any] = {node: inputs.get(key) for key, node in update.graph.inputs.items()}
     for node in update.graph.module.graph.nodes:
         if node is end:
@@ -128,20 +130,10 @@ def copied(
     return Graph(module(graph), placeholders, {key: copies[node] for key, node in results.items()})
 
 
-def _sizes_of(grad: fx.Node, shape: Sequence[Any]) -> Arguments:
-    """Adds nodes to a graph for the sizes of a parameter, given its gradient in blocks of this shape."""
-    size_of = torch.ops.aten.sym_size.int
-    dims: list[Any] = [fx.Proxy(grad.graph.call_function(size_of, (grad, d))) for d in range(len(shape))]
-    batch, count, height, *cols = dims
-    width = functools.reduce(operator.mul, cols)
-    matrix = (1, count * width) if shape[2] == 1 else (count * height, width)
-    sizes = sized((batch, *matrix))
-    return {key: size.node if isinstance(size, fx.Proxy) else size for key, size in sizes.items()}
-
-
 def at_once(update: TracedUpdate, args: Arguments, sizes: Sizes) -> Graph:
     """Returns the graph of an update of one tile, with each pass replaced by its graph."""
-    kind, graph, shape = update.kind, update.graph, shape_of(args[GRAD, 0])
+    kind, graph, sizes_of_grad = update.kind, update.graph, args[GRAD, 0].shape
+    shape = shape_of(sizes_of_grad, is_line=sizes_of_grad[2] == 1)
 
     def sums_of(into: fx.Graph, n: int, given: Arguments) -> Any:
         tile_pass = update.passes[n]
@@ -164,7 +156,8 @@ class OneTile(TileCode):
     def run(self, tiles: StoredTiles, places: Sequence[Place], args: Arguments, _: Any) -> dict[Any, Tensor]:
         """Updates a parameter. args: numbers, small states, and full-size states `in_blocks`."""
         size = places[0].rect.size
-        args |= self.in_blocks({GRAD: (tiles.grad,), "param": tiles.weight.parts}, size)
+        tensors = {GRAD: StoredTensor(self._storages[GRAD], (tiles.grad,)), "param": tiles.weight}
+        args |= self.in_blocks(tensors, size)
         return self._codes[form_of(size)](args)
 
 
@@ -179,9 +172,9 @@ class Stage(TileCode):
         self.tile_pass, self.before = tile_pass, before
 
     def __call__(self, raw: RawTile) -> Vectors:
-        size = raw.grad.shape[0], raw.grad.shape[1], raw.grad.shape[2]
-        full = {name: each.parts for name, each in raw.full.items()}
-        args = self.in_blocks({GRAD: (raw.grad,), "param": raw.param.parts, **full}, size) | raw.reading.tensors
+        batch, rows, cols = raw.tensors[GRAD].parts[0].shape
+        size = batch, rows, cols
+        args = self.in_blocks(raw.tensors, size) | raw.reading.tensors
         for key, value in raw.vectors.items():
             args[key] = value.reshape(extent(key[0], size)).contiguous() if value.ndim else value
         return self._codes[form_of(size)](args)
@@ -220,15 +213,12 @@ class Stages:
         self, tiles: StoredTiles, places: Sequence[Place], args: Arguments, held: Mapping[str, StoredTensor]
     ) -> dict[Any, Tensor]:
         """Updates a parameter that is cut into tiles at these places. held: the full-size states, by name."""
-        tiles = replace(tiles, chosen_places=places)
+        tiles.places = places
         args |= sized(tiles.shape)
         for n, stage in enumerate(self._stages):
             results = {} if stage.before is None else stage.before(args)
-            full = {state: held[state] for state in stage.tile_pass.full.values()}
+            full = {name: held[name] for name in stage.tile_pass.storages if name in held}
             vectors = {key: results[key] for key in stage.tile_pass.vectors}
-            if stage.tile_pass.writes:
-                tiles.each(stage, full, vectors)
-            else:
-                sums = tiles.total(stage, full, vectors).values()
-                args |= {("sum", (n, i)): value for i, value in enumerate(sums)}
+            sums = tiles.total(stage, full, vectors).values()
+            args |= {("sum", (n, i)): value for i, value in enumerate(sums)}
         return results

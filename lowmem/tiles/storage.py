@@ -400,6 +400,11 @@ class StoredTensor(NamedTuple):
         """Returns the float32 values."""
         return self.storage.decode(self.parts)
 
+    def map(self, change: Callable[[Tensor, int], Tensor]) -> "StoredTensor":
+        """Returns the tensors `change(tensor, group)`. group: number of elements per value of the tensor."""
+        pairs = zip(self.parts, self.storage.parts, strict=True)
+        return StoredTensor(self.storage, tuple([change(tensor, part.group) for tensor, part in pairs]))
+
 
 def part_name(state: str, part: str) -> str:
     """Returns the name under which a part of a state's storage is saved."""

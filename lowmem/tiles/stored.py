@@ -1,7 +1,7 @@
 """Tiles of stored tensors, and the loop over tiles."""
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Protocol
 
@@ -11,9 +11,9 @@ from torch._subclasses.fake_tensor import is_fake
 
 from lowmem.tiles.layout import Layout, Place, cut
 from lowmem.tiles.rounding import mix
-from lowmem.tiles.storage import Storage, StoredTensor, Uniform
+from lowmem.tiles.storage import StoredTensor, Uniform, of_weight
 from lowmem.tiles.sweep import Reading, Scalars, States, Tiles
-from lowmem.tiles.tile import DIMS, RawTile, Vectors, extent, summed
+from lowmem.tiles.tile import DIMS, GRAD, RawTile, Vectors, extent, summed
 
 # Elements per tile. On a CPU the float32 temporaries of a tile should fit into the cache. On a GPU, larger tiles mean
 # fewer launches. All passes that sum use the same tile size, because it affects the last bits of a sum.
@@ -43,7 +43,6 @@ class StoredTiles(Tiles):
         members: number of stacked parameters.
         ranks: the ranks that the parameter is sharded over; None if it is not sharded.
         tile: elements per tile; None for the default.
-        chosen_places: the positions of the tiles; None for tiles of `tile` elements.
     """
 
     layout: Layout
@@ -56,40 +55,54 @@ class StoredTiles(Tiles):
     keys: Tensor | None = None
     ranks: RankGroup | None = None
     tile: int | None = None
-    chosen_places: Sequence[Place] | None = None
 
     def __post_init__(self) -> None:
         self.shape, self.device = self.layout.shape, self.weight.parts[0].device
         self._passes = 0
 
     @functools.cached_property
-    def places(self) -> list[Place]:
-        """Positions of the tiles."""
-        if self.chosen_places is not None:
-            return list(self.chosen_places)
+    def places(self) -> Sequence[Place]:
+        """Positions of the tiles. Compiled code sets them."""
         places = self.layout.places(self.tile or (CPU_TILE if self.device.type == "cpu" else GPU_TILE))
         return _two_of_each_size(places) if is_fake(self.weight.parts[0]) else places
 
     @functools.cached_property
-    def _rectangles(self) -> tuple[Sequence[Tensor], list[list[Tensor]]]:
-        """Views of the gradient and the weight, one per rectangle."""
-        return self.layout.views(self.grad), self._views(self.weight)
+    def tensors(self) -> Mapping[str, StoredTensor]:  # type: ignore[override]
+        return {GRAD: StoredTensor(of_weight("nearest", self.grad.dtype), (self.grad,)), "param": self.weight}
+
+    @functools.cached_property
+    def _rectangles(self) -> Mapping[str, list[StoredTensor]]:
+        """Views of the gradient and the weight, which all passes share."""
+        return self._views(self.tensors)
+
+    def _views(self, tensors: Mapping[str, StoredTensor]) -> Mapping[str, list[StoredTensor]]:
+        """Returns views of each tensor, one per rectangle."""
+        rectangles = self.layout.rectangles
+        return {name: [each.map(rectangle.view) for rectangle in rectangles] for name, each in tensors.items()}
 
     def complete_grad(self) -> Tensor:
         return self.grad
 
-    def reduce(self, body: Callable[[RawTile], Vectors], full: States, vectors: Vectors) -> Vectors:
+    def run(self, body: Callable[[RawTile], Vectors], full: States, vectors: Vectors, *, writes: bool) -> Vectors:
         return self.total(lambda raw: summed(body(raw)), full, vectors)
 
     def total(self, body: Callable[[RawTile], Vectors], full: States, vectors: Vectors) -> Vectors:
-        """Like `reduce`, for a `body` that already sums over the tile."""
-        total = Vectors()
+        """Like `run`, for a `body` that sums over its tile. Every second pass runs backwards, to start with tiles that
+        are in the cache.
+        """
+        total, views = Vectors(), {**self._rectangles, **self._views(full)}
         one_tile = len(self.places) == 1 and self.places[0].rect.size == self.shape
-        for place, raw in self.over(self.places, full, vectors):
+        order = self.places if self._passes % 2 == 0 else self.places[::-1]
+        self._passes += 1
+        for place in order:
+            at = functools.partial(cut, place.inner)
+            tensors = {name: each[place.rectangle].map(at) for name, each in views.items()}
+            here = {key: self._part(key[0], value, place) for key, value in vectors.items()}
+            sums = body(RawTile(tensors, self.reading, {**self.scalars.singles, **here}))
             if one_tile:
-                total = body(raw)
+                total = sums
             else:
-                self._add(total, place, body(raw))
+                self._add(total, place, sums)
         return total if self.ranks is None else over_ranks(self.ranks, total)
 
     def _add(self, total: Vectors, place: Place, part: Vectors) -> None:
@@ -101,23 +114,6 @@ class StoredTiles(Tiles):
                 total[key] = torch.full(extent(kind, self.shape), start, dtype=torch.float32, device=self.device)
             here = total[key][tuple(place.rect[d] for d in DIMS[kind])]
             (torch.maximum if largest else torch.add)(here, value, out=here)
-
-    def each(self, body: Callable[[RawTile], Vectors | None], full: States, vectors: Vectors) -> None:
-        for _, raw in self.over(self.places, full, vectors):
-            body(raw)
-
-    def over(self, places: Sequence[Place], full: States, vectors: Vectors) -> Iterator[tuple[Place, RawTile]]:
-        """Yields the tiles. Every second pass runs backwards, to start with tiles that are in the cache."""
-        order = places if self._passes % 2 == 0 else places[::-1]
-        self._passes += 1
-        grads, weight = self._rectangles
-        views = {name: self._views(state) for name, state in full.items()}
-        for place in order:
-            grad = cut(grads[place.rectangle], place.inner)
-            states = {name: _at(place, state.storage, views[name]) for name, state in full.items()}
-            here = {key: self._part(key[0], value, place) for key, value in vectors.items()}
-            param = _at(place, self.weight.storage, weight)
-            yield place, RawTile(grad, param, self.reading, states, {**self.scalars.singles, **here})
 
     def _part(self, kind: str, value: Tensor, place: Place) -> Tensor:
         """Returns the part of a parameter's vector for one tile, broadcastable to [b, r, c]."""
@@ -131,17 +127,6 @@ class StoredTiles(Tiles):
             value = mix(value + high) if high else value
             value = value if low == 1 << 31 else value + (low - (1 << 31))
         return value.view([n if d in DIMS[kind] else 1 for d, n in enumerate(rect.size)])
-
-    def _views(self, stored: StoredTensor) -> list[list[Tensor]]:
-        """Returns views of each tensor of a storage, one per rectangle [b, r, c / group]."""
-        pairs = zip(stored.parts, stored.storage.parts, strict=True)
-        return [self.layout.views(tensor, part.group) for tensor, part in pairs]
-
-
-def _at(place: Place, storage: Storage, views: Sequence[Sequence[Tensor]]) -> StoredTensor:
-    """Returns the tile at a place, given views of each tensor of its storage."""
-    pairs = zip(views, storage.parts, strict=True)
-    return StoredTensor(storage, tuple(cut(each[place.rectangle], place.inner, part.group) for each, part in pairs))
 
 
 def over_ranks(ranks: RankGroup, local: Vectors) -> Vectors:
@@ -158,11 +143,15 @@ def begin_storage(layout: Layout, weight: StoredTensor) -> None:
     """Initializes the tensors that a storage adds to a parameter, before its first update. The weight is rounded to
     nearest, so that it changes as little as possible.
     """
-    tiles = StoredTiles(layout, weight, weight.parts[0])
-    for _, raw in tiles.over(tiles.places, {}, {}):
-        value = raw.param.parts[0].float()
-        for target, new in zip(raw.param.parts, weight.storage.encode(value, Uniform.half(value)), strict=True):
+
+    def begin_tile(raw: RawTile) -> Vectors:
+        parts = raw.tensors["param"].parts
+        value = parts[0].float()
+        for target, new in zip(parts, weight.storage.encode(value, Uniform.half(value)), strict=True):
             target.copy_(new)
+        return {}
+
+    StoredTiles(layout, weight, weight.parts[0]).run(begin_tile, {}, {}, writes=True)
 
 
 def _two_of_each_size(places: Sequence[Place]) -> list[Place]:

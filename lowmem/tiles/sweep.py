@@ -66,16 +66,13 @@ class Scalars:
     @functools.cached_property
     def singles(self) -> Vectors:
         """The numbers as float32 vectors of the kind "scalar"."""
-        return self._named(self.single)
+        pairs = zip(self.names, self.single.unbind(), strict=True) if self.names else ()
+        return {("scalar", name): number for name, number in pairs}
 
     @functools.cached_property
-    def doubles(self) -> Vectors:
-        """The numbers as float64 vectors of the kind "scalar"."""
-        return self._named(self.double)
-
-    def _named(self, numbers: Tensor) -> Vectors:
-        pairs = zip(self.names, numbers.unbind(), strict=True) if self.names else ()
-        return {("scalar", name): number for name, number in pairs}
+    def doubles(self) -> Mapping[str, Tensor]:
+        """The numbers as float64 scalars."""
+        return dict(zip(self.names, self.double.unbind(), strict=True))
 
 
 class Tiles(ABC):
@@ -85,7 +82,7 @@ class Tiles(ABC):
         shape: shape of the parameter, [B, R, C].
         members: number of parameters stacked in the batch.
         device: the device of all tensors.
-        weight: the parameter with its storage.
+        tensors: the gradient and the weight ("param") by name.
         reading: how the gradient is processed when it is read.
         scalars: the numbers of the rule.
         keys: seed of each member's random bits, int32 [members, 1], a scalar for one member, or None if not needed.
@@ -94,38 +91,25 @@ class Tiles(ABC):
     shape: tuple[int, int, int]
     members: int
     device: torch.device
-    weight: StoredTensor
+    tensors: Mapping[str, StoredTensor]
     keys: Tensor | None
     reading: Reading
     scalars: Scalars
 
     @abstractmethod
-    def reduce(self, body: Callable[[RawTile], Vectors], full: States, vectors: Vectors) -> Vectors:
-        """Sums the results of `body` over the tiles of all ranks, and returns row [B, R], col [B, C], scalar [B].
+    def run(self, body: Callable[[RawTile], Vectors], full: States, vectors: Vectors, *, writes: bool) -> Vectors:
+        """Calls `body` with every tile of this process. Returns the sums of its results over all tiles and ranks: row
+        [B, R], col [B, C], scalar [B].
 
         Args:
             full: full-size states, by the names that `body` uses.
             vectors: row [B, R], col [B, C], and scalar [] or [B].
+            writes: whether `body` writes to its tile, and returns nothing to sum.
         """
-
-    @abstractmethod
-    def each(self, body: Callable[[RawTile], Vectors | None], full: States, vectors: Vectors) -> None:
-        """Calls `body`, which writes to its tile, with every tile of this process."""
 
     @abstractmethod
     def complete_grad(self) -> Tensor:
         """Returns the gradient as one tensor with the weight's shape."""
-
-    def finite_and_noise(self, finite: Tensor | None, *, draws: bool) -> Vectors:
-        """Returns the vectors "finite" and "noise" of a pass that writes, see `RawTile`. finite: boolean [members]."""
-        vectors, (batch, rows, _) = Vectors(), self.shape
-        if finite is not None:  # one value per batch slice
-            vectors["finite", ""] = finite.view(-1, 1).expand(self.members, batch // self.members).reshape(batch)
-        if draws:  # int32 arithmetic may wrap
-            line = torch.arange(batch * rows // self.members, dtype=torch.int32, device=self.device)
-            assert self.keys is not None
-            vectors["noise", ""] = mix(line + self.keys)
-        return vectors
 
 
 def _split(given: TileInputs) -> tuple[States, Vectors]:
@@ -145,42 +129,40 @@ class Sweep:
     """
 
     def __init__(self, tiles: Tiles) -> None:
-        self._tiles = tiles
+        self._tiles, self._weight = tiles, tiles.tensors["param"]
         self.shape, self.device = tiles.shape, tiles.device
         self.scalar = Fields(tiles.scalars.singles, "scalar")
         self.rule_clip_coef = tiles.reading.rule_clip_coef
         self._guarded = True  # whether writes depend on `finite`
         self._finite = None if tiles.reading.finite is None else tiles.reading.finite.expand(tiles.members)
-        self._measured: Tensor | None = None  # sum of squares [B], known after the first reduce
+        self._square_sums = tiles.reading.square_sums  # known after the first reduce
 
     @functools.cached_property
     def double(self) -> Fields:
-        return Fields(self._tiles.scalars.doubles, "scalar")
+        return Fields(self._tiles.scalars.doubles)
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the stored weight."""
-        return self._tiles.weight.dtype
+        return self._weight.dtype
 
     @property
     def count(self) -> int:
         """Number of elements in each batch slice."""
         return self.shape[1] * self.shape[2]
 
-    @functools.cached_property
+    @property
     def square_sums(self) -> Tensor:
         """Squared norm of each parameter's unscaled, unclipped gradient over all shards, float64 [members]. It is
         summed in float32. Reading this property measures the gradient.
         """
-        if self._tiles.reading.square_sums is not None:
-            return self._tiles.reading.square_sums
         self._measure()
-        assert self._measured is not None
-        return self._measured.view(self._tiles.members, -1).sum(-1).double()
+        assert self._square_sums is not None
+        return self._square_sums
 
     def _measure(self) -> None:
-        """Measures the gradient with a separate pass over the tiles, unless a `reduce` has measured it."""
-        if self._measured is None and self._tiles.reading.square_sums is None:
+        """Measures the gradient with a separate pass over the tiles, unless it is measured already."""
+        if self._square_sums is None:
             self.reduce(_nothing)
 
     @property
@@ -204,19 +186,25 @@ class Sweep:
         The first reduce of a sweep also measures the gradient. If a rule writes first, or does not reduce, measuring
         takes a separate pass, unless the gradient was measured before the sweep.
         """
-        measure = self._measured is None and self._tiles.reading.square_sums is None
-        sums = Sums.of(self._tiles.reduce(functools.partial(reduce_tile, fn, measure), *_split(given)))
+        measure = self._square_sums is None
+        body = functools.partial(reduce_tile, fn, measure)
+        sums = Sums.of(self._tiles.run(body, *_split(given), writes=False))
         if measure:
-            self._measured = sums.scalar.pop(SQUARE)
+            self._square_sums = sums.scalar.pop(SQUARE).view(self._tiles.members, -1).sum(-1).double()
         return sums
 
     def apply(self, fn: ApplyFn, **given: Unpack[TileInputs]) -> None:
         """Writes the values that `fn` returns for each tile: `param`, and states by their names in `full`."""
         full, vectors = _split(given)
-        draws = any(each.storage.draws for each in (self._tiles.weight, *full.values()))
+        tiles, (batch, rows, _) = self._tiles, self.shape
         self._measure()  # before the writing pass, which must be the last in a trace
-        vectors |= self._tiles.finite_and_noise(self.finite, draws=draws)
-        self._tiles.each(functools.partial(apply_tile, fn), full, vectors)
+        if (finite := self.finite) is not None:  # one value per batch slice
+            vectors["finite", ""] = finite.view(-1, 1).expand(tiles.members, batch // tiles.members).reshape(batch)
+        if any(each.storage.draws for each in (self._weight, *full.values())):  # int32 arithmetic may wrap
+            line = torch.arange(batch * rows // tiles.members, dtype=torch.int32, device=self.device)
+            assert tiles.keys is not None
+            vectors["noise", ""] = mix(line + tiles.keys)
+        tiles.run(functools.partial(apply_tile, fn), full, vectors, writes=True)
 
     def store(self, state: Tensor, value: Tensor) -> Tensor:
         """Writes a small state (row, column or slice), and returns the new value in the state's dtype and shape."""
@@ -241,7 +229,7 @@ class Sweep:
         The tensor is the parameter itself if its storage is a plain cast (float32, or nearest rounding). Otherwise it
         is a float32 copy, which is written back tile by tile. The gradient is unscaled and clipped in place.
         """
-        weight, grad = self._tiles.weight, self._tiles.complete_grad()
+        weight, grad = self._weight, self._tiles.complete_grad()
         self._measure()  # before the gradient is modified
         self.allow_nonfinite()
         reading = self._tiles.reading

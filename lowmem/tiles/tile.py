@@ -18,6 +18,9 @@ from lowmem.tiles.storage import StoredTensor, Uniform
 
 Named = dict[str, Tensor]
 
+# Name of the gradient among the tensors of a tile. The others are named "param", or by the state.
+GRAD = "the gradient"
+
 # Kind (see `DIMS`) and name → a vector of a parameter, or its part for one tile.
 Vectors = dict[tuple[str, str], Tensor]
 
@@ -93,16 +96,14 @@ class Reading:
 class RawTile(NamedTuple):
     """The stored tensors of one tile.
 
-    grad: [b, r, c].  param, full: `StoredTensor` [b, r, c / group].  reading: see `Reading`.
+    tensors: the gradient, the weight and states by name, [b, r, c / group].  reading: see `Reading`.
     vectors, by kind and name: row [b, r, 1], col [b, 1, c], scalar [] or [b, 1, 1] (including the numbers of the rule),
     finite [b, 1, 1] (False leaves everything unchanged), noise int32 [b, r, 1] (an element's random bits depend on it
     and on the column in the tile). finite and noise are omitted if they are not needed.
     """
 
-    grad: Tensor
-    param: StoredTensor
+    tensors: Mapping[str, StoredTensor]
     reading: Reading
-    full: Mapping[str, StoredTensor]
     vectors: Vectors
 
 
@@ -140,13 +141,13 @@ class Tile:
     """
 
     def __init__(self, raw: RawTile) -> None:
-        self._raw, self.full = raw, Fields(raw.full, read=StoredTensor.decode)
+        self._raw, self.full = raw, Fields(raw.tensors, read=StoredTensor.decode)
         self.row, self.col, self.scalar = (Fields(raw.vectors, kind) for kind in ("row", "col", "scalar"))
 
     @functools.cached_property
     def unclipped(self) -> Tensor:
         """The gradient [b, r, c], unscaled but not clipped."""
-        inverse_scale, grad = self._raw.reading.inverse_scale, self._raw.grad.float()
+        inverse_scale, grad = self._raw.reading.inverse_scale, self._raw.tensors[GRAD].decode()
         return grad if inverse_scale is None else grad * inverse_scale
 
     @functools.cached_property
@@ -170,11 +171,11 @@ class Tile:
     @functools.cached_property
     def param(self) -> Tensor:
         """The weight."""
-        return self._raw.param.decode()
+        return self._raw.tensors["param"].decode()
 
     def stored(self, value: Tensor, like: str = "param") -> Tensor:
         """Rounds a float32 tile to the dtype of the weight, or of the state `like` if the rule defines its dtype."""
-        held = self._raw.param if like == "param" else self._raw.full[like]
+        held = self._raw.tensors[like]
         return nearest(value, held.dtype if like == "param" or held.storage.is_cast else torch.float32)
 
 
@@ -205,11 +206,10 @@ def summed(values: Vectors) -> Vectors:
     }
 
 
-def apply_tile(fn: ApplyFn, raw: RawTile) -> None:
-    """Writes the values [b, r, c] that a rule's function returns for a tile."""
-    held = {"param": raw.param, **raw.full}
-    drawing = [name for name, each in held.items() if each.storage.draws]
-    group = max(each.storage.group for each in held.values())
+def apply_tile(fn: ApplyFn, raw: RawTile) -> Vectors:
+    """Writes the values [b, r, c] that a rule's function returns for a tile. There is nothing to sum."""
+    drawing = [name for name, each in raw.tensors.items() if each.storage.draws]
+    group = max(each.storage.group for each in raw.tensors.values())
     finite, words = raw.vectors.get(("finite", "")), list[Tensor]()
 
     def draw(name: str, cols: int, count: int) -> Tensor:
@@ -221,7 +221,7 @@ def apply_tile(fn: ApplyFn, raw: RawTile) -> None:
 
     for name, value in fn(Tile(raw)).items():
         uniform = Uniform(functools.partial(draw, name, value.shape[-1]))
-        storage, parts = held[name]
+        storage, parts = raw.tensors[name]
         for part, target, new in zip(storage.parts, parts, storage.update(value, uniform, parts), strict=True):
             result = new if finite is None else torch.where(finite, new, target.to(new.dtype))
             if words and value.ndim == 4 and len(parts) > 1 and not part.name:
@@ -229,3 +229,4 @@ def apply_tile(fn: ApplyFn, raw: RawTile) -> None:
             if value.ndim == 4 and part.group < group:  # reshaped like the argument, to avoid a copy in compiled code
                 target, result = (each.unflatten(-1, (-1, group // part.group)) for each in (target, result))
             target.copy_(result)
+    return {}

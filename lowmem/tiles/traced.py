@@ -18,14 +18,11 @@ from lowmem.errors import UnsupportedError
 from lowmem.tiles.graph import Size, Sizes, trace
 from lowmem.tiles.storage import Storage, StoredTensor
 from lowmem.tiles.sweep import Scalars, States, Sweep, Tiles
-from lowmem.tiles.tile import DIMS, RawTile, Reading, Vectors, extent
+from lowmem.tiles.tile import DIMS, GRAD, RawTile, Reading, Vectors, extent
 
 # Size hint [B, R, C] for compilers, from a large parameter. It determines how loops are divided among threads or GPU
 # blocks, and which sums are long enough to be split (4,096 and more in Inductor).
 PARAMETER = 8, 4096, 4096
-
-# Name of the gradient among the tensors of a tile. The others are named "param" or by their state.
-GRAD = "the gradient"
 
 # Arguments of compiled code, by kind and name. Vectors and small states have the kinds of `DIMS`. Others are tensors of
 # the "reading", the "numbers" of the rule ("single", "double"), the "key" of the noise, the "size" of the parameter,
@@ -62,7 +59,7 @@ def fake(args: Signature, shape: Sequence[Size], sizes: Sizes, device: torch.dev
     }
 
 
-def sized(shape: Sequence[Size]) -> Arguments:
+def sized(shape: Sequence[Any]) -> Arguments:
     """Returns the size of a parameter as arguments."""
     return {("size", n): size for n, size in enumerate(shape)}
 
@@ -114,14 +111,14 @@ class Kind(NamedTuple):
 class Pass(NamedTuple):
     """A pass over the tiles.
 
-    body: its function.  full: the states that it reads, by the names that it uses.  storages: storages of the tile's
-    tensors that it reads, by name.  args: the other arguments of a tile (scalars of the reading, numbers of the rule,
+    body: its function.  names: the name that it uses for a tensor of the tile → name of the tensor.  storages: storages
+    of these tensors, by name.  args: the other arguments of a tile (scalars of the reading, numbers of the rule,
     and vectors).  vectors: their names.  sums: kind and name of each.  writes: whether the pass calls `apply`, so that
     no pass follows.  node: its `OVER_TILES` node, whose arguments are vectors and whose users are sums.
     """
 
-    body: Callable[[RawTile], Vectors | None]
-    full: Mapping[str, str]
+    body: Callable[[RawTile], Vectors]
+    names: Mapping[str, str]
     storages: Mapping[str, Storage]
     args: Signature
     vectors: Sequence[Key]
@@ -135,8 +132,8 @@ class Pass(NamedTuple):
             name: StoredTensor(storage, tuple(args[name, n] for n, _ in enumerate(storage.parts)))
             for name, storage in self.storages.items()
         }
-        full = {name: tensors[state] for name, state in self.full.items()}
-        return self.body(RawTile(args[GRAD, 0], tensors["param"], reading_of(args), full, vectors)) or {}
+        tile = {used: tensors[name] for used, name in self.names.items()}
+        return self.body(RawTile(tile, reading_of(args), vectors))
 
 
 class TracedUpdate(NamedTuple):
@@ -163,11 +160,10 @@ class Passes(Tiles):
         self.shape = args["size", 0], args["size", 1], args["size", 2]
         self.reading, self.keys = reading_of(args), args.get(("key", ""))
         self.scalars = Scalars(kind.numbers, args["numbers", "single"], args["numbers", "double"])
-        self._storages = dict(kind.storages)
         with _disable_current_modes():
             self.full = {name: self._one_group(storage, kind.group) for name, storage in kind.storages}
-        (self._grad,), self.weight = self.full.pop(GRAD).parts, self.full.pop("param")
         self._names = {held: name for name, held in self.full.items()}
+        self.tensors = {name: self.full.pop(name) for name in (GRAD, "param")}
 
     def _one_group(self, storage: Storage, cols: int) -> StoredTensor:
         """Returns a tile with one group of elements."""
@@ -176,22 +172,17 @@ class Passes(Tiles):
     def complete_grad(self) -> Tensor:
         raise UnsupportedError("the rule updates the parameter as one tensor (Sweep.materialized)")
 
-    def reduce(self, body: Callable[[RawTile], Vectors], full: States, vectors: Vectors) -> Vectors:
-        return self._record(body, full, vectors, writes=False)
-
-    def each(self, body: Callable[[RawTile], Vectors | None], full: States, vectors: Vectors) -> None:
-        self._record(body, full, vectors, writes=True)
-
-    def _record(self, body: Any, full: States, vectors: Vectors, writes: bool) -> Vectors:
+    def run(self, body: Callable[[RawTile], Vectors], full: States, vectors: Vectors, *, writes: bool) -> Vectors:
         read = {key: v.reshape(extent(key[0], self.shape)).contiguous() if v.ndim else v for key, v in vectors.items()}
         reading = {key: value for key, value in self.reading.tensors.items() if not value.ndim}
         args, sums = signature({**reading, **self.scalars.singles, **read}), list[Key]()
+        tensors = {**self.tensors, **full}
         if not writes:
             with _disable_current_modes():  # runs a small tile to learn the names of the sums
                 here = {key: torch.zeros(() if tail is None else (1, 1, 1), dtype=dtype) for key, dtype, tail in args}
-                sums = [*body(RawTile(self._grad, self.weight, reading_of(here), full, here))]
-        names = {name: self._names[held] for name, held in full.items()}
-        storages = {name: self._storages[name] for name in (GRAD, "param", *names.values())}
+                sums = [*body(RawTile(tensors, reading_of(here), here))]
+        names = {used: self._names[held] for used, held in tensors.items()}
+        storages = {self._names[held]: held.storage for held in tensors.values()}
         self.passes.append(Pass(body, names, storages, args, tuple(read), sums, writes))
         kinds = [kind for kind, _ in sums]
         totals = OVER_TILES([*read.values()], len(self.passes) - 1, kinds, self.shape, self.device)

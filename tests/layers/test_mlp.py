@@ -128,6 +128,16 @@ def test_inputs_of_any_shape_and_stride(shape, cls, tokens):
         assert_close(results[1], results[0])
 
 
+def test_a_compiled_model():
+    net, results = Net(MLP(wide=32)), []
+    tile_mlps(net, 3)
+    for forward in (net, torch.compile(net, backend="aot_eager")):
+        net.zero_grad()
+        forward(torch.ones(8, 32)).square().sum().backward()
+        results.append(gradients(net))
+    assert_close(*results)
+
+
 def test_each_hook_fires_once_with_the_whole_gradient():
     net = Net(MLP())
     x = torch.randn(8, 32)

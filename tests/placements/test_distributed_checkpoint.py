@@ -141,6 +141,10 @@ def test_states_that_cannot_be_loaded_raise(tmp_path):
     net = make()
     opt = optimizer(net, SETTINGS["adamw"])
     steps(net, opt, list(data())[:1])
+    states = get_optimizer_state_dict(net, opt)
+    next(net.parameters()).requires_grad_(False)
+    with pytest.raises(CheckpointError, match="does not load states of frozen parameters"):
+        set_optimizer_state_dict(net, opt, states)
     flat = StateDictOptions(flatten_optimizer_state_dict=True)
     states = get_optimizer_state_dict(net, opt, options=flat)
     with pytest.raises((CheckpointError, KeyError)):

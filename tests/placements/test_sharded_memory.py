@@ -46,7 +46,7 @@ def peaks(rank, kind, settings, folder):
     def floor_step():
         net(x).backward()
         for param in net.parameters():
-            placements.release(param)
+            placements.shard_of(param).release(param)
 
     hooks = [param.register_post_accumulate_grad_hook(drop) for param in net.parameters()]
     floor_step()

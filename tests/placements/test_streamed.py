@@ -132,7 +132,7 @@ def test_every_rule(make, batches, rule, weight_format, tmp_path):
         resumed.load_state_dict(saved)
         return losses + train(model, resumed, batches[2:])
 
-    both(build, batches, steps, rule=rule)
+    both(build, batches, steps, rule=rule, policy="two_pass" if weight_format else "auto")
 
 
 def test_tied_weights_and_reentrant_checkpointing(make, batches):
@@ -404,6 +404,8 @@ def test_refusals(make, tmp_path):
         with pytest.raises(ConfigError, match=r"has 1,000 bytes left, but the weights of the layers need 3,317,760"):
             stream(model, home=tmp_path / "full")
     assert all(type(param) is nn.Parameter for param in model.parameters())
+    with pytest.raises(UnsupportedError, match="several streamed models"):
+        lowmem.FusedOptimizer([param for other in (make(True), make(True)) for param in other.parameters()])
 
 
 @pytest.mark.parametrize("layers", [2, 4])

@@ -45,6 +45,7 @@ def summary(arguments):
     ("changes", "message"),
     [
         ({"datasets": None, "dataset_name": "chats.jsonl"}, "datasets: [{path: json, data_files: chats.jsonl}]"),
+        ({"datasets": [{"path": "chats.csv"}]}, "datasets: [{path: csv, data_files: chats.csv}]"),
         ({"datasets": None}, "no data: set dataset_name, or datasets: [{path: json, data_files: chats.jsonl}]"),
         ({"datasets": [{"path": "json", "data_files": "none.jsonl"}]}, "none.jsonl"),
         ({"dataset_train_split": "all"}, "no split 'all'. It has train. Set dataset_train_split"),
@@ -272,5 +273,6 @@ def test_inspect_of_packed_rows_and_of_preferences(tmp_path):
     shown = inspected(tmp_path, "dpo", "--samples", 1)
     assert "prompt_ids: <|begin|><|user|>who<|assistant|>" in shown
     assert "⟦chosen_ids: the old cat sat<|end|>\n⟧" in shown and "rejected_ids: the new dog hid too" in shown
-    for command in ("kto", "grpo"):
-        assert "the old cat sat" in inspected(tmp_path, command, "--samples", 1)
+    assert "the old cat sat" in inspected(tmp_path, "grpo", "--samples", 1)
+    shown = inspected(tmp_path, "kto", "--samples", 1)
+    assert "⟦completion_ids: the old cat sat<|end|>\n⟧KL_completion_ids: " in shown

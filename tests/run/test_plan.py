@@ -283,6 +283,14 @@ def test_ranks_share_the_weights(write, device):
     assert again.items["weights"] == pytest.approx(2 * PARAMETERS / 2, rel=0.01)
 
 
+@pytest.mark.filterwarnings("error:OMP_NUM_THREADS")
+def test_ranks_do_not_cause_warnings(write, monkeypatch, capfd):
+    """The output is only the plan, if the user has not set `OMP_NUM_THREADS`."""
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    planned(write(), "--fsdp", ranks=2)
+    assert "Warning" not in capfd.readouterr().err
+
+
 @pytest.mark.parametrize("where", ["cpu", "nvme"] if FULL else ["nvme"])
 def test_offloaded_weights_are_on_the_host_or_on_the_disk(write, where, tmp_path):
     config = json.loads((runs.CONFIGS[0].parent / "zero3_offload.json").read_text())

@@ -5,6 +5,7 @@ import functools
 import math
 import operator
 
+import numpy as np
 import pytest
 import torch
 from support.nets import assert_same, give_gradients, plain_step, states, through_file
@@ -64,9 +65,10 @@ def test_an_optimizer_that_has_stepped_continues_another():
     scale = lowmem.DynamicScale(init_scale=8.0, growth_interval=2)
     options = {"rounding": "compensated8", "loss_scale": scale, "policy": "deferred"}
     one, other = make_optimizer(steps=3, seed=1, **options), make_optimizer(steps=1, seed=2, **options)
+    one.param_groups[0] |= {"lr": torch.tensor(0.5), "weight_decay": np.float32(0.25)}  # as a loop may set them
     with torch.no_grad():
         torch._foreach_copy_(params_of(other), params_of(one))
-    other.load_state_dict(one.state_dict())
+    other.load_state_dict(through_file(one.state_dict()))
     for opt in (one, other):
         train(opt)
         assert opt.loss_scale == 32.0

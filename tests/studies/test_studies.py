@@ -2,6 +2,7 @@
 
 import json
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -76,3 +77,15 @@ def test_code_is_searched(monkeypatch):
     task = search.Search(updates=20, batch=8, compiled=False)
     run = training.train(task, task.model(), "adamw", 1e-2, {}, formats.format_of("float32"))
     assert run["mrr"] > run["curve"][0][2] and run["loss"] < run["curve"][0][1] / 2
+
+
+def test_an_incomplete_directory_is_created_again(tmp_path):
+    """An interrupted process may leave part of a package or a model."""
+
+    def fail(target):
+        (target / "part").mkdir(parents=True)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        training.once(tmp_path / "model", fail)
+    assert [*training.once(tmp_path / "model", Path.mkdir).iterdir()] == []

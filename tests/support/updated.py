@@ -10,8 +10,8 @@ from lowmem.tiles.rounding import noise_key
 from lowmem.tiles.storage import Float, Integer, StoredTensor, Uniform, of_state, of_weight
 from lowmem.tiles.stored import StoredTiles
 from lowmem.tiles.sweep import Reading, Scalars, Sweep
-from lowmem.tiles.tile import extent
-from lowmem.tiles.traced import GRAD, Kind, signature, trace_update
+from lowmem.tiles.tile import GRAD, extent
+from lowmem.tiles.traced import Kind, signature, trace_update
 
 MARGIN = 4096  # elements
 
