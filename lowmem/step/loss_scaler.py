@@ -35,8 +35,7 @@ class LossScaler:
             self.value = torch.full((), first, dtype=torch.float32, device=device)
             self._inverse = self.value.double().reciprocal().float()
         self._good = torch.zeros((), dtype=torch.int32, device=device)  # steps since the last overflow or growth
-        self._patience = torch.zeros_like(self._good)  # overflows until the scale backs off
-        self.load_state_dict(None)
+        self._patience = torch.full_like(self._good, self.dynamic.hysteresis if self.dynamic else 1)
 
     def _set(self, value: Tensor, good: Tensor, patience: Tensor) -> None:
         assert self.value is not None and self._inverse is not None

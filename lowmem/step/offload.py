@@ -144,7 +144,8 @@ class GradientStore:
         if (grad := self._here.pop(record, None)) is not None:
             self._bytes[grad.device] -= grad.nbytes
         if record in self._incoming:  # it is not needed, but its copy still reads the memory
-            self._incoming.pop(record)[1]()
+            self._incoming[record][1]()
+            del self._incoming[record]
 
     # -- where a gradient is ---------------------------------------------------------------------------------------
 
