@@ -227,6 +227,11 @@ class StepLoop:
             note = f"{self.cycle.torn}. The optimizer cannot continue until a checkpoint is loaded"
         elif waiting:
             note = f"the {waiting} micro-batch(es) before it were dropped too; begin the step again"
+        elif self.policy.name == "two_pass" and isinstance(error, RuntimeError):
+            note = (
+                "policy 'two_pass' runs two backwards through the same graph. If the graph allows only one, as with "
+                "selective activation checkpointing, use policy='deferred'"
+            )
         else:
             return
         if sys.version_info >= (3, 11):

@@ -3,12 +3,13 @@
 import itertools
 import logging
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
 from support.nets import plain_step, same, weights
 from support.troubleshooting import explained
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import lowmem
 from lowmem.errors import StepError, UnsupportedError
@@ -405,6 +406,14 @@ def fail(net, opt, plain=False, at="middle", when=1):
     handle.remove()
     net.zero_grad()
     return died.value
+
+
+def test_a_graph_that_allows_one_backward_under_two_pass(net):
+    once = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+    loss = checkpoint(net, torch.ones(2, 4), use_reentrant=False, context_fn=once)
+    with pytest.raises(RuntimeError) as failed:
+        make(net, "two_pass", clip_norm=0.5).backward(loss)
+    assert "use policy='deferred'" in failed.value.__notes__[0]
 
 
 TORN = r"step 2 is torn.*accept_torn_step\(\)"
