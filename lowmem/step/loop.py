@@ -154,7 +154,7 @@ class StepLoop:
         """Moves the tensors of a step to the device of the parameters, after `model.to(device)`."""
         self.updates.compilation.decide()
         self.clipping.device = device
-        for owner in (self.clipping, self.clipping.scaler, self.report, self.updates.changes):
+        for owner in (self.clipping, self.clipping.scaler, self.updates.changes):
             for name, value in vars(owner).items():
                 if isinstance(value, Tensor):
                     setattr(owner, name, value.to(device))
