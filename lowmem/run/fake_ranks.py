@@ -37,16 +37,14 @@ def patched(patches: Iterable[Patch]) -> Iterator[None]:
 @contextmanager
 def fake_ranks(count: int, device: torch.device, *, zero3: bool) -> Iterator[None]:
     """A context in which this process is rank 0 of `count`, including trainers' arguments that are parsed in it. If
-    `zero3`, DeepSpeed shards the model. Sets `OMP_NUM_THREADS`, because Accelerate warns without it.
+    `zero3`, DeepSpeed shards the model. Sets `OMP_NUM_THREADS` and a default backend: libraries warn without.
     """
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
     values = ("0", "0", str(count), str(count), "localhost", "0", os.environ.get("OMP_NUM_THREADS", "1"))
     with ExitStack() as stack:
         stack.enter_context(patch.dict(os.environ, dict(zip(names, values, strict=True)), ACCELERATE_USE_CPU="true"))
         dist.init_process_group("cpu:fake,meta:fake", store=FakeStore(), rank=0, world_size=count)
-        world = dist.group.WORLD
-        assert world is not None
-        world._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)  # torch would warn at its end
+        dist.group.WORLD._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)  # type: ignore[union-attr]
         AcceleratorState._reset_state(reset_partial_state=True)  # left by a plan of one device
         stack.callback(AcceleratorState._reset_state, reset_partial_state=True)
         stack.callback(dist.destroy_process_group)

@@ -181,7 +181,7 @@ def _phases(trainer: Any, step: StepMemory, ranks: int, *, converts: bool) -> di
     # quantized weights are saved twice: rounded, as a model of transformers, and with the states of the optimizer
     codes = sum(nbytes(param) for param in trainer.model.parameters() if is_quantized(param))
     checkpoint = sum(weights) + (0 if args.save_only_model else states + codes)
-    count = 0 if args.save_strategy == "no" else args.save_total_limit or _saves(args)
+    count = 0 if args.save_strategy == "no" else max(0, args.save_total_limit or 0) or _saves(args)
     load = _load(trainer, step, ranks, converts=converts)
     saved = Phase(step.rest + gathered, 0 if on_cpu else step.host_peak + max(weights))
     phases = {"load": load, "step": Phase(step.peak, step.host_peak)}

@@ -343,6 +343,9 @@ def test_phases_of_a_run(write):
     assert phases["save"].disk == pytest.approx(3 * checkpoint, rel=0.01)
     assert phases["end"].disk == pytest.approx(2 * checkpoint + 2 * PARAMETERS, rel=0.01)
     assert phases["load"].device == pytest.approx(2 * PARAMETERS, rel=0.01)
+    words = ["--config", path, "--save_total_limit", "-1", "--max_steps", "10", "--save_steps", "2"]
+    unlimited = plan.plan(parse("sft", words, device="gpu")).phases
+    assert unlimited["save"].disk == pytest.approx(6 * checkpoint, rel=0.01)
 
 
 def test_quantized_weights_are_saved_with_the_states_and_as_a_model(write):
