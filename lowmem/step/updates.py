@@ -31,9 +31,9 @@ SMALL = 1 << 14
 # Elements per tile in a plan for a GPU, where the temporaries of compiled code are negligible.
 PLANNED_TILE = 1 << 16
 
-# Maximum elements per stack, and of small gradients that wait for kernels. They count towards the memory of "one
-# gradient".
-STACK = 1 << 18
+# Maximum elements per stack, and of small gradients that wait for kernels: more than the norms of a model with 8B
+# parameters have. They count towards the memory of "one gradient".
+STACK = 1 << 19
 
 # Maximum elements of shards that wait to be measured. In a large model, these are the shards of one or two layers.
 SHARDS = 1 << 25

@@ -10,6 +10,8 @@ from support.nets import states
 from support.products import in_turn
 
 import lowmem
+from benchmarks.engine import without_computing
+from lowmem.kernels import Kernels
 from lowmem.rules.rule import TABLE
 from lowmem.step import program, updates
 
@@ -213,6 +215,14 @@ def test_updates_lost_by_rounding_warn_once(dtype, rule, options, said, caplog):
         one_weight(dtype, rule, **options)
     assert len(caplog.messages) == (said is not None)
     assert said is None or re.search(said, caplog.text)
+
+
+def test_launches_for_the_norms_of_a_model_with_8b_parameters(monkeypatch):
+    launched, params = [], [torch.nn.Parameter(torch.ones(4096)) for _ in range(65)]
+    with without_computing(kernels=True):
+        monkeypatch.setattr(Kernels, "launch", lambda self, launch, args: launched.append(launch.name))
+        lowmem.FusedOptimizer(params, rule="adalomo", compile=True).backward(quadratic(params))
+    assert len(launched) == 3
 
 
 @pytest.mark.by_tiles("updates that are compiled are in no stack")
