@@ -230,20 +230,17 @@ def test_one_process_per_visible_gpu(words, count, tmp_path, monkeypatch):
         assert launched[4:] == [f"--nproc_per_node={count}", "-m", "lowmem", "sft", "--config", path, *words.split()]
 
 
-def test_ctrl_c_before_training_or_twice_leaves_no_files(tmp_path, run_dir, monkeypatch):
-    def interrupted(*_, **__):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(build, "trainer", interrupted)
-    ended = lowmem("sft", "--config", write(tmp_path))
-    assert (ended.status, ended.err) == (130, "interrupted\n") and not run_dir.exists()
-
-
 def failing(error):
     def fail(*_, **__):
         raise error
 
     return fail
+
+
+def test_ctrl_c_before_training_or_twice_leaves_no_files(tmp_path, run_dir, monkeypatch):
+    monkeypatch.setattr(build, "trainer", failing(KeyboardInterrupt))
+    ended = lowmem("sft", "--config", write(tmp_path))
+    assert (ended.status, ended.err) == (130, "interrupted\n") and not run_dir.exists()
 
 
 def test_a_defect_is_one_line_and_keeps_its_traceback(tmp_path, run_dir, monkeypatch):

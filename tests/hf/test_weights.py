@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
+from support.nets import assert_same
 from support.ranks import Ranks
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -109,14 +110,6 @@ def assert_same_files(folder, other):
     assert filecmp.cmpfiles(folder, other, names, shallow=False)[0] == names
 
 
-def assert_same_state(model, other):
-    state = model.state_dict()
-    assert state.keys() == other.state_dict().keys()
-    for name, tensor in other.state_dict().items():
-        assert tensor.dtype == state[name].dtype
-        assert torch.equal(tensor, state[name]), name
-
-
 @pytest.mark.parametrize("kind", MODELS)
 def test_save_weights_writes_the_files_of_save_pretrained(kind, tmp_path):
     """The models have several files each. The test of sharded models covers single files."""
@@ -135,7 +128,7 @@ def test_a_model_loaded_by_transformers_is_the_same(kind, tmp_path):
     loaded = new(kind, seed=1, dtype=torch.float32)
     load(loaded, tmp_path / "first")
     for other in (again, loaded):
-        assert_same_state(model, other)
+        assert_same(model.state_dict(), other.state_dict())
     ids = torch.randint(3, 64, (2, 8))
     assert torch.equal(model(input_ids=ids)[0], again(input_ids=ids)[0])
     again.save_pretrained(tmp_path / "theirs")
@@ -153,7 +146,7 @@ def test_padding_in_files_belongs_to_no_weight(tmp_path, monkeypatch):
     model, loaded = new("tied llama"), new("tied llama", seed=1)
     save(model, tmp_path)
     load(loaded, tmp_path)
-    assert_same_state(model, loaded)
+    assert_same(model.state_dict(), loaded.state_dict())
 
 
 @pytest.mark.parametrize("kind", MODELS)
@@ -169,7 +162,7 @@ def test_sharded_models_are_saved_and_loaded_with_one_full_weight_at_a_time(kind
     load(other, tmp_path / "ours")
     saved.restore(model)
     loaded.restore(other)
-    assert_same_state(model, other)
+    assert_same(model.state_dict(), other.state_dict())
     assert saved.most_alive == loaded.most_alive == (3 if kind == "nomic_bert" else 1)
 
 
@@ -247,7 +240,7 @@ def test_other_modules_are_saved_as_weights_only(tmp_path):
     save_file(once, tmp_path / "theirs" / "model.safetensors", metadata={"format": "pt"})
     assert filecmp.cmp(tmp_path / "model.safetensors", tmp_path / "theirs" / "model.safetensors", shallow=False)
     load(other, tmp_path)
-    assert_same_state(module, other)
+    assert_same(module.state_dict(), other.state_dict())
 
 
 def mapped():
@@ -318,7 +311,7 @@ def test_mismatched_weights_raise_and_are_not_copied(damage, message, tmp_path):
     with pytest.raises(CheckpointError, match=message) as caught:
         load(other, tmp_path)
     assert str(tmp_path) in str(caught.value)
-    assert_same_state(new("qwen3_moe", seed=1), other)
+    assert_same(new("qwen3_moe", seed=1).state_dict(), other.state_dict())
 
 
 def test_a_conversion_that_loading_did_not_use_is_not_undone(tmp_path):
@@ -356,8 +349,7 @@ def test_ranks_with_shards_write_the_files_of_one_device(tmp_path):
             model = new(kind)
             model.save_pretrained(tmp_path / kind / "theirs")
             for loaded in ranks.run(save_and_load, kind, tmp_path / kind / "ours"):
-                for name, tensor in model.state_dict().items():
-                    assert torch.equal(tensor, loaded[name]), name
+                assert_same(model.state_dict(), loaded)
             assert_same_files(tmp_path / kind / "theirs", tmp_path / kind / "ours")
     finally:
         ranks.stop()

@@ -18,6 +18,7 @@ class Large(torch.nn.Module):
 
     def __init__(self):
         super().__init__()
+        torch.manual_seed(0)
         self.first, self.last = torch.nn.Linear(130, 150), torch.nn.Linear(150, 130)
         self.wide, self.odd = (torch.nn.Parameter(torch.randn(shape) * 0.1) for shape in ((2, 9000), (17001,)))
         self.unused = torch.nn.Linear(130, 150)
@@ -27,11 +28,6 @@ class Large(torch.nn.Module):
         out = self.last(hidden)
         wide = torch.nn.functional.linear(out.repeat(1, 70)[:, :9000], self.wide)
         return (out.square().mean() + wide.square().mean() + self.odd.square().mean() * spoiled * x.mean()) * 10
-
-
-def make_large():
-    torch.manual_seed(0)
-    return Large()
 
 
 STEPS = 4
@@ -49,7 +45,7 @@ def train(net, rows_of, settings, spoil):
 
 
 def shared(rank, kind, settings, spoil):
-    net = SHARDS[kind](rank, make_large)
+    net = SHARDS[kind](rank, Large)
     return train(net, lambda x: x.tensor_split(dist.get_world_size())[rank], settings, 1.0 if rank else spoil)
 
 
@@ -69,10 +65,10 @@ def test_large_parameters_as_on_one_device(ranks_of, kind, case, spoil):
     """One rank multiplies a gradient by `spoil`, which makes it infinite or its square overflow float32."""
     # a larger rate saturates tanh, whose gradient is then a difference that depends on the order of sums
     settings = {"lr": 1e-3, **SETTINGS[case]}
-    assert all(param.numel() > SMALL for name, param in make_large().named_parameters() if "bias" not in name)
+    assert all(param.numel() > SMALL for name, param in Large().named_parameters() if "bias" not in name)
     third_party = settings["rule"] == "torch.optim.AdamW"  # it applies non-finite gradients
     spoil = math.inf if third_party and spoil > 1 else spoil
-    alone, norms, skipped = train(make_large(), lambda x: x, settings, spoil)
+    alone, norms, skipped = train(Large(), lambda x: x, settings, spoil)
     assert any(skipped) is (spoil > 1 and not third_party)
     for weights, shared_norms, shared_skipped in ranks_of(3).run(shared, kind, settings, spoil):
         assert shared_skipped == skipped

@@ -11,12 +11,6 @@ from support.products import FULL, in_turn
 from lowmem.step import policies
 from lowmem.step.offload import GradientStore
 
-
-@pytest.fixture
-def four(ranks_of):
-    return ranks_of(4)
-
-
 KINDS = {
     "zero3": ("zero3", {}), "zero3, little gathered": ("zero3", LITTLE), "fsdp2": ("by layer", {}),
     "fsdp2, root alone": ("root", {}), "fsdp2, gathered once": ("by layer", {"reshard_after_forward": False}),
@@ -61,10 +55,17 @@ def test_loops(two, kind, case):
     assert_as_one_device(*both(two, kind, *{**CASES, **TILED}[case], options))
 
 
-def test_three_ranks(ranks_of):
-    model = {"model": "mixtral", "tie_word_embeddings": True}
-    settings = {"rule": "adalomo", "eps": (1e-30, 1e-3), "clip_norm": 0.5, "policy": "deferred"}
-    assert_as_one_device(*both(ranks_of(3), "zero3", model, settings))
+CLIPPED = {"rule": "adalomo", "eps": (1e-30, 1e-3), "clip_norm": 0.5, "policy": "deferred"}
+MORE_RANKS = {
+    "three": (3, "zero3", {"model": "mixtral", "tie_word_embeddings": True}, CLIPPED, {}),
+    "a hybrid mesh": (4, "hybrid", {"model": "mixtral"}, CLIPPED, {}),
+    "secondary partitions": (4, "zero3", {"tie_word_embeddings": True}, {}, {"zero_hpz_partition_size": 2}),
+}
+
+
+@pytest.mark.parametrize(("count", "kind", "model", "settings", "options"), MORE_RANKS.values(), ids=MORE_RANKS)
+def test_more_than_two_ranks(ranks_of, count, kind, model, settings, options):
+    assert_as_one_device(*both(ranks_of(count), kind, model, settings, options=options))
 
 
 def test_parameters_left_gathered_after_backward_are_gathered_anew(two):
@@ -82,20 +83,8 @@ def with_half_of_the_gradients_offloaded(rank, *args):
 
 @pytest.mark.parametrize("kind", ["zero3", "by layer"])
 def test_ranks_keep_different_gradients_on_their_devices(two, kind):
-    settings = {"rule": "adalomo", "eps": (1e-30, 1e-3), "clip_norm": 0.5, "policy": "deferred"}
-    results = two.run(with_half_of_the_gradients_offloaded, kind, {}, settings, "in parts", {})
-    assert_as_one_device(results, on_one_device(pickle.dumps(({}, settings, "in parts"))))
-
-
-def test_a_hybrid_mesh(four):
-    settings = {"rule": "adalomo", "eps": (1e-30, 1e-3), "clip_norm": 0.5, "policy": "deferred"}
-    assert_as_one_device(*both(four, "hybrid", {"model": "mixtral"}, settings))
-
-
-def test_secondary_partitions(four):
-    assert_as_one_device(
-        *both(four, "zero3", {"tie_word_embeddings": True}, {}, options={"zero_hpz_partition_size": 2})
-    )
+    results = two.run(with_half_of_the_gradients_offloaded, kind, {}, CLIPPED, "in parts", {})
+    assert_as_one_device(results, on_one_device(pickle.dumps(({}, CLIPPED, "in parts"))))
 
 
 def test_mixed_precision_of_fsdp2(two):

@@ -115,6 +115,7 @@ class Embeddings(torch.nn.Module):
 
     def __init__(self):
         super().__init__()
+        torch.manual_seed(0)
         self.embed, self.positions = torch.nn.Embedding(16, 8), torch.nn.Embedding(16, 8)
         self.body, self.head = torch.nn.Linear(8, 8), torch.nn.Linear(8, 16, bias=False)
         self.head.weight = self.embed.weight
@@ -126,14 +127,9 @@ class Embeddings(torch.nn.Module):
         return torch.nn.functional.cross_entropy(self.head(hidden), ids)
 
 
-def make_embeddings():
-    torch.manual_seed(0)
-    return Embeddings()
-
-
 def gathered(rank, plain, threshold):
     """Returns the names of gathered parameters after each of three micro-batches in two steps, and the weights."""
-    net = SHARDS["zero3"](rank, make_embeddings, stage3_param_persistence_threshold=threshold)
+    net = SHARDS["zero3"](rank, Embeddings, stage3_param_persistence_threshold=threshold)
     opt = lowmem.FusedOptimizer(net.named_parameters(), model=net, rule="adamw", lr=1e-2)
     results = []
     for n in range(6):
@@ -149,7 +145,7 @@ def test_nothing_stays_gathered_between_micro_batches(two, plain, threshold):
     (first, weights), (second, others) = two.run(gathered, plain, threshold)
     persistent = {"body.bias"} if threshold else set()  # DeepSpeed has gathered it before
     assert all(names <= persistent for names in first + second)
-    net = make_embeddings()
+    net = Embeddings()
     opt = torch.optim.AdamW(net.parameters(), lr=1e-2, weight_decay=lowmem.rules.AdamW.defaults["weight_decay"])
     for step in range(2):
         plain_step(opt, *(net(torch.arange(4) + 3 * step + n + rank) / 6 for n in range(3) for rank in range(2)))

@@ -1,6 +1,7 @@
 """The rules match trajectories recorded from their reference implementations (golden/README.md)."""
 
 from collections import Counter
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -20,42 +21,32 @@ def skipped_for(entry):
     return None
 
 
-REPLAYED = [pytest.param(entry, id=entry["name"]) for entry in ENTRIES if skipped_for(entry) is None]
-SKIPPED = [pytest.param(entry, id=entry["name"]) for entry in ENTRIES if skipped_for(entry) is not None]
+CLIPPING = ("clip_grad_norm", "clipping_scale", "global_norm_clip_threshold")
+REPLAYED = [entry for entry in ENTRIES if skipped_for(entry) is None]
+CLIPPED = [entry for entry in REPLAYED if any(entry["hyperparameters"].get(name) for name in CLIPPING)]
+SKIPPED = [entry for entry in ENTRIES if skipped_for(entry) is not None]
+
+
+def id_of(value):
+    return value["name"] if isinstance(value, dict) else value
 
 
 def test_enough_cases():
-    count = Counter(param.values[0]["optimizer"] for param in REPLAYED)
+    count = Counter(entry["optimizer"] for entry in REPLAYED)
     assert count == {"scaled_adam": 12, "t2t_adafactor": 14, "lans": 24, "t5x_adafactor": 20, "adalomo": 17}
 
 
 @pytest.mark.filterwarnings("ignore:.*the heuristic is used")
-@pytest.mark.parametrize("entry", REPLAYED)
-def test_replay(entry):
-    result = replay(Case(FOLDER, entry))
-    assert result.ok, result
-
-
-NORMED = [
-    pytest.param(entry, id=entry["name"])
-    for entry in ENTRIES
-    if skipped_for(entry) is None
-    and any(
-        entry["hyperparameters"].get(name)
-        for name in ("clip_grad_norm", "clipping_scale", "global_norm_clip_threshold")
-    )
-]
-
-
-@pytest.mark.filterwarnings("ignore:.*the heuristic is used")
-@pytest.mark.parametrize("entry", NORMED)
-def test_replay_deferred(entry):
+@pytest.mark.parametrize(
+    ("entry", "policy"), [*product(REPLAYED, ["auto"]), *product(CLIPPED, ["deferred"])], ids=id_of
+)
+def test_replay(entry, policy):
     """Clipping by the global norm gives the same results with policy `deferred`."""
-    result = replay(Case(FOLDER, entry), policy="deferred")
+    result = replay(Case(FOLDER, entry), policy=policy)
     assert result.ok, result
 
 
-@pytest.mark.parametrize("entry", SKIPPED)
+@pytest.mark.parametrize("entry", SKIPPED, ids=id_of)
 def test_skipped_for_a_reason(entry):
     result = replay(Case(FOLDER, entry))
     assert result.ok is None

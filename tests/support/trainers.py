@@ -119,10 +119,10 @@ def reward():
 
 
 @cache
-def saved():
-    """Returns a directory with the saved model, from which TRL loads the reference model."""
+def saved(**options):
+    """Returns a directory with a saved model, from which TRL loads the reference model. options: those of `llama`."""
     folder = TemporaryDirectory()
-    llama().save_pretrained(folder.name)
+    llama(**options).save_pretrained(folder.name)
     return folder
 
 

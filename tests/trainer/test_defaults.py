@@ -109,13 +109,10 @@ def test_the_learning_rate_comes_from_where_it_was_set(make, fused, rate, lr):
     assert {entry["learning_rate"] for entry in trainer.state.log_history if "loss" in entry} == {lr}
 
 
-@pytest.mark.parametrize("rule", ["adalomo", "adamw"])
-def test_two_different_learning_rates_raise(make, rule):
-    with pytest.raises(ConfigError, match=r"fused\.lr=0\.001 contradicts learning_rate=0\.002"):
-        make(fused=FusedConfig(rule=rule, lr=1e-3), learning_rate=2e-3)
-    if rule != "adalomo":
-        with pytest.raises(ConfigError, match=r"fused\.lr=0\.001 contradicts learning_rate=5e-05"):
-            make(fused=FusedConfig(rule=rule, lr=1e-3), learning_rate=DEFAULT)
+@pytest.mark.parametrize(("rule", "rate"), [("adalomo", 2e-3), ("adamw", 2e-3), ("adamw", DEFAULT)])
+def test_two_different_learning_rates_raise(make, rule, rate):
+    with pytest.raises(ConfigError, match=rf"fused\.lr=0\.001 contradicts learning_rate={rate}"):
+        make(fused=FusedConfig(rule=rule, lr=1e-3), learning_rate=rate)
 
 
 def test_a_hyperparameter_search_overrides_the_learning_rate(make, monkeypatch):

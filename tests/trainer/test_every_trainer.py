@@ -1,8 +1,5 @@
 """Every trainer of transformers and TRL with the mixin gives the losses and weights of the trainer without it."""
 
-from functools import cache
-from tempfile import TemporaryDirectory
-
 import peft
 import pytest
 import torch
@@ -74,19 +71,11 @@ COMMANDS = ("SFT", "DPO", "KTO", "Reward", "GRPO", "RLOO")
 WAYS_OF_COMMANDS = ("a path", "adapters", "a stream", "several evaluation sets")
 
 
-@cache
-def saved(row):
-    """Returns the folder of a model that suits the trainer."""
-    folder = TemporaryDirectory()
-    classifier = {"head": transformers.LlamaForSequenceClassification, "num_labels": 1} if row == "Reward" else {}
-    builders.llama(**classifier).save_pretrained(folder.name)
-    return folder
-
-
 def arguments_for(row, way):
     """Returns keyword arguments of the constructor."""
     builders.require(row)
-    keywords = {"model": saved(row).name}
+    classifier = {"head": transformers.LlamaForSequenceClassification, "num_labels": 1} if row == "Reward" else {}
+    keywords = {"model": builders.saved(**classifier).name}
     if row in ("DPO", "KTO"):
         keywords["ref_model"] = None  # a second model from the path, or the model without its adapters
     data = builders.ROWS[row]()[3]["train_dataset"]

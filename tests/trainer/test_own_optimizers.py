@@ -4,7 +4,7 @@ import logging
 
 import pytest
 import torch
-from support import nets
+from support.nets import weights
 from support.products import in_turn
 from support.trainers import fused
 from transformers import Trainer, TrainerCallback
@@ -14,20 +14,16 @@ from lowmem.errors import ConfigError, StepError, UnsupportedError
 from lowmem.trainer import FusedTrainer
 
 
-def weights(trainer):
-    return nets.weights(trainer.model)
-
-
 def ends_alike(make, cls, other=None, **options):
     """Compares training with `cls` and with `other`, by default `cls` with the mixin."""
     plain = make(cls, **options)
     plain.train()
     ours = make(other or fused(cls), **options)
-    start = weights(ours)
+    start = weights(ours.model)
     ours.train()
     assert isinstance(ours.optimizer, lowmem.FusedOptimizer)
-    assert all(map(torch.equal, weights(plain), weights(ours)))
-    assert not all(map(torch.equal, start, weights(ours)))
+    assert all(map(torch.equal, weights(plain.model), weights(ours.model)))
+    assert not all(map(torch.equal, start, weights(ours.model)))
     return ours
 
 
@@ -135,10 +131,10 @@ Partial = makes(lambda self: torch.optim.SGD(self.model.lm_head.parameters(), lr
 )
 def test_custom_behavior_that_would_be_lost_raises_before_the_first_step(make, cls, message):
     trainer = make(fused(cls), optim="adamw_torch", max_grad_norm=0.5)
-    start = weights(trainer)
+    start = weights(trainer.model)
     with pytest.raises((ConfigError, UnsupportedError), match=message):
         trainer.train()
-    assert all(map(torch.equal, start, weights(trainer)))
+    assert all(map(torch.equal, start, weights(trainer.model)))
 
 
 def test_suggestions_of_error_messages_work(make):
@@ -183,10 +179,10 @@ def test_a_custom_loop_trains_as_without_the_mixin(make, accumulation):
 
 def test_a_custom_loop_is_clipped_only_on_request(make):
     trainer = make(fused(OwnLoop), optim="adamw_torch", max_grad_norm=1.0)
-    start = weights(trainer)
+    start = weights(trainer.model)
     with pytest.raises(ConfigError, match=r"FusedOwnLoop has a custom training loop.* set max_grad_norm=0"):
         trainer.train()
-    assert all(map(torch.equal, start, weights(trainer)))
+    assert all(map(torch.equal, start, weights(trainer.model)))
     clipped = make(fused(OwnLoop), optim="adamw_torch", max_grad_norm=0.1, fused=lowmem.FusedConfig(clip_norm=0.1))
     clipped.train()
     assert clipped.optimizer.last_step.clip_coef < 1
@@ -206,7 +202,7 @@ def test_a_class_with_custom_checkpoint_loading(make):
     resumed = make(fused(Loads), **options)
     resumed.train(resume_from_checkpoint=True)  # resuming from the last checkpoint leaves nothing to train
     assert loaded == [f"{resumed.args.output_dir}/checkpoint-4"]
-    assert all(map(torch.equal, weights(straight), weights(resumed)))
+    assert all(map(torch.equal, weights(straight.model), weights(resumed.model)))
 
 
 class CachesGradients(FusedTrainer):
@@ -227,7 +223,7 @@ def test_cached_gradients_name_the_policy_that_is_exact(make):
     plain.train()
     ours = make(CachesGradients, fused=lowmem.FusedConfig(policy="deferred"), **options)
     ours.train()
-    assert all(map(torch.equal, weights(plain), weights(ours)))
+    assert all(map(torch.equal, weights(plain.model), weights(ours.model)))
 
 
 def test_a_callback_that_may_read_gradients_warns_once(make, caplog):

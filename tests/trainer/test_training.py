@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from support import nets
+from support.nets import weights
 from support.trainers import both
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -13,10 +13,6 @@ import lowmem
 from lowmem import rules
 from lowmem.errors import ConfigError, StepError, UnsupportedError
 from lowmem.trainer import FusedTrainer
-
-
-def weights(trainer):
-    return nets.weights(trainer.model)
 
 
 def groups_by_name(trainer):
@@ -50,7 +46,7 @@ def test_a_non_finite_gradient_skips_the_step_and_the_schedule(make):
     class Poison(TrainerCallback):
         def on_step_begin(self, args, state, control, model, **_):
             weight = model.model.layers[0].mlp.up_proj.weight
-            snapshots.append(weights(trainer))
+            snapshots.append(weights(trainer.model))
             self.handle = weight.register_hook(lambda grad: grad * (torch.inf if state.global_step in (2, 5) else 1))
 
         def on_step_end(self, *args, **_):
@@ -58,7 +54,7 @@ def test_a_non_finite_gradient_skips_the_step_and_the_schedule(make):
 
     trainer.add_callback(Poison())
     trainer.train()
-    snapshots.append(weights(trainer))
+    snapshots.append(weights(trainer.model))
     unmoved = [all(map(torch.equal, a, b)) for a, b in itertools.pairwise(snapshots)]
     assert unmoved == [step in (2, 5) for step in range(8)]
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]
@@ -269,12 +265,12 @@ def test_a_backward_inside_compute_loss_belongs_to_the_same_step(make):
     options = {"max_grad_norm": 0.05, "gradient_accumulation_steps": 2, "max_steps": 3}
     plain, fused = both(lambda mixin: with_a_loss_beside(make(None if mixin else Trainer, **options)))
     assert fused.optimizer.policy == "deferred"
-    torch.testing.assert_close(weights(fused), weights(plain), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(weights(fused.model), weights(plain.model), rtol=1e-5, atol=1e-6)
 
 
 def test_a_policy_without_accumulation_raises(make):
     trainer = with_a_loss_beside(make(fused=IN_THE_HOOK))
-    before = weights(trainer)
+    before = weights(trainer.model)
     with pytest.raises(UnsupportedError, match=r"cannot accumulate gradients.*policy='deferred'"):
         trainer.train()
     assert all(map(torch.equal, before, trainer.model.parameters()))
