@@ -17,6 +17,13 @@ from lowmem.tiles import storage
 Policy = Literal["auto", "immediate", "two_pass", "deferred"]
 
 
+def valid_fields(options: Any, prefix: str = "") -> None:
+    """Checks the fields of a dataclass whose type is `Annotated[..., check]`. prefix: of their names in errors."""
+    for each in fields(options):
+        for check in getattr(each.type, "__metadata__", ()):
+            check(prefix + each.name, getattr(options, each.name))
+
+
 def _is_scale(value: Any) -> bool:
     """Returns whether float32 can represent a value and its inverse."""
     limits = torch.finfo(torch.float32)
@@ -60,7 +67,7 @@ class DynamicScale:
     hysteresis: Annotated[int, _COUNT] = 1
 
     def __post_init__(self) -> None:
-        require.valid_fields(self, "loss_scale.")
+        valid_fields(self, "loss_scale.")
         require.that(self.init_scale >= self.min_scale, "loss_scale.init_scale", self.init_scale, "at least min_scale")
 
 
@@ -160,7 +167,7 @@ class FusedConfig:
         options |= {"rule": rule, "hyper": hyper}
         for option in fields(self):
             object.__setattr__(self, option.name, options.get(option.name, option.default))
-        require.valid_fields(self)
+        valid_fields(self)
         _ = self.store_bytes, self.device_bytes  # raise if they are not amounts of memory
         gradients = {"store": self.store, "accumulation_dtype": self.accumulation_dtype}
         if self.policy in ("immediate", "two_pass") and gradients != {"store": "auto", "accumulation_dtype": "float32"}:
@@ -274,7 +281,7 @@ class LayersConfig:
         return None if self.head_memory is None else parse_bytes(self.head_memory, "head_memory")
 
     def __post_init__(self) -> None:
-        require.valid_fields(self)
+        valid_fields(self)
         if self.computed_gradients is True:
             raise ConfigError(
                 'computed_gradients=True is not supported. Use "auto" (the default), which computes the loss from '

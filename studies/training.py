@@ -71,9 +71,7 @@ def batches(rows: Any, batch: int, seed: int) -> Iterator[Any]:
 
 
 def once(path: Path, make: Callable[[Path], object]) -> Path:
-    """Creates a file or directory if it does not exist. Only one process at a time creates it. `make` creates it at
-    another path, so that an interrupted process does not leave an incomplete one at this path.
-    """
+    """Creates a file or directory if it is missing, in one process at a time. `make` gets a temporary path for it."""
     with FileLock(WORK / f"{path.name}.lock"):
         if not path.exists():
             partial = path.with_name(f"{path.name}.partial")

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lowmem.errors import ConfigError
+from lowmem.options import valid_fields
 from lowmem.rules import require
 from lowmem.tiles.layout import block_starts
 from lowmem.tiles.quantized import QuantizedWeight, plain
@@ -53,7 +54,7 @@ class Head:
     memory: int | None = None
 
     def __post_init__(self) -> None:
-        require.valid_fields(self)
+        valid_fields(self)
 
     def available(self, device: torch.device) -> int:
         """Returns the number of bytes for temporaries on a device."""

@@ -1,4 +1,4 @@
-"""Defaults and checks of options and of a rule's hyperparameters.
+"""Defaults and checks of a rule's hyperparameters, and checks of options.
 
 A check raises a `ConfigError` that names the option, its value and the allowed values.
 """
@@ -6,7 +6,6 @@ A check raises a `ConfigError` that names the option, its value and the allowed 
 import operator
 import sys
 from collections.abc import Callable
-from dataclasses import fields
 from typing import Any
 
 import torch
@@ -23,13 +22,6 @@ def hyperparameters(**options: tuple[Any, Check]) -> tuple[dict[str, Any], dict[
     defaults = {name: default for name, (default, _) in options.items()}
     checks = {name: check for name, (_, check) in options.items()}
     return defaults, checks
-
-
-def valid_fields(options: Any, prefix: str = "") -> None:
-    """Checks the fields of a dataclass whose type is `Annotated[..., check]`. prefix: of their names in errors."""
-    for each in fields(options):
-        for check in getattr(each.type, "__metadata__", ()):
-            check(prefix + each.name, getattr(options, each.name))
 
 
 def that(condition: bool, option: str, value: object, allowed: str) -> None:
