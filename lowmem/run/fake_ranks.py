@@ -37,7 +37,7 @@ def patched(patches: Iterable[Patch]) -> Iterator[None]:
 @contextmanager
 def fake_ranks(count: int, device: torch.device, *, zero3: bool) -> Iterator[None]:
     """A context in which this process is rank 0 of `count`, including trainers' arguments that are parsed in it. If
-    `zero3`, DeepSpeed shards the model. Sets `OMP_NUM_THREADS` and a default backend: libraries warn without.
+    `zero3`, DeepSpeed shards the model. `OMP_NUM_THREADS` and a default backend prevent warnings of libraries.
     """
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
     values = ("0", "0", str(count), str(count), "localhost", "0", os.environ.get("OMP_NUM_THREADS", "1"))
