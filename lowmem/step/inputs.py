@@ -1,7 +1,7 @@
 """The values that the updates of a step read besides the tensors of their parameters."""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -84,6 +84,12 @@ class StepInputs:
             )
         return self._by_device[device]
 
+    def reading(self, records: Sequence[ParamRecord], grad: Tensor, decision: Decision | None) -> Reading:
+        """Returns how the gradients of parameters are read. grad: the gradient of the first one."""
+        if decision is None:
+            return self.on(grad.device).reading
+        return self._clipping.reading(records, grad, decision)
+
     def tiles(self, operands: Operands, decision: Decision | None, *, tile: int | None = None) -> StoredTiles:
         """Returns the tiles of a parameter, or of a stack of parameters. tile: see `StoredTiles`."""
         records, grad = operands.records, operands.grad
@@ -95,7 +101,7 @@ class StepInputs:
             program.layout,
             operands.weight,
             grad,
-            values.reading if decision is None else self._clipping.reading(records, grad, decision),
+            self.reading(records, grad, decision),
             values.scalars[records[0].group],
             members=len(records),
             keys=keys,

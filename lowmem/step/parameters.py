@@ -2,7 +2,6 @@
 
 import logging
 from collections import defaultdict
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -89,13 +88,12 @@ class Parameters:
             names.add(name)
             self.shard.admit(name, param)
             records[param] = ParamRecord(name, param, self.shard.span(param), group)
-        self._require_own_memory([*self.records.values(), *records.values()])
         return records
 
-    def _require_own_memory(self, records: Iterable[ParamRecord]) -> None:
+    def _require_own_memory(self) -> None:
         """Raises `UnsupportedError` if an update of one parameter would change the memory of another one."""
         ranges = defaultdict[int, list[tuple[int, int, ParamRecord]]](list)  # by storage
-        for record in () if self.shard.sharded else records:
+        for record in () if self.shard.sharded else self.records.values():
             for tensor in tensors_of(record.param) if record.param.layout == torch.strided else ():
                 steps = zip(tensor.shape, tensor.stride(), strict=True)
                 length = 1 + sum((size - 1) * stride for size, stride in steps)
@@ -117,7 +115,9 @@ class Parameters:
 
         Raises:
             ConfigError: an option names a parameter that does not exist, or a storage has no state to store.
+            UnsupportedError: two parameters have the same memory.
         """
+        self._require_own_memory()
         for param in () if self.model is None else self.model.parameters():
             if param in self.records:
                 self.records[param] = self.records.pop(param)

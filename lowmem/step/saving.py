@@ -96,9 +96,8 @@ def named(loop: StepLoop, *, lazy: bool) -> dict[str, Any]:
 
 def _plain(value: Any) -> Any:
     """Returns a hyperparameter that a loop has set to a NumPy number or a tensor as a Python number."""
-    if isinstance(value, Tensor):
-        return value.item() if value.numel() == 1 else value
-    return value.item() if type(value).__module__ == "numpy" else value
+    elements = value.numel() if isinstance(value, Tensor) else getattr(value, "size", 0)  # of NumPy
+    return value.item() if elements == 1 else value
 
 
 def numbered(loop: StepLoop) -> dict[str, Any]:

@@ -271,12 +271,11 @@ class Updates:
             self._run(each, decision)
 
     def _launch(self, members: Sequence[Operands], batch: Batch, decision: Decision | None) -> None:
-        """Updates parameters by the kernels of a batch, and stores the results in their records."""
+        """Updates parameters by the kernels of a batch."""
         self.cycle.moved = True
         counts = [self.changes.watch(each) for each in members] if self.changes.is_due else []
         records, grads = [each.records[0] for each in members], [each.grad for each in members]
-        values = self._inputs.on(batch.device)
-        reading = values.reading if decision is None else self.clipping.reading(records, grads[0], decision)
+        values, reading = self._inputs.on(batch.device), self._inputs.reading(records, grads[0], decision)
         results = batch.run(grads, values.numbers, values.keys, reading)
         self.results.add(records, Result.of(results, reading))
         for count_changes in filter(None, counts):
@@ -326,7 +325,7 @@ class Updates:
             record.written(self._shard, shard)
 
     def _run(self, operands: Operands, decision: Decision | None) -> None:
-        """Runs the program of a parameter or a stack on its tensors, and stores the results in the records."""
+        """Runs the program of a parameter or a stack on its tensors."""
         self.cycle.moved = True
         first, result = operands.records[0], None
         count_changes = self.changes.watch(operands)

@@ -29,7 +29,7 @@ HEURISTIC = {"min_dim_size_to_factor": 2}
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
-    """Small tiles make the matrices take several programs; the interpreter is no slower with them."""
+    """With small tiles, several programs update a matrix. The interpreter takes the same time."""
     monkeypatch.setattr("lowmem.kernels.source.MATRIX_TILE", TileSize(8, 64, 2))
     monkeypatch.setattr("lowmem.kernels.source.LINE_TILE", TileSize(1, 256, 2))
 

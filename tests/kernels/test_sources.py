@@ -55,7 +55,7 @@ def test_what_has_a_form_is_written(name):
 
 
 def test_a_line_of_more_columns_than_int32_counts():
-    """The line is split, and the random bits of each column are those of the eager sweep, which splits it too."""
+    """The line is split, and each column has the same random bits as in the eager sweep, which also splits it."""
     size = (5 << 30) + 3
     traced = Parameter("lion", (7,), torch.bfloat16, "stochastic").traced(Reading())
     source = Kernels(traced, one_row=True, aligned=False)

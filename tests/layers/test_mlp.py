@@ -179,8 +179,8 @@ def test_a_second_derivative_raises():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_gradients_of_16_bits_are_as_accurate_as_of_whole_mlps(dtype):
-    """The gradients of 64 tiles are rounded once each and once as a sum, those of an untiled MLP once, so errors grow
-    by at most √2 if there is no other error, as in the last bias. Sums in 16 bits would be several times worse.
+    """The gradients of 64 tiles and their sum are each rounded once. An untiled MLP rounds only once, so errors grow by
+    at most √2 if there is no other error, as in the last bias. Sums in 16 bits would be several times worse.
     """
     exact = MLP()
     for param in exact.parameters():
